@@ -1,14 +1,30 @@
-"""Every recipe is a run file that is accepted and fits as its page says, and the messages of the troubleshooting page are printed by the code."""
+"""Recipes are accepted, fit as their page says and train in miniature; the messages of the troubleshooting page are the code's."""
 
 import ast
+import json
+import math
 import re
+import shutil
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from ditkit_core.commands import cli
+from ditkit_core.config.resolve import resolve
+from ditkit_core.config.schema import config_values
+from ditkit_core.config.toml import read_config_file
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.config import RunConfig
+from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.run_files import check_accepted, check_fits, check_schema_of
 from ditkit_flux2.spec import FLUX2
+from ditkit_wan.demo.media import CLIPS
+from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.spec import WAN
 from workspace import MEMBERS, ROOT
 
@@ -58,6 +74,69 @@ def test_a_recipe_fits_as_its_page_says(file, capsys):
     printed = iter(capsys.readouterr().out.splitlines())
     if f", torch {torch.__version__.partition('+')[0]}." in PAGE:  # others hold other amounts
         assert len(shown) > 10 and [line for line in shown if line not in printed] == []
+
+
+OF_THE_DEMO = ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.bucket_step")
+"""Keys that a miniature of a recipe takes from the family's demo, as far as the demo sets them."""
+FEW = {
+    "model.preset": "",  # the checkpoint's own
+    "train.steps": 2,
+    "train.threads": 1,
+    "save.every_steps": 1,
+    "held_out.every_steps": 1,
+    "sample.steps": 2,
+    "sample.captions": 1,
+    "log.tensorboard": False,
+}
+VARIANTS = {"ti2v-5b": "ti2v", "t2v-a14b": "t2v-a14b"}
+"""Checkpoints that the demo does not write, by preset."""
+
+
+def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any]:
+    """The settings that make a small run on the CPU of a recipe's: the demo's checkpoint and media, sizes, and steps. Levers stay."""
+    spec.demo.write(folder / "inputs")
+    demo = read_config_file(RunConfig, spec.demo.config)
+    values = {key: demo[key] for key in OF_THE_DEMO if key in demo}
+    values |= {key: each.replace("{run}", str(folder)) for key, each in values.items() if isinstance(each, str)}
+    if variant := VARIANTS.get(config.model.preset):
+        shutil.rmtree(values["model.base"])
+        write_checkpoint(Path(values["model.base"]), [clip.caption for clip in CLIPS], variant)
+    few = FEW | {"run.folder": str(folder / "run"), "train.swap_blocks": [min(1, n) for n in config.train.swap_blocks]}
+    if config.sample.every_steps:
+        few["sample.every_steps"] = 1
+    if config.train.devices:
+        few |= {"train.devices": ["cpu", "cpu:1"], "train.split_points": [1]}
+    return values | few
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_recipe_trains_in_miniature(file, tmp_path, capsys):
+    spec, config = SPECS[PLANS[file.stem][0]], resolve(RunConfig, file=file)
+    small = miniature(config, spec, tmp_path)
+    flags = [
+        text
+        for key, value in small.items()
+        for text in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
+    ]
+    with PretendDevices() if config.train.devices else nullcontext():
+        assert cli.run(spec, "train", [str(file), *flags]) == 0, capsys.readouterr().err
+
+    run = tmp_path / "run"
+    asked, used = config_values(config), config_values(resolve(RunConfig, stored=run))
+    assert {key for key in used if used[key] != asked[key]} <= small.keys()
+    parts = sorted(run.glob("*_noise")) or [run]  # of two experts, or of one
+    for part in parts:
+        records = [json.loads(line) for line in (part / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert [math.isfinite(record["loss"]) for record in records if "loss" in record] == [True, True]
+    assert list((run / "samples").iterdir())
+    exports = [load_file(export) for export in (run / "exports").rglob("*.safetensors")]
+    assert len(exports) >= len(parts)
+    start = load_file(next((Path(small["model.base"]) / "transformer").glob("*.safetensors")))
+    for tensors in exports:  # the second factor of a LoRA is zero before its first step
+        names = [name for name in tensors if config.adapter.method == "full" or "lora_B" in name]
+        before = {name: start[name].to(tensors[name].dtype) if name in start else torch.zeros(()) for name in names}
+        assert names and any((tensors[name] != before[name]).any() for name in names)
 
 
 @cache
