@@ -38,6 +38,7 @@ for number, (command, argv) in enumerate(calls):
 ANSWERS = [
     ("train", ["--version"], 0, ""),
     ("train", ["--help"], 0, ""),
+    ("train", ["--help", "train"], 0, ""),
     ("export", ["--help", "all"], 0, ""),
     ("train", ["--print-schema"], 0, ""),
     ("sample", [], 2, "name a run (toy-sample --run RUN --prompt TEXT), or a model and an adapter"),
@@ -52,6 +53,8 @@ ANSWERS = [
     ("train", ["no.toml"], 2, "cannot read the run file no.toml"),
     ("train", ["--run", "nowhere"], 2, "nowhere is not the folder of a run"),
     ("train", ["--train.steps", "3"], 1, "data.folder is not set"),
+    ("train", ["--model.preset", "tinny"], 1, "model.preset = 'tinny' is unknown; choose one of tiny"),
+    ("sample", ["--steps", "20"], 2, "did you mean --sample.steps?"),
     ("train", ["--data.folder", "clipz"], 1, "data.folder clipz does not exist"),
     ("encode", ["--data.folders", '["here", "clipz"]'], 1, "data.folders clipz does not exist"),
     ("train", ["--data.folder", "here", "--model.base", "./Wan"], 1, "model.base = './Wan': there is no such file"),

@@ -20,7 +20,8 @@ from ditkit_core.commands.cli import run
 from ditkit_core.errors import UserError
 from ditkit_core.nn import attention_backends
 from ditkit_core.nn.attention import attend
-from ditkit_core.nn.attention_backends import BACKENDS, check_backend, support_matrix
+from ditkit_core.nn.attention_backends import BACKENDS, check_backend
+from ditkit_core.nn.attention_support import support_matrix
 from ditkit_core.nn.context import AttentionSettings, attention_settings
 from ditkit_core.testing.toy import TOY
 

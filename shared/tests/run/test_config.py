@@ -118,7 +118,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) ->
         ("[shape]\nrank = 16.0", "shape.rank in {file} must be a whole number, not 16.0"),
         ("[shape]\nrank = true", "shape.rank in {file} must be a whole number, not true"),
         ("[shape.rank]\nx = 1", 'shape.rank in {file} must be a whole number, not {{"x": 1}}'),
-        ('[shape]\ntargets = "q"', 'shape.targets in {file} must be a list such as ["a", "b"], not "q"'),
+        ("[shape]\ntargets = 1", 'shape.targets in {file} must be a list such as ["a", "b"], not 1'),
+        ("[rate]\nbetas = 0.9", "rate.betas in {file} must be a list such as [1, 2], not 0.9"),
         ("[shape]\ntargets = [1]", 'shape.targets in {file} must be a list such as ["a", "b"], not [1]'),
         ('[shape]\nmode = "lokr"', 'shape.mode in {file} must be one of lora, full, not "lokr"'),
         ('[shape]\nalpha = "x"', 'shape.alpha in {file} must be a number, not "x"'),
@@ -177,6 +178,13 @@ def test_a_list_is_a_repeated_flag_or_an_array_and_commas_do_not_separate() -> N
     assert flags("--shape.targets", "[]")["shape.targets"] == ()
     assert flags("--shape.targets", "1")["shape.targets"] == ("1",)
     assert flags("--rate.betas", "0.5", "--rate.betas", "0.9")["rate.betas"] == (0.5, 0.9)
+
+
+def test_a_list_of_one_is_written_as_its_item_in_a_file_as_on_the_command_line(write: Write) -> None:
+    assert resolve(Small, file=write('[shape]\ntargets = "q"')).shape.targets == ("q",)
+    file = write("[train]\nswap_blocks = 5")
+    assert read_config_file(RunConfig, file)["train.swap_blocks"] == (5,)
+    assert read_flags(["--train.swap_blocks", "5"], RunConfig, TrainOptions).values["train.swap_blocks"] == (5,)
 
 
 def test_of_a_repeated_flag_that_is_no_list_the_last_wins_and_text_stays_text() -> None:
@@ -390,6 +398,22 @@ def test_words_of_other_trainers_mean_a_key_of_ours_or_say_what_there_is() -> No
 def test_a_guess_is_made_only_where_it_is_close(flag: str, hint: str) -> None:
     message = refusal(lambda: read_flags([flag, "1"], RunConfig, TrainOptions))
     assert message == f"unknown key {flag} on the command line; {hint}"
+
+
+@pytest.mark.parametrize(
+    ("section", "flag", "meant"),
+    [
+        ("sample", "--steps", "sample.steps"),
+        ("sample", "--frames", "sample.frames"),
+        ("sample", "--guidance_scale", "sample.guidance"),
+        ("sample", "--lr", "optim.lr"),
+        ("train", "--steps", "train.steps"),
+        ("encode", "--steps", "train.steps"),
+    ],
+)
+def test_a_flag_without_its_section_is_first_one_of_the_command(section: str, flag: str, meant: str) -> None:
+    message = refusal(lambda: read_flags([flag, "1"], RunConfig, TrainOptions, section=section))
+    assert message == f"unknown key {flag} on the command line; did you mean --{meant}?"
 
 
 @pytest.mark.parametrize("text", [r'"D:\clips"', r'"D:\upload\me"', r'"D:\new\table"', r'"\\server\x"'])

@@ -24,6 +24,8 @@ from ditkit_core.config.toml import changes_to_toml, to_toml
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.signals import terminated_like_interrupted
+from ditkit_core.models.paths import check_preset
+from ditkit_core.nn.attention_support import support_matrix
 from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
 
 if TYPE_CHECKING:
@@ -98,13 +100,11 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
 def _run(family: Family, command: str, argv: Sequence[str]) -> int:
     prog = f"{family.name}-{command}"
     try:
-        flags = read_flags(argv, RunConfig, OPTIONS[command])
+        flags = read_flags(argv, RunConfig, OPTIONS[command], section=command)
         if topic := flags.common.help:
             kinds = OPTIONS[command], CommonOptions
             say(format_help(prog, ABOUT[command], RunConfig, kinds, topic=topic, keys=KEYS_THAT_MATTER[command]))
             if topic == "train":
-                from ditkit_core.nn.attention_backends import support_matrix  # needs torch, as no other help does
-
                 say(f"\n{support_matrix()}")
             return 0
         if flags.common.version:
@@ -123,6 +123,7 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         return 0
     verb = verb_of(command, flags.options)
     try:
+        check_preset(config.model.preset, family.presets)
         check_paths(command, verb, config, flags.options, family.components)
     except UserError as error:
         return _complain(error, 1)

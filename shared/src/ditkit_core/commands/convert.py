@@ -31,7 +31,7 @@ from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
-from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.paths import ModelPaths, check_preset
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -223,8 +223,7 @@ def _check_fits(found: FoundAdapter, layers: Shapes) -> None:
 def _layers(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[ModelSpec, Shapes | None]:
     """The model family with the architecture of the given base or preset, and its Linear layers; None if neither is given."""
     name = config.model.preset
-    if name and name not in spec.architecture.presets:
-        raise UserError(f"model.preset = {name!r} is unknown; choose one of {', '.join(spec.architecture.presets)}")
+    check_preset(name, spec.architecture.presets)
     if options.base:
         _, arch, layers = _base(spec, config, options)
     elif name:

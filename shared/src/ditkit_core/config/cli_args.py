@@ -44,13 +44,14 @@ class Flags:
     """The command's own options."""
 
 
-def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
+def read_flags(argv: Sequence[str], tree: type, options_type: type, *, section: str = "") -> Flags:
     """Read a command line.
 
     Args:
         argv: Arguments after the program's name: `[run.toml] [--section.key value ...] [--option [value] ...]`.
         tree: The configuration's dataclass.
         options_type: Dataclass of the command's own options.
+        section: The section that the command is about: an unknown flag without a section is first looked for there.
 
     Returns:
         The values and options that were given.
@@ -62,7 +63,7 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
     hints = {key: field.type for key, field in keys.items()}
     hints |= _option_hints(CommonOptions) | _option_hints(options_type)
     values = {}
-    for name, given in _split(argv, hints, renamed_keys(tree)).items():
+    for name, given in _split(argv, hints, renamed_keys(tree), section).items():
         is_path = name in keys and keys[name].holds != "value"
         shown = name if name in keys else f"--{name}"
         values[name] = value_from_text(shown, hints[name], given, WHERE, is_path=is_path)
@@ -77,7 +78,9 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
     )
 
 
-def _split(argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, list[str]]:
+def _split(
+    argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, str], section: str
+) -> dict[str, list[str]]:
     """The texts that each flag was given, in order; the argument without a flag is the run file."""
     texts: dict[str, list[str]] = {}
     rest = deque(argv)
@@ -91,7 +94,7 @@ def _split(argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, 
             if argument.startswith("-"):
                 raise UserError(f"unknown flag {argument} {WHERE}; flags start with --")
         if name not in hints:
-            raise unknown_key(name, hints, WHERE, renamed=renamed, flag=True)
+            raise unknown_key(name, hints, WHERE, renamed=renamed, dashes="--", section=section)
         if hints[name] is bool and "." not in name:  # an option is a switch; a configuration key takes true or false
             text = text if equals else "true"
         elif name == "help" and not equals:

@@ -56,7 +56,8 @@ def _accepted(hint: Any) -> dict[str, Any]:
     if get_origin(hint) in (Union, UnionType):
         return _accepted(arguments[0]) if len(arguments) == 1 else {"anyOf": [_accepted(each) for each in arguments]}
     if get_origin(hint) is tuple and Ellipsis in arguments:
-        return {"type": "array", "items": _accepted(arguments[0])}
+        item = _accepted(arguments[0])
+        return {"anyOf": [{"type": "array", "items": item}, item]}  # a list of one may be written as its item
     if get_origin(hint) is tuple:
         return {
             "type": "array",

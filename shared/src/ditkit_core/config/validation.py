@@ -56,7 +56,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
-    """Check a value from TOML, which already has a type: a quoted number is not a number.
+    """Check a value from TOML, which already has a type: a quoted number is not a number. A list of one may be written as its item.
 
     Args:
         field: The key.
@@ -69,10 +69,11 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     Raises:
         UserError: If the type does not accept it; the message names the key, the place, the expected type and the value.
     """
+    given = [raw] if Ellipsis in get_args(field.type) and not isinstance(raw, list) else raw
     try:
         # jsonargparse also accepts values that only resemble the type: "3" for a number, true for 1. Those must be refused.
-        value = _convert(field.type, raw)
-        if plain(value) != raw or isinstance(value, bool) != isinstance(raw, bool):
+        value = _convert(field.type, given)
+        if plain(value) != given or isinstance(value, bool) != isinstance(given, bool):
             raise argparse.ArgumentError(None, "of another type")
     except argparse.ArgumentError as error:
         raise UserError(f"{field.key} {where} must be {expected(field.type)}, not {_shown(raw)}") from error
@@ -183,17 +184,31 @@ def _shown(raw: Any) -> str:
 
 
 def unknown_key(
-    key: str, keys: Iterable[str], where: str, *, renamed: Mapping[str, str] = MappingProxyType({}), flag: bool = False
+    key: str,
+    keys: Iterable[str],
+    where: str,
+    *,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    dashes: str = "",
+    section: str = "",
 ) -> UserError:
-    """The error for an unknown key; it suggests the present name of a renamed key, or else the nearest key."""
-    dashes = "--" if flag else ""
+    """The error for an unknown key; it suggests the present name of a renamed key, or else the nearest key.
+
+    Args:
+        key: The key.
+        keys: The known ones.
+        where: The place, for the message.
+        renamed: Present names by former ones.
+        dashes: `--` for a flag.
+        section: Where a key without a section is first looked for.
+    """
     if key in renamed:
         return UserError(f"{dashes}{key} {where} is now named {dashes}{renamed[key]}; rename it")
     known = list(keys)
-    section, _, name = key.rpartition(".")
+    given, _, name = key.rpartition(".")
     ours = FOREIGN_WORDS.get(name.replace("-", "_"), "")
     # In a section with a key of this name, that is meant: `sample.num_frames` is `sample.frames`, and not `data.frames`.
-    own = f"{section}.{ours.rpartition('.')[2]}"
+    own = f"{given or section}.{ours.rpartition('.')[2] or name}"
     meant = next((each for each in (own, ours) if each in known), "") or nearest_key(key, known)
     if " " in ours:
         hint = ours

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,6 +32,16 @@ def is_hub_id(value: str) -> bool:
 def not_there(key: str, value: str) -> UserError:
     """The error for a path of a model that neither exists nor is a hub id."""
     return UserError(f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name)")
+
+
+def check_preset(preset: str, known: Iterable[str]) -> None:
+    """Refuse an unknown `model.preset`.
+
+    Raises:
+        UserError: If a preset is set and is not one of the known ones.
+    """
+    if preset and preset not in (names := tuple(known)):
+        raise UserError(f"model.preset = {preset!r} is unknown; choose one of {', '.join(names)}")
 
 
 _MAY_FETCH = ContextVar("may fetch", default=True)

@@ -1,4 +1,4 @@
-"""The attention backends: each kernel, and what it supports.
+"""The attention backends: the kernel of each.
 
 Kernels are called by the public names of their libraries: `torch.nn.functional`, `torch.nn.attention`, `flash_attn` (2),
 `flash_attn_interface` (3), `flash_attn.cute` (4), `sageattention`. A library is imported when its kernel first runs.
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.tables import Table
 from ditkit_core.nn.attention_reference import exact_attention
+from ditkit_core.nn.attention_support import SUPPORT, Support
 from ditkit_core.nn.context import device_current
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
@@ -136,26 +136,10 @@ def _sage(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backend:
+class Backend(Support):
     """A kernel for attention, and what it supports."""
 
     kernel: Kernel
-    module: str | None = None
-    """The module that must be importable; None if it is torch itself."""
-    has_backward: bool = True
-    takes_mask: bool
-    takes_dropout: bool
-    half_only: bool
-    """Runs in fp16 and bf16 only."""
-    compiles: bool = True
-    """Whether torch's compiler can trace it: a kernel that is no operation of torch, and is not compiled by it, cannot be traced."""
-    devices: tuple[str, ...] = ()
-    """Types of device that it runs on; empty means all."""
-
-
-def _on_gpus(which: str, *, half_only: bool, takes_mask: bool) -> Backend:
-    kernel = partial(_pinned, f"sdpa_{which}", getattr(SDPBackend, f"{which.upper()}_ATTENTION"))
-    return Backend(kernel=kernel, takes_mask=takes_mask, takes_dropout=True, half_only=half_only, devices=("cuda",))
 
 
 def _on_its_device(
@@ -165,40 +149,22 @@ def _on_its_device(
         return kernel(q, k, v, padding_mask, dropout)
 
 
-def _library(
-    kernel: Kernel, module: str, *, has_backward: bool = True, takes_dropout: bool = False, compiles: bool = True
-) -> Backend:
-    return Backend(
-        kernel=partial(_on_its_device, kernel),
-        module=module,
-        has_backward=has_backward,
-        takes_mask=False,
-        takes_dropout=takes_dropout,
-        half_only=True,
-        compiles=compiles,
-        devices=("cuda",),
-    )
-
-
-BACKENDS: dict[str, Backend] = {
-    "sdpa": Backend(kernel=_sdpa, takes_mask=True, takes_dropout=True, half_only=False),
-    "sdpa_flash": _on_gpus("flash", half_only=True, takes_mask=False),
-    "sdpa_efficient": _on_gpus("efficient", half_only=False, takes_mask=True),
-    "sdpa_cudnn": _on_gpus("cudnn", half_only=True, takes_mask=True),
-    "sdpa_math": Backend(
-        kernel=partial(_pinned, "sdpa_math", SDPBackend.MATH), takes_mask=True, takes_dropout=True, half_only=False
-    ),
-    # Loops over spans in Python, in any dtype on any device.
-    "exact": Backend(kernel=exact_attention, takes_mask=True, takes_dropout=False, half_only=False),
-    # On a CPU torch has no backward for it.
-    "flex": Backend(kernel=_flex, takes_mask=True, takes_dropout=False, half_only=False, devices=("cuda",)),
-    "varlen": Backend(kernel=_varlen, takes_mask=True, takes_dropout=False, half_only=True, devices=("cuda",)),
-    "flash2": _library(_flash2, "flash_attn", takes_dropout=True),
-    "flash3": _library(_flash3, "flash_attn_interface"),
-    "flash4": _library(_flash4, "flash_attn.cute", compiles=False),
-    "sage": _library(_sage, "sageattention", has_backward=False, compiles=False),
+_KERNELS: dict[str, Kernel] = {
+    "sdpa": _sdpa,
+    "sdpa_flash": partial(_pinned, "sdpa_flash", SDPBackend.FLASH_ATTENTION),
+    "sdpa_efficient": partial(_pinned, "sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa_cudnn": partial(_pinned, "sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+    "sdpa_math": partial(_pinned, "sdpa_math", SDPBackend.MATH),
+    "exact": exact_attention,
+    "flex": _flex,
+    "varlen": _varlen,
+    "flash2": partial(_on_its_device, _flash2),
+    "flash3": partial(_on_its_device, _flash3),
+    "flash4": partial(_on_its_device, _flash4),
+    "sage": partial(_on_its_device, _sage),
 }
-"""By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
+BACKENDS = {name: Backend(kernel=_KERNELS[name], **vars(support)) for name, support in SUPPORT.items()}
+"""By the names for `train.attention`."""
 
 
 def is_installed(module: str | None) -> bool:
@@ -241,24 +207,3 @@ def _obstacle(name: str, training: bool, devices: Collection[str]) -> str | None
     if backend.devices and (others := [kind for kind in devices if kind not in backend.devices]):
         return f"runs on {' and '.join(backend.devices)} only, not on {others[0]}"
     return None
-
-
-def support_matrix() -> str:
-    """A table of what each backend supports, for help texts."""
-    word = {True: "yes", False: "no"}
-    head = ("backend", "backward", "key mask", "dropout", "dtype", "device", "needs", "attn_only keeps it")
-    rows = [
-        (
-            name,
-            word[b.has_backward],
-            word[b.takes_mask],
-            word[b.takes_dropout],
-            "bf16 fp16" if b.half_only else "any",
-            " ".join(b.devices) or "any",
-            b.module or "torch",
-            word[b.has_backward],
-        )
-        for name, b in BACKENDS.items()
-    ]
-    lines = Table(head=head, rows=rows, num_left=len(head)).lines()
-    return "\n".join(["Attention backends (train.attention):", *(f"  {line}" for line in lines)])

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 
@@ -82,6 +83,7 @@ _TABLE = (
     ("rtx4070ti", "4070ti", 12282, 80.2, 40.1, 504, "4x16", _ADA),
     ("rtx4070tis", "4070tis|rtx4070tisuper|4070tisuper", 16376, 88.2, 44.1, 672, "4x16", _ADA),
     ("rtx4080", "4080", 16376, 97.5, 48.7, 717, "4x16", _ADA),
+    ("rtx4080s", "4080s|rtx4080super|4080super", 16376, 104.4, 52.2, 736, "4x16", _ADA),
     ("rtx4090", "4090", 24564, 165.2, 82.6, 1008, "4x16", _ADA),
     ("rtx5080", "5080", 16303, 112.6, 56.3, 960, "5x16", _BLACKWELL),
     ("rtx5090", "5090", 32607, 209.5, 104.8, 1792, "5x16", _BLACKWELL),
@@ -212,15 +214,21 @@ def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple
     return kept
 
 
+_OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max"}
+"""Words after a GPU's name that make it another one."""
+
+
 def gpu_named(name: str, total: int) -> GPU:
     """The GPU that the driver calls `name`, with the memory that it reports; an unknown one gets rates by its size."""
-    plain = _plain(name)
-    fitting = [
-        gpu for gpu, names in KNOWN_GPUS if any(each in plain for each in {*names, _plain(gpu.name.split("-")[0])})
-    ]
-    # Laptop versions have the desktop's name and other rates, as the A10G has the A10's; a different memory is another product.
-    if "laptop" in plain or "a10g" in plain:
-        fitting = []
+    # Whole words, and none that makes another product of them: the A10G is no A10, a laptop's RTX 4090 no RTX 4090.
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    written = {
+        _plain(" ".join(words[begin:end]))
+        for begin, end in combinations(range(len(words) + 1), 2)
+        if not words[end:] or words[end] not in _OTHER_PRODUCTS
+    }
+    fitting = [gpu for gpu, names in KNOWN_GPUS if written & {*names, _plain(gpu.name.split("-")[0])}]
+    # A different memory is another product, too.
     fitting = [gpu for gpu in fitting if abs(gpu.total - total) < total / 10]
     if not fitting:
         return of_size(total, name)

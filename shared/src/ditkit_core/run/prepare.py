@@ -33,7 +33,7 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import ModelPaths, is_hub_id
+from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
@@ -349,10 +349,7 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
     """
     preset = components.preset
     if preset:
-        if preset not in spec.architecture.presets:
-            raise UserError(
-                f"model.preset = {preset!r} is unknown; choose one of {', '.join(spec.architecture.presets)}"
-            )
+        check_preset(preset, spec.architecture.presets)
         return preset, spec.architecture.presets[preset]
     path = _config_json(source.path)
     if path is not None and (arch := _described(spec, path)) is not None:

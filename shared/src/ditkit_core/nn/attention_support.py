@@ -1,0 +1,78 @@
+"""What each attention backend supports. Apart from the kernels, because help prints it, and must not wait for torch."""
+
+from dataclasses import dataclass
+
+from ditkit_core.io.tables import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """What a backend supports."""
+
+    module: str | None = None
+    """The module that must be importable; None if it is torch itself."""
+    has_backward: bool = True
+    takes_mask: bool
+    takes_dropout: bool
+    half_only: bool
+    """Runs in fp16 and bf16 only."""
+    compiles: bool = True
+    """Whether torch's compiler can trace it: a kernel that is no operation of torch, and is not compiled by it, cannot be traced."""
+    devices: tuple[str, ...] = ()
+    """Types of device that it runs on; empty means all."""
+
+
+def _on_gpus(*, half_only: bool, takes_mask: bool, takes_dropout: bool = True) -> Support:
+    return Support(takes_mask=takes_mask, takes_dropout=takes_dropout, half_only=half_only, devices=("cuda",))
+
+
+def _library(module: str, *, has_backward: bool = True, takes_dropout: bool = False, compiles: bool = True) -> Support:
+    return Support(
+        module=module,
+        has_backward=has_backward,
+        takes_mask=False,
+        takes_dropout=takes_dropout,
+        half_only=True,
+        compiles=compiles,
+        devices=("cuda",),
+    )
+
+
+SUPPORT: dict[str, Support] = {
+    "sdpa": Support(takes_mask=True, takes_dropout=True, half_only=False),
+    "sdpa_flash": _on_gpus(half_only=True, takes_mask=False),
+    "sdpa_efficient": _on_gpus(half_only=False, takes_mask=True),
+    "sdpa_cudnn": _on_gpus(half_only=True, takes_mask=True),
+    "sdpa_math": Support(takes_mask=True, takes_dropout=True, half_only=False),
+    # Loops over spans in Python, in any dtype on any device.
+    "exact": Support(takes_mask=True, takes_dropout=False, half_only=False),
+    # On a CPU torch has no backward for it.
+    "flex": _on_gpus(half_only=False, takes_mask=True, takes_dropout=False),
+    "varlen": _on_gpus(half_only=True, takes_mask=True, takes_dropout=False),
+    "flash2": _library("flash_attn", takes_dropout=True),
+    "flash3": _library("flash_attn_interface"),
+    "flash4": _library("flash_attn.cute", compiles=False),
+    "sage": _library("sageattention", has_backward=False, compiles=False),
+}
+"""By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
+
+
+def support_matrix() -> str:
+    """A table of what each backend supports, for help texts."""
+    word = {True: "yes", False: "no"}
+    head = ("backend", "backward", "key mask", "dropout", "dtype", "device", "needs", "attn_only keeps it")
+    rows = [
+        (
+            name,
+            word[b.has_backward],
+            word[b.takes_mask],
+            word[b.takes_dropout],
+            "bf16 fp16" if b.half_only else "any",
+            " ".join(b.devices) or "any",
+            b.module or "torch",
+            word[b.has_backward],
+        )
+        for name, b in SUPPORT.items()
+    ]
+    lines = Table(head=head, rows=rows, num_left=len(head)).lines()
+    return "\n".join(["Attention backends (train.attention):", *(f"  {line}" for line in lines)])
