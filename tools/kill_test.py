@@ -41,7 +41,7 @@ METHODS = {
     "full": ("--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
 }
 KILLS_PER_RUN = 3
-_TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes")
+_TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes", "peak_reserved_bytes")
 _OF_THE_START = (".lock", "about.json", "report.html", "metrics.jsonl", "state.json", "hashes.json")
 """Files whose bytes depend on when and where a run was started."""
 _HANGS_SECONDS = 1800.0

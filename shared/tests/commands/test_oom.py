@@ -11,7 +11,7 @@ from toy_world import World
 
 from ditkit_core.commands import fit as fit_stage
 from ditkit_core.commands import oom as out_of_memory
-from ditkit_core.commands.oom import explain
+from ditkit_core.commands.oom import MeasuredPeaks, explain, measured_peaks
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.memory import is_out_of_memory, let_go
 from ditkit_core.planner import partition as division
@@ -82,7 +82,9 @@ def test_nothing_of_the_step_is_held_while_it_is_explained(tmp_path, monkeypatch
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory") from error
 
     alive = []
-    monkeypatch.setattr(out_of_memory, "measured_peaks", lambda config: alive.extend(ref() for ref in held) or (1,))
+    monkeypatch.setattr(
+        out_of_memory, "measured_peaks", lambda config: alive.extend(ref() for ref in held) or MeasuredPeaks((1,))
+    )
     monkeypatch.setattr(out_of_memory, "explain", lambda *args, **kwargs: None)
     world.spec = spec_that_lacks(world, fail)
     assert world.train("run", 1, "--sample.captions", "0") == 1
@@ -117,14 +119,21 @@ def test_what_counts_as_lacking_memory(error, expected):
     [("ditkit_core.sampling.render", "sample.vae_tiling"), ("ditkit_core.encoding.encode", "encode.streaming")],
 )
 def test_encoding_and_drawing_have_remedies_of_their_own(capsys, module, says):
-    explain(TOY, RunConfig(), "failure", training=True, modules={"ditkit_core.training.trainer", module}, peaks=(1,))
+    explain(
+        TOY,
+        RunConfig(),
+        "failure",
+        training=True,
+        modules={"ditkit_core.training.trainer", module},
+        peaks=MeasuredPeaks((1,)),
+    )
     error = capsys.readouterr().err
     assert says in error and "train.checkpointing" not in error and error.count("\n") == 1
 
 
 def test_a_plan_that_fails_does_not_hide_what_happened(monkeypatch, capsys):
     monkeypatch.setattr(out_of_memory, "make_report", lambda run: 1 // 0)
-    explain(TOY, RunConfig(), "the failure", training=True, modules=(), peaks=(1,))
+    explain(TOY, RunConfig(), "the failure", training=True, modules=(), peaks=MeasuredPeaks((1,)))
     error = capsys.readouterr().err
     assert "division" in error
     assert "error: out of memory: try train.checkpointing = full" in error and "(the failure)" in error
@@ -148,15 +157,16 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}
     config = resolve(RunConfig, flags={name.replace("__", "."): value for name, value in named.items()})
-    peaks = [int(size * GIB / 2) for size in sizes]
+    peaks = MeasuredPeaks(*(tuple(int(size * GIB * share) for size in sizes) for share in (0.5, 0.75)))
     explain(DEEP, config, failure, training=True, modules=(), peaks=peaks)
     return capsys.readouterr().err
 
 
 def test_gpus_are_explained_with_what_each_has_held_and_what_fits_all(monkeypatch, capsys):
     error = explained(monkeypatch, capsys, (10, 8), (10, 8), train__devices=("cuda:0", "cuda:1"))
-    (measured,) = [line for line in error.splitlines() if line.startswith("measured peak")]
+    measured, gaps = (line for line in error.splitlines() if line.startswith("measured peak"))
     assert measured.split()[2:] == ["5.00", "4.00"]
+    assert gaps.split()[2:] == ["with", "gaps", "7.50", "6.00"]
     last = error.splitlines()[-1]
     assert (
         'train.checkpointing = "attn_only"' in last
@@ -210,3 +220,13 @@ def test_where_nothing_is_left_to_lower_that_is_said(tmp_path, monkeypatch, caps
     assert world.train("run", 1, "--sample.captions", "0") == 1
     error = capsys.readouterr().err
     assert "no setting is left to lower" in error.splitlines()[-1] and "not planned" not in error
+
+
+def test_peaks_are_those_in_tensors_and_those_with_gaps(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10 + device)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 20 + device)
+    assert measured_peaks(RunConfig()) == MeasuredPeaks((10, 11), (20, 21))
+    on_cpu = measured_peaks(resolve(RunConfig, flags={"train.device": "cpu"}))
+    assert len(on_cpu.allocated) == 1 and on_cpu.reserved == ()

@@ -12,7 +12,7 @@ import torch
 from ordinary_user import ordinary_user
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.memory import peak_memory_bytes, process_peak_bytes
+from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, process_peak_bytes
 from ditkit_core.training.metrics import LogConfig, MetricsLog
 
 
@@ -216,3 +216,11 @@ def test_the_process_peak_is_in_bytes_and_is_what_the_system_says():
 def test_without_an_accelerator_the_peak_is_that_of_the_process():
     before = process_peak_bytes()
     assert 10_000_000 < before <= peak_memory_bytes([torch.device("cpu")]) < 1e12
+
+
+def test_on_accelerators_what_the_allocator_took_is_told_apart(monkeypatch):
+    devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10 + device.index)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 20 - device.index)
+    assert (peak_memory_bytes(devices), peak_reserved_bytes(devices)) == (11, 20)
+    assert peak_reserved_bytes(devices[:1]) is None

@@ -15,6 +15,7 @@ from toy_training import Calls, ToyBatch, ToyData, toy_model, toy_run
 
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.io import console
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.testing.toy import TOY, toy_items
@@ -64,6 +65,13 @@ def test_training_lowers_the_held_out_loss_and_reports_it(tmp_path):
     assert last["tokens_per_second"] * last["seconds"] == pytest.approx(4 * 32)  # positions of four samples
     assert last["lr"] == pytest.approx(3e-3) and last["grad_norm"] > 0 and last["peak_memory_bytes"] > 10_000_000
     assert steps_of(tmp_path, "loss") == list(range(1, 41))
+
+
+def test_on_a_gpu_the_peak_with_gaps_is_measured_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("ditkit_core.training.trainer.peak_reserved_bytes", lambda devices: 3 * 2**29)
+    toy_run(tmp_path, 2, callbacks=[ProgressBar(console._PlainBar("train", 2, 0))])
+    assert [line["peak_reserved_bytes"] for line in lines(tmp_path) if "loss" in line] == [3 * 2**29] * 2
+    assert "with gaps 1.50 GiB" in capsys.readouterr().out
 
 
 def test_saves_measurements_and_lines_come_on_schedule(tmp_path):

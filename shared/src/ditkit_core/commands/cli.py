@@ -4,6 +4,7 @@ Help, versions and mistakes in flags, files and folders are answered before torc
 imports needs torch.
 """
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from ditkit_core.config.json_schema import json_schema
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import changes_to_toml, to_toml
 from ditkit_core.errors import UserError
+from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.signals import terminated_like_interrupted
 from ditkit_core.models.paths import check_preset
@@ -89,6 +91,7 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     """
     prepare_streams()
     hush_libraries()
+    os.environ |= allocator_settings(os.environ)
     try:
         with terminated_like_interrupted():
             return _run(family, command, sys.argv[1:] if argv is None else argv)

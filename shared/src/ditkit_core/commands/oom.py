@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -46,17 +47,28 @@ _UNTOUCHED = "the last save is untouched"
 _NOTHING_LEFT = "no setting is left to lower: batch, frames, size and rank have their smallest values"
 
 
-def measured_peaks(config: RunConfig) -> tuple[int, ...]:
-    """Peak bytes of each GPU; on a CPU the peak of the whole process, which planning would raise: measure before planning."""
+class MeasuredPeaks(NamedTuple):
+    """Peak bytes of each GPU; on a CPU one figure, of the whole process."""
+
+    allocated: tuple[int, ...]
+    """In tensors, which is what a plan counts."""
+    reserved: tuple[int, ...] = ()
+    """Taken by torch's allocator, with the gaps between tensors; none on a CPU."""
+
+
+def measured_peaks(config: RunConfig) -> MeasuredPeaks:
+    """The peaks so far. Planning would raise that of a process: measure before planning."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
-        return (process_peak_bytes(),)
+        return MeasuredPeaks((process_peak_bytes(),))
     devices = range(torch.cuda.device_count())
-    # Allocated and not reserved bytes: the plan counts tensors, and this number is printed next to it.
-    return tuple(torch.cuda.max_memory_allocated(device) for device in devices)
+    allocated, reserved = (
+        tuple(map(measure, devices)) for measure in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+    )
+    return MeasuredPeaks(allocated, reserved)
 
 
 def explain(
-    spec: ModelSpec, config: RunConfig, failure: str, *, training: bool, modules: Collection[str], peaks: Sequence[int]
+    spec: ModelSpec, config: RunConfig, failure: str, *, training: bool, modules: Collection[str], peaks: MeasuredPeaks
 ) -> None:
     """Print to stderr the memory that a run needs and had; the last line names the change that helps.
 
@@ -89,13 +101,12 @@ def is_of_the_host(failure: str) -> bool:
     return is_host_allocation(failure) or failure.startswith("MemoryError")
 
 
-def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: Sequence[int]) -> Iterator[str]:
+def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: MeasuredPeaks) -> Iterator[str]:
     run = create_run(spec, config)
     say("out of memory; planning the memory of this run and of changes to it ...")
     report = make_report(run)
-    indices = [device.index or 0 for device in run.devices]
-    measured = [peaks[i] for i in indices] if report.is_cuda else list(peaks)
-    print_measured_plan(report, measured)
+    measured = [[each[d.index] for d in run.devices] if report.is_cuda else list(each) for each in peaks if each]
+    print_measured_plan(report, *measured)
     on_host = report.is_cuda and is_of_the_host(failure)
     if on_host:
         yield "host memory ran out"

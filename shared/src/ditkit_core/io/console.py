@@ -84,6 +84,7 @@ _FORMATS = {
     "seconds": "{:.2f} s/step",
     "tokens_per_second": "{:.0f} tokens/s",
     "peak_memory_bytes": "peak {:.2f} GiB",
+    "peak_reserved_bytes": "with gaps {:.2f} GiB",
 }
 
 
@@ -147,7 +148,8 @@ class Bar(Protocol):
     def update(self, **fields: SupportsFloat) -> None:
         """Set figures to show with the bar, before the advance that they belong to; other figures stay.
 
-        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second and peak_memory_bytes.
+        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second, peak_memory_bytes and
+        peak_reserved_bytes.
         """
         ...
 

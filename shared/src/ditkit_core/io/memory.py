@@ -21,6 +21,11 @@ def peak_memory_bytes(devices: Iterable[torch.device]) -> int:
     return process_peak_bytes()
 
 
+def peak_reserved_bytes(devices: Iterable[torch.device]) -> int | None:
+    """Peak of what torch's allocator had taken from the fullest accelerator, gaps between tensors included; None without accelerators."""
+    return max((torch.cuda.max_memory_reserved(device) for device in devices if device.type == "cuda"), default=None)
+
+
 def restart_peak(devices: Iterable[torch.device]) -> None:
     """Restart the peak of the accelerators; the peak of a process cannot be restarted."""
     for device in devices:

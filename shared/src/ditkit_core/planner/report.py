@@ -136,18 +136,22 @@ def _orders_json(orders: Comparison) -> dict[str, Any]:
     }
 
 
-def print_measured_plan(report: PlanReport, peaks: Sequence[int]) -> None:
+def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: Sequence[int] = ()) -> None:
     """Print planned and measured memory of a run.
 
     Args:
         report: The plan.
-        peaks: Peak bytes of each device; for a CPU one figure, of the whole process.
+        allocated: Peak bytes in tensors on each device; for a CPU one figure, of the whole process.
+        reserved: Peak bytes that torch's allocator took from each GPU.
     """
     _headline(report)
     rows = _rows(report)
-    cells = [*map(_gib, peaks), *[""] * (len(report.devices) - len(peaks))]
-    place = next(i for i, row in enumerate(rows) if row[0] == "peak")
-    rows.insert(place + 1, ["measured peak" if report.is_cuda else "measured peak of the process", *cells])
+    place = next(i for i, row in enumerate(rows) if row[0] == "peak") + 1
+    names = "measured peak" if report.is_cuda else "measured peak of the process", "measured peak with gaps"
+    for peaks, name in zip((allocated, reserved), names, strict=True):
+        if peaks:
+            rows.insert(place, [name, *map(_gib, peaks), *[""] * (len(report.devices) - len(peaks))])
+            place += 1
     _show_devices(report, rows)
 
 

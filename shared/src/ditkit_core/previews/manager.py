@@ -21,6 +21,7 @@ from torch import Tensor
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.errors import Interrupted, UserError, printable
+from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
@@ -274,9 +275,10 @@ def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    """The environment of the worker: one visible device, and this process's module search path."""
+    """The environment of the worker: one visible device, its allocator's settings, and this process's module search path."""
     return {
         **os.environ,
+        **allocator_settings(os.environ),
         "CUDA_VISIBLE_DEVICES": visible_devices(device, os.environ),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }

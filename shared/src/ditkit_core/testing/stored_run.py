@@ -58,7 +58,7 @@ The optimizer's averages, by the norm of each; a metric, by its value. Measured 
 6e-6, 1.4e-6 and 1.7e-7."""
 
 _TENSORS = ("trainable", "ema", "optimizer")
-_TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes")
+_TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes", "peak_reserved_bytes")
 _KEPT = ("config.toml", "data.json", "metrics.jsonl")
 """Files that a run needs to continue, besides its save."""
 _CHOOSE_KERNELS = (

@@ -173,7 +173,7 @@ class _EventFile:
             RecordWriter(file).write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
-_OF_THE_MACHINE = ("seconds", "tokens_per_second", "peak_memory_bytes")
+_OF_THE_MACHINE = ("seconds", "tokens_per_second", "peak_memory_bytes", "peak_reserved_bytes")
 
 
 def _lasting(row: Mapping[str, Any]) -> bytes:

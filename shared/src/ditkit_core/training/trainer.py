@@ -13,7 +13,7 @@ import torch
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import Bar
 from ditkit_core.io.files import write_text
-from ditkit_core.io.memory import peak_memory_bytes, restart_peak
+from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_state
@@ -292,6 +292,8 @@ class Trainer:
             "tokens_per_second": tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(self._devices),
         }
+        if (reserved := peak_reserved_bytes(self._devices)) is not None:
+            numbers["peak_reserved_bytes"] = reserved
         for callback in self._callbacks:
             callback.after_step(state.step, numbers)
         if metrics.due(state.step):

@@ -18,6 +18,7 @@ _TRAINING = {
     "seconds": "seconds per step",
     "tokens_per_second": "tokens per second",
     "peak_memory_bytes": "peak memory, GiB",
+    "peak_reserved_bytes": "peak memory with the allocator's gaps, GiB",
 }
 _SENTINELS = {
     "activation_max": "largest activation",
