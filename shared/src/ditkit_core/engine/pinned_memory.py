@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.io.console import warn
+from ditkit_core.io.runtimes import runtime_of
 
 HOST = torch.device("cpu")
 _ALIGNMENT = 256
@@ -124,7 +125,7 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
 
     CUDA locks whole pages and none twice: a buffer that shared one with its neighbour could not be locked.
     """
-    if device.type != "cuda":
+    if runtime_of(device) is None:
         return torch.empty(num_bytes, dtype=torch.uint8, device=HOST)
     size = math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
     around = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device=HOST)
@@ -139,7 +140,7 @@ def page_lock(tensor: Tensor, device: torch.device, locked: MutableMapping[int, 
     """
     if not tensor.nbytes:
         return True
-    succeeded = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)) == 0
+    succeeded = int(runtime_of(device).cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)) == 0
     if succeeded:
         locked[tensor.data_ptr()] = device
     else:
@@ -152,9 +153,9 @@ def page_lock(tensor: Tensor, device: torch.device, locked: MutableMapping[int, 
 def unlock(locked: Mapping[int, torch.device]) -> None:
     """Undo `page_lock`, once the devices have finished all work on the memory."""
     for device in set(locked.values()):
-        torch.cuda.synchronize(device)
-    for address in locked:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        runtime_of(device).synchronize(device)
+    for address, device in locked.items():
+        runtime_of(device).cudart().cudaHostUnregister(address)
 
 
 class PinnedPool:
@@ -217,7 +218,7 @@ class HostBuffers:
         self._returned.append(buffer)
 
     def _made(self, num_bytes: int) -> Tensor:
-        is_locked = self._device.type == "cuda"
+        is_locked = runtime_of(self._device) is not None
         self._make_room(math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE if is_locked else num_bytes)
         buffer = host_memory(num_bytes, self._device)
         if is_locked:
@@ -248,7 +249,8 @@ class CopyLane:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._runtime = runtime_of(device)
+        self._stream = None if self._runtime is None else self._runtime.Stream(device)
         self._is_called_back = False
 
     @property
@@ -258,12 +260,12 @@ class CopyLane:
 
     def copies(self) -> AbstractContextManager[Any]:
         """Context in which copies run on the side stream. Memory allocated in it belongs to that stream alone."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else self._runtime.stream(self._stream)
 
     def follow(self) -> None:
         """Have the next copies wait for the work that was launched on the device so far."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._stream.wait_stream(self._runtime.current_stream(self.device))
 
     def record(self) -> torch.cuda.Event | None:
         """The event after the copies so far; None where a device has no streams and they are done."""
@@ -272,7 +274,7 @@ class CopyLane:
     def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Have the work that is launched next on the device wait for copies. The host does not wait."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            self._runtime.current_stream(self.device).wait_event(event)
 
     def finish(self) -> None:
         """Wait on the host for all copies, so that it can read their results."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ditkit_core.engine.op_names import SETS, kept_results_reach_hooks
 from ditkit_core.errors import UserError
+from ditkit_core.io.runtimes import runtime_of
 
 
 class Decision(NamedTuple):
@@ -84,18 +85,19 @@ class GeneratorHook:
     @property
     def generator(self) -> str:
         """Its name; all CPU devices share one."""
-        return str(self.device) if self.device.type == "cuda" else "cpu"
+        return "cpu" if runtime_of(self.device) is None else str(self.device)
 
     def snapshot(self) -> Tensor:
         """The generator's state."""
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        runtime = runtime_of(self.device)
+        return torch.get_rng_state() if runtime is None else runtime.get_rng_state(self.device)
 
     def restore(self, state: Tensor) -> None:
         """Put a snapshot back."""
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
+        if (runtime := runtime_of(self.device)) is None:
             torch.set_rng_state(state)
+        else:
+            runtime.set_rng_state(state, self.device)
 
 
 class Region:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.runtimes import runtime_of
 
 
 @dataclass(kw_only=True)
@@ -162,6 +163,7 @@ def device_current(x: Tensor) -> AbstractContextManager[Any]:
 
     Such a kernel goes to the current device's stream wherever its tensors are. torch's operations and compiled code see to it themselves.
     """
-    if torch.compiler.is_compiling() or not x.is_cuda:
+    if torch.compiler.is_compiling() or (runtime := runtime_of(x.device)) is None:
         return nullcontext()
-    return torch.cuda.device(x.device)
+    found: AbstractContextManager[Any] = runtime.device(x.device)
+    return found

@@ -48,6 +48,7 @@ from ditkit_core.testing.conformance_policies import PolicyChecks
 from ditkit_core.testing.conformance_precision import PrecisionChecks
 from ditkit_core.testing.conformance_quantized import QuantizedChecks
 from ditkit_core.testing.conformance_split import SplitChecks
+from ditkit_core.testing.conformance_streams import StreamChecks
 from ditkit_core.testing.conformance_swap import SwapChecks
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
@@ -389,6 +390,7 @@ class Conformance(
     PolicyChecks,
     PrecisionChecks,
     SplitChecks,
+    StreamChecks,
     SwapChecks,
     QuantizedChecks,
     CoreChecks,
