@@ -1,16 +1,20 @@
 """Our product of a plain LoRA against peft's own forward, and the cases that stay peft's."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.nn import lora as lora_linear
-from ditkit_core.nn.lora import low_rank_sum
+from ditkit_core.nn.context import AttentionSettings, as_on, attention_settings
+from ditkit_core.nn.lora import _cross_terms, _on_tensor_cores, _parts, low_rank_sum
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 
@@ -105,6 +109,121 @@ class WidestTensor(TorchDispatchMode):
             self.bytes, *(x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)), 0
         )
         return out
+
+
+class TensorCores(TorchDispatchMode):
+    """A GPU's products of bf16 with sums that are not rounded before the end: the CPU has no kernel with a wider result."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.dtype:
+            a, b, dtype = args
+            return (a.double() @ b.double()).to(dtype)
+        if func is torch.ops.aten.addmm_.default:
+            out, a, b = args
+            return out.copy_(out.double() + a.double() @ b.double())
+        if func is torch.ops.aten.mm.default and args[0].dtype == torch.bfloat16:
+            return (args[0].double() @ args[1].double()).bfloat16()
+        return func(*args, **(kwargs or {}))
+
+
+def products(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> list[Tensor]:
+    """The sum, and the gradients of x, down and up."""
+    x, down, up = (tensor.clone().requires_grad_() for tensor in (x, down, up))
+    out = low_rank_sum(x, down, up, scaling, lambda: result.clone())
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, (x, down, up), weights)]
+
+
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> ExitStack:
+    patch.setattr(lora_linear, "TENSOR_CORES_FROM", 0)
+    stack = ExitStack()
+    stack.enter_context(as_on("cuda"))
+    stack.enter_context(TensorCores())
+    return stack
+
+
+def test_an_fp32_number_is_three_of_bf16():
+    wide = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-25, 25, 1000)
+    parts = _parts(wide)
+    assert {part.dtype for part in parts} == {torch.bfloat16}
+    assert torch.equal(sum(part.double() for part in parts), wide.double())
+
+
+def test_what_the_cross_terms_leave_out_is_below_a_rounding():
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(40, 32, generator=generator), torch.randn(32, 50, generator=generator)
+    left, right = (each.double() for each in _cross_terms(a, b))
+    a, b = a.double(), b.double()
+    assert ((left @ right - a @ b).abs() <= 2**-23 * (a.abs() @ b.abs())).all()
+
+
+@pytest.mark.parametrize("scaling", [1.0, 0.75])
+def test_tensor_cores_are_as_exact_as_fp32_products(scaling, monkeypatch):
+    """Distances to fp64 of everything that is fp32, and of what is rounded to bf16 once."""
+    generator = torch.Generator().manual_seed(0)
+    rows, width, rank = 96, 3072, 16
+    x, result = (
+        torch.randn(2, rows, width, generator=generator).bfloat16(),
+        torch.randn(2, rows, 80, generator=generator),
+    )
+    down, up = torch.randn(rank, width, generator=generator), torch.randn(80, rank, generator=generator)
+    given = x, down, up, scaling
+    today = products(result.bfloat16(), *given)
+    with as_on_a_gpu(monkeypatch):
+        split = products(result.bfloat16(), *given)
+    exact = products(result.bfloat16().double(), *(each.double() for each in given[:3]), scaling)
+    for name, ours, before, wanted in zip(("out", "x", "down", "up"), split, today, exact, strict=True):
+        assert (ours.dtype, ours.shape) == (before.dtype, before.shape), name
+        near, far = (((each.double() - wanted).norm() / wanted.norm()).item() for each in (ours, before))
+        if ours.dtype == torch.float32:
+            assert near <= min(far, 2**-22), name
+        else:  # one rounding to bf16 hides the rest: few values fall to the other side
+            assert near <= 1.001 * far, name
+            assert (ours != before).float().mean() < 1e-3, name
+
+
+def test_on_a_gpu_no_input_output_or_gradient_is_ever_wide(monkeypatch):
+    monkeypatch.setattr(lora_linear, "TENSOR_CORES_FROM", 0)
+    tokens, inside, outside, rank = 1024, 2048, 4096, 4
+    with FakeTensorMode(), as_on("cuda"), DtypesOfLarge(tokens * inside) as seen:
+        x = torch.empty(tokens, inside, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(outside, inside, dtype=torch.bfloat16)
+        down, up = torch.empty(rank, inside, requires_grad=True), torch.empty(outside, rank, requires_grad=True)
+        low_rank_sum(x, down, up, 1.0, lambda: F.linear(x, weight)).sum().backward()
+    assert seen.dtypes == {torch.bfloat16}
+
+
+class DtypesOfLarge(TorchDispatchMode):
+    """Dtypes of the results with at least so many elements."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.dtypes = size, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.dtypes |= {x.dtype for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel() >= self.size}
+        return out
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_result_that_a_checkpoint_keeps_by_name_is_not_overwritten(keeps, monkeypatch):
+    result, x = torch.randn(6, 8).bfloat16(), torch.randn(6, 4).bfloat16()
+    before = result.clone()
+    with as_on_a_gpu(monkeypatch), attention_settings(AttentionSettings(keeps_results=keeps)):
+        out = low_rank_sum(x, torch.randn(2, 4), torch.randn(8, 2), 1.0, lambda: result)
+    assert torch.equal(result, before) == keeps and (out.data_ptr() != result.data_ptr()) == keeps
+
+
+def test_small_products_and_other_dtypes_stay_fp32(monkeypatch):
+    monkeypatch.setattr(lora_linear, "TENSOR_CORES_FROM", 40)
+    factor = torch.zeros(2, 8)
+    with as_on("cuda"):
+        assert _on_tensor_cores(torch.zeros(5, 8).bfloat16(), factor)
+        assert not _on_tensor_cores(torch.zeros(4, 8).bfloat16(), factor)
+        assert not _on_tensor_cores(torch.zeros(5, 8).half(), factor)
+        assert not _on_tensor_cores(torch.zeros(5, 8).bfloat16(), factor.bfloat16())
+    assert not _on_tensor_cores(torch.zeros(5, 8).bfloat16(), factor)
 
 
 def test_what_is_kept_for_backward_is_the_input_as_it_came():

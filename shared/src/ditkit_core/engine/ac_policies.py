@@ -29,6 +29,8 @@ class Policy:
     kind: ClassVar[str] = "none"
     recomputes: ClassVar[bool] = False
     """Whether the backward runs any of the block's forward again."""
+    keeps_results: ClassVar[bool] = False
+    """Whether results of operations are kept by the operations' names."""
     argument: ClassVar[str] = ""
     """Describes the arguments that the kind takes in parentheses, for help texts."""
 
@@ -90,6 +92,7 @@ class Ops(Policy):
 
     kind: ClassVar[str] = "ops"
     recomputes: ClassVar[bool] = True
+    keeps_results: ClassVar[bool] = True
     argument: ClassVar[str] = "matmul, attention, collectives, or names such as aten.mm.default"
 
     def __post_init__(self) -> None:

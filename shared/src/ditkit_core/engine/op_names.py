@@ -37,9 +37,11 @@ _COLLECTIVES = (
 )
 
 SETS: dict[str, frozenset[str]] = {
+    # `mm.dtype` is `mm` with a wider result.
     "matmul": frozenset(
         f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_int_mm")
-    ),
+    )
+    | {"aten.mm.dtype"},
     "attention": frozenset(_ATTENTION),
     "collectives": frozenset(f"_c10d_functional.{name}.default" for name in _COLLECTIVES),
 }

@@ -36,6 +36,10 @@ class BlockPolicy(Protocol):
         """Whether the backward runs any of the block's forward again."""
 
     @property
+    def keeps_results(self) -> bool:
+        """Whether results of operations are kept by the operations' names."""
+
+    @property
     def kept_attention(self) -> tuple[str, ...] | None:
         """Names of the `attend` calls that an enclosing checkpoint keeps, empty for all; None keeps no region."""
 
@@ -165,7 +169,9 @@ def run_block(block: nn.Module, carry: Any, *, policy: BlockPolicy, backend: str
         calls.want(policy.kept_attention, str(policy))
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    settings = AttentionSettings(backend=backend, keep=policy.kept_attention, calls=calls)
+    settings = AttentionSettings(
+        backend=backend, keep=policy.kept_attention, keeps_results=policy.keeps_results, calls=calls
+    )
     body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec)
     made = iter(policy.checkpoint(body, tensors, name))
     rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in body.after]

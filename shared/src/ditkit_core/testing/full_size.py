@@ -7,14 +7,23 @@ import torch
 from torch import nn
 
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn import lora as lora_linear
+from ditkit_core.nn import context
 from ditkit_core.planner import reduced_model
 from ditkit_core.testing.observer import Observer
 
 DEVICE = torch.device("cpu:1")
 """Under fake tensors another device than the host."""
 
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_aten = torch.ops.aten
+_MATMULS = {
+    _aten.mm.default: 0,
+    _aten.mm.out: 0,
+    _aten.mm.dtype: 0,
+    _aten.bmm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.addmm_.default: 1,
+}
+"""Operations, and the position of their first factor."""
 
 
 class Arithmetic(Observer):
@@ -31,7 +40,7 @@ class Arithmetic(Observer):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func in _MATMULS:
-            a, b = args[-2:]
+            a, b = args[_MATMULS[func] :][:2]
             self.flops[a.dtype, a.device] += 2 * a.numel() * b.shape[-1]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device == DEVICE:
             self.waits.append("a number")
@@ -51,4 +60,4 @@ def as_on_a_gpu(patch: Any) -> None:
     Args:
         patch: pytest's `monkeypatch`.
     """
-    patch.setitem(lora_linear.AT_ONCE, "cpu", lora_linear.AT_ONCE["cuda"])
+    patch.setattr(context, "_stand_in", ["cuda"])
