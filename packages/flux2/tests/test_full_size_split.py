@@ -29,8 +29,8 @@ class TestSplit(FullSizeSplitConformance):
     most_apart = 1.1 * 2 * 708e6  # no more than a double block
 
     def crossing(self, arch, cut):
-        """Two streams, three modulations, time, cos, sin; after the join one stream and one modulation. The streams alone come from adapters."""
-        return (8, 2) if cut <= arch.double_layers else (5, 1)
+        """Two streams, three modulations, time, rotary table; after the join one stream and one modulation. The streams alone come from adapters."""
+        return (7, 2) if cut <= arch.double_layers else (4, 1)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

@@ -7,7 +7,7 @@ from torch import nn
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads, per_token
-from ditkit_core.nn.rope import axis_angles, rotate
+from ditkit_core.nn.rope import axis_angles, rotary_table, rotate
 
 
 def norm_of(dim: int, dtype: torch.dtype = torch.float64) -> nn.RMSNorm:
@@ -16,9 +16,8 @@ def norm_of(dim: int, dtype: torch.dtype = torch.float64) -> nn.RMSNorm:
     return norm
 
 
-def tables(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = axis_angles(torch.arange(tokens), head_dim // 2, 10_000.0)[None, :, None]
-    return angles.cos(), angles.sin()
+def tables(tokens: int, head_dim: int) -> torch.Tensor:
+    return rotary_table(axis_angles(torch.arange(tokens), head_dim // 2, 10_000.0)[None, :, None], torch.float64)
 
 
 @pytest.mark.parametrize("width", [24, 12], ids=["full width", "per head"])
@@ -29,7 +28,7 @@ def test_norm_and_rotation_equal_the_composition_in_fp64(rotated, width):
     norm, rotary = norm_of(width), tables(5, 12) if rotated else None
     ours = normalised_heads(x, norm, 2, Precision(matmul=torch.float64), rotary)
     plain = F.rms_norm(x.unflatten(-1, (-1, width)), (width,), norm.weight, 1e-6).flatten(-2).unflatten(-1, (2, -1))
-    plain = rotate(plain, *rotary) if rotary else plain
+    plain = plain if rotary is None else rotate(plain, *rotary.unbind(-1))
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     upstream = torch.randn_like(plain)
     inputs = (x, norm.weight)
@@ -58,12 +57,12 @@ def test_gradients_of_norm_and_rotation_pass_gradcheck(rotated, width):
 def test_norm_and_rotation_round_once_and_leave_their_inputs_alone(width):
     torch.manual_seed(0)
     x = torch.randn(2, 5, 24).bfloat16().requires_grad_()
-    norm, (cos, sin) = norm_of(width, torch.float32), tables(5, 12)
+    norm, rotary = norm_of(width, torch.float32), tables(5, 12)
     before = x.detach().clone()
-    out = normalised_heads(x, norm, 2, Precision(), (cos.float(), sin.float()))
+    out = normalised_heads(x, norm, 2, Precision(), rotary.float())
     groups = x.double().unflatten(-1, (-1, width))
     exact = F.rms_norm(groups, (width,), norm.weight.double(), 1e-6).flatten(-2).unflatten(-1, (2, -1))
-    exact = rotate(exact, cos, sin)
+    exact = rotate(exact, *rotary.unbind(-1))
     assert out.dtype == torch.bfloat16 and torch.equal(x, before)
     assert torch.equal(out, exact.bfloat16())
     upstream = torch.randn_like(out)
@@ -115,8 +114,7 @@ def test_the_modulated_norm_equals_the_composition(batch, times):
 def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():
     torch.manual_seed(0)
     wide = torch.randn(2, 5, 60, requires_grad=True)
-    norm, (cos, sin) = norm_of(12, torch.float32), tables(5, 12)
-    rotary = cos.float(), sin.float()
+    norm, rotary = norm_of(12, torch.float32), tables(5, 12).float()
     upstream = torch.randn(2, 5, 2, 12)
     fp32 = Precision(matmul=torch.float32)
     sliced = normalised_heads(wide[..., 24:48], norm, 2, fp32, rotary)
@@ -125,6 +123,15 @@ def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():
     assert torch.equal(sliced, alone)
     (d_wide,), (d_own,) = torch.autograd.grad(sliced, wide, upstream), torch.autograd.grad(alone, own, upstream)
     assert torch.equal(d_wide[..., 24:48], d_own)
+
+
+def test_calls_save_the_carried_table_and_no_copy_of_it():
+    norm, rotary, saved = norm_of(24, torch.float32), tables(5, 12).float(), []
+    x = torch.randn(2, 5, 24).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        normalised_heads(x, norm, 2, Precision(), rotary)
+    own = rotary.untyped_storage().data_ptr()
+    assert [t.untyped_storage().data_ptr() for t in saved if t.is_complex()] == [own]
 
 
 def test_the_gated_unit_equals_the_composition_and_passes_gradcheck():

@@ -55,17 +55,18 @@ def embedded(sizes: list[list[tuple[int, int]]]):
 
 def test_samples_of_one_layout_share_a_table_and_need_no_mask():
     carry = embedded([[(2, 3), (1, 2)]] * 2)
-    assert carry.cos.shape == (1, 3 + 6 + 2, 1, 8) and carry.padding_mask is None
+    assert carry.rotary.shape == (1, 3 + 6 + 2, 1, 8, 2) and carry.padding_mask is None
 
 
 def test_samples_of_one_length_in_other_layouts_have_tables_of_their_own_and_need_no_mask():
     carry = embedded([[(2, 3), (1, 2)], [(1, 2), (2, 3)]])
-    assert carry.cos.shape == (2, 3 + 8, 1, 8) and carry.padding_mask is None
-    assert not torch.equal(carry.cos[0], carry.cos[1])
+    assert carry.rotary.shape == (2, 3 + 8, 1, 8, 2) and carry.padding_mask is None
+    assert not torch.equal(carry.rotary[0, ..., 0], carry.rotary[1, ..., 0])
 
 
 def test_padding_is_at_the_end_unrotated_and_masked():
     carry = embedded([[(2, 2)], [(2, 3), (1, 2)]])
     assert carry.padding_mask.tolist() == [[True] * 7 + [False] * 4, [True] * 11]
-    assert torch.equal(carry.cos[0, 7:], torch.ones(4, 1, 8)) and torch.equal(carry.sin[0, 7:], torch.zeros(4, 1, 8))
+    cos, sin = carry.rotary[0, 7:].unbind(-1)
+    assert torch.equal(cos, torch.ones(4, 1, 8)) and torch.equal(sin, torch.zeros(4, 1, 8))
     assert carry.grids == ((2, 2), (2, 3))

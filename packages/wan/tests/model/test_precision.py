@@ -38,7 +38,7 @@ def test_carry_and_heads_have_the_dtypes_of_their_places(per_token):
     note("head", model.head.head)
     carry = model.embed(WanInputs([torch.randn(4, 2, 8, 6)], timestep, [torch.randn(5, 20)]))
     assert (carry.tokens.dtype, carry.modulation.dtype) == (torch.float32, torch.bfloat16)
-    assert (carry.time.dtype, carry.cos.dtype, carry.text.dtype) == (torch.float64, torch.bfloat16, torch.bfloat16)
+    assert (carry.time.dtype, carry.rotary.dtype, carry.text.dtype) == (torch.float64, torch.bfloat16, torch.bfloat16)
     for layer in model.layers:
         carry = layer(carry)
         assert carry.tokens.dtype == torch.bfloat16

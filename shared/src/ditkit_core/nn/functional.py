@@ -22,7 +22,7 @@ def normalised_heads(
     norm: nn.RMSNorm,
     heads: int,
     precision: Precision,
-    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary: Float[Tensor, "tables tokens 1 pairs 2"] | None = None,
 ) -> Float[Tensor, "batch tokens heads head_dim"]:
     """RMS norm, then rotation of each head; rounded once to attention's dtype where both run in one dtype, fp32 or fp64.
 
@@ -30,21 +30,20 @@ def normalised_heads(
         x: Output of the q or k projection.
         norm: As wide as `x`, or as one head; each head is then normalised on its own.
         precision: The dtypes of norm (`qk_norms`), rotation (`rotary`) and result (`attention`).
-        rotary: Cosines and sines [tables, tokens, 1, pairs]; None applies no positions (cross-attention).
+        rotary: From `rope.rotary_table`; None applies no positions (cross-attention).
     """
     dtype = precision.qk_norms
     # Complex numbers exist for fp32 and fp64 only, and a rounding between norm and rotation needs two steps.
     at_once = dtype in (torch.float32, torch.float64) and (rotary is None or precision.rotary == dtype)
     if torch.compiler.is_compiling() or not at_once:
         return _norm_rotate(x, norm, heads, precision, rotary)
-    rotation = None if rotary is None else torch.complex(*(table.to(dtype) for table in rotary))
+    # A view, if the tables have the dtype of the norm: what each call saves for its backward is then the carry's own tensor.
+    rotation = None if rotary is None else torch.view_as_complex(rotary.to(dtype))
     out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), rotation, norm.eps, dtype, heads, precision.attention)
     return out
 
 
-def _norm_rotate(
-    x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def _norm_rotate(x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: Tensor | None) -> Tensor:
     """The plain composition, for any dtypes."""
     dtype = precision.qk_norms
     wide = torch.promote_types(dtype, torch.float32)
@@ -55,7 +54,7 @@ def _norm_rotate(
         y = F.rms_norm(groups, norm.normalized_shape, eps=norm.eps).to(dtype) * norm.weight
     y = y.flatten(-2).unflatten(-1, (heads, -1))
     if rotary is not None:
-        cos, sin = (table.to(precision.rotary) for table in rotary)
+        cos, sin = rotary.to(precision.rotary).unbind(-1)
         y = rotate(y.to(precision.rotary), cos, sin)
     return y.to(precision.attention)
 

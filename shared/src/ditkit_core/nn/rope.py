@@ -53,6 +53,13 @@ def timestep_features(
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
+def rotary_table(
+    angles: Float[Tensor, "tables tokens 1 pairs"], dtype: torch.dtype
+) -> Float[Tensor, "tables tokens 1 pairs 2"]:
+    """Cosine and sine of each angle, side by side, which `torch.view_as_complex` reads as a rotation without a copy."""
+    return torch.stack((angles.cos().to(dtype), angles.sin().to(dtype)), -1)
+
+
 def rotate(
     x: Float[Tensor, "batch tokens heads head_dim"],
     cos: Float[Tensor, "tables tokens 1 pairs"],

@@ -29,7 +29,7 @@ class Flux2StreamAttention(nn.Module):
         self.q, self.k, self.v, self.proj = (nn.Linear(arch.dim, arch.dim, bias=False) for _ in range(4))
         self.norm = Flux2QKNorm(arch)
 
-    def forward(self, h: Float[Tensor, "batch rows dim"], rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def forward(self, h: Float[Tensor, "batch rows dim"], rotary: Tensor) -> tuple[Tensor, ...]:
         """q, k and v [batch, rows, heads, head_dim]."""
         q = normalised_heads(self.q(h), self.norm.query_norm, self.heads, self.precision, rotary)
         k = normalised_heads(self.k(h), self.norm.key_norm, self.heads, self.precision, rotary)
@@ -65,7 +65,7 @@ class Flux2DoubleBlock(nn.Module):
         shift_i, scale_i, gate_i, *mlp_i = carry.image_modulation[:, None].unbind(2)
         shift_t, scale_t, gate_t, *mlp_t = carry.text_modulation[:, None].unbind(2)
         sizes = [text.shape[1], image.shape[1]]
-        rotary_t, rotary_i = zip(carry.cos.split(sizes, 1), carry.sin.split(sizes, 1), strict=True)
+        rotary_t, rotary_i = carry.rotary.split(sizes, 1)
         text_qkv = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms).to(matmul), rotary_t)
         image_qkv = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms).to(matmul), rotary_i)
         q, k, v = (torch.cat(pair, 1) for pair in zip(text_qkv, image_qkv, strict=True))
@@ -91,8 +91,7 @@ class Flux2Join(nn.Module):
             tokens=torch.cat([carry.text, carry.image], 1),
             modulation=carry.single_modulation,
             time=carry.time,
-            cos=carry.cos,
-            sin=carry.sin,
+            rotary=carry.rotary,
             padding_mask=carry.padding_mask,
             grids=carry.grids,
             num_text=carry.text.shape[1],
@@ -115,9 +114,8 @@ class Flux2SingleBlock(nn.Module):
         norms = precision.norms_of(x.dtype)
         h = self.linear1(modulated_norm(x, scale, shift, arch.eps, norms).to(precision.matmul))
         q, k, v, both = h.split([arch.dim, arch.dim, arch.dim, 2 * arch.mlp_dim], -1)
-        rotary = carry.cos, carry.sin
-        q = normalised_heads(q, self.norm.query_norm, arch.heads, precision, rotary)
-        k = normalised_heads(k, self.norm.key_norm, arch.heads, precision, rotary)
+        q = normalised_heads(q, self.norm.query_norm, arch.heads, precision, carry.rotary)
+        k = normalised_heads(k, self.norm.key_norm, arch.heads, precision, carry.rotary)
         v = v.unflatten(-1, (arch.heads, -1)).to(precision.attention)
         out = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(precision.matmul)
         h = torch.cat([out, gated_unit(both)], -1)

@@ -18,9 +18,8 @@ class Flux2DoubleCarry(NamedTuple):
     text_modulation: Float[Tensor, "batch 6 dim"]
     single_modulation: Float[Tensor, "batch 3 dim"]
     time: Float[Tensor, "batch dim"]
-    cos: Float[Tensor, "tables tokens 1 pairs"]
-    """Rotary tables of text, then image; `tables` is 1 when all samples share a layout."""
-    sin: Float[Tensor, "tables tokens 1 pairs"]
+    rotary: Float[Tensor, "tables tokens 1 pairs 2"]
+    """Cosines and sines, side by side, of text, then image; `tables` is 1 when all samples share a layout."""
     padding_mask: Bool[Tensor, "batch tokens"] | None
     """False on the padding of samples shorter than the longest; None when all have one size."""
     grids: tuple[Grid, ...]
@@ -34,8 +33,7 @@ class Flux2SingleCarry(NamedTuple):
     """Text, then image."""
     modulation: Float[Tensor, "batch 3 dim"]
     time: Float[Tensor, "batch dim"]
-    cos: Float[Tensor, "tables tokens 1 pairs"]
-    sin: Float[Tensor, "tables tokens 1 pairs"]
+    rotary: Float[Tensor, "tables tokens 1 pairs 2"]
     padding_mask: Bool[Tensor, "batch tokens"] | None
     grids: tuple[Grid, ...]
     num_text: int

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask
-from ditkit_core.nn.rope import timestep_features
+from ditkit_core.nn.rope import rotary_table, timestep_features
 from ditkit_flux2.model.carry import Flux2DoubleCarry
 from ditkit_flux2.model.inputs import Flux2Inputs
 from ditkit_flux2.model.rope import Grid, rotary_angles, token_positions
@@ -87,8 +87,7 @@ class Flux2Embed(nn.Module):
             text_modulation=self.double_stream_modulation_txt(modulating),
             single_modulation=self.single_stream_modulation(modulating),
             time=time,
-            cos=table.cos().to(precision.rotary_tables),
-            sin=table.sin().to(precision.rotary_tables),
+            rotary=rotary_table(table, precision.rotary_tables),
             padding_mask=padding_mask([self.arch.text_tokens + len(row) for row in rows], image.device),
             grids=tuple(layout[0] for layout in layouts),
         )

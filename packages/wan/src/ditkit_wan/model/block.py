@@ -28,7 +28,7 @@ class WanSelfAttention(nn.Module):
         self.norm_q, self.norm_k = (nn.RMSNorm(arch.dim, eps=arch.eps) for _ in range(2))
 
     def forward(self, h: Tensor, carry: WanCarry) -> Tensor:
-        precision, rotary = self.precision, (carry.cos, carry.sin)
+        precision, rotary = self.precision, carry.rotary
         q = normalised_heads(self.q(h), self.norm_q, self.heads, precision, rotary)
         k = normalised_heads(self.k(h), self.norm_k, self.heads, precision, rotary)
         v = self.v(h).unflatten(-1, (self.heads, -1)).to(precision.attention)

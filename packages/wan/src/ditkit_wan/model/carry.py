@@ -38,8 +38,8 @@ class WanCarry(NamedTuple):
     modulation: Float[Tensor, "batch times 6 dim"]
     """`times` is 1, or 2 with `late` as the choice of each token, or the number of tokens if each has its own time."""
     time: Float[Tensor, "batch times dim"]
-    cos: Float[Tensor, "tables tokens 1 pairs"]
-    sin: Float[Tensor, "tables tokens 1 pairs"]
+    rotary: Float[Tensor, "tables tokens 1 pairs 2"]
+    """Cosines and sines of positions, side by side."""
     text: Float[Tensor, "batch text dim"]
     padding_mask: Bool[Tensor, "batch tokens"] | None
     """False on the padding of samples shorter than the longest; None when all have one size."""

@@ -15,7 +15,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask
-from ditkit_core.nn.rope import timestep_features
+from ditkit_core.nn.rope import rotary_table, timestep_features
 from ditkit_wan.model.block import affine_norm
 from ditkit_wan.model.carry import MusicCarry, ReferenceCarry, VaceCarry, WanCarry
 from ditkit_wan.model.inputs import WanInputs, check_conditions
@@ -145,8 +145,7 @@ class WanEmbed(nn.Module):
             tokens=tokens,
             modulation=self.time_projection(time).unflatten(-1, (6, -1)).to(precision.modulation),
             time=time,
-            cos=table.cos().to(precision.rotary_tables),
-            sin=table.sin().to(precision.rotary_tables),
+            rotary=rotary_table(table, precision.rotary_tables),
             text=text,
             padding_mask=padding_mask([math.prod(grid) for grid in grids], tokens.device),
             grids=grids,

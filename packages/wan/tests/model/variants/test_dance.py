@@ -172,5 +172,5 @@ def test_at_its_published_size_it_is_divided_over_devices_that_refuse_to_mix(pre
         planned = [WAN.training.empty_item(arch, (149, 1280, 720), ())]
     divided = divided_step(WAN, arch, balanced(WAN, 3), planned, policy="full", rank=32, patch=monkeypatch)
     divided.check()
-    # tokens, modulation, time, cos, sin, text, image, music; of these the tokens alone come from an adapter
-    assert [(carry["tensors"], carry["gradients"]) for carry in divided.carried] == [(8, 1)] * 2
+    # tokens, modulation, time, rotary table, text, image, music; of these the tokens alone come from an adapter
+    assert [(carry["tensors"], carry["gradients"]) for carry in divided.carried] == [(7, 1)] * 2
