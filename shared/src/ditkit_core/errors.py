@@ -5,7 +5,7 @@ from typing import Self
 
 
 def printable(text: str) -> str:
-    """A text as one line that is safe to print: line breaks, control characters and lone surrogates are escaped.
+    """A text as one line that is safe to print: line breaks, control and private characters and lone surrogates are escaped.
 
     Names of files and columns come from downloaded datasets. They may contain escape sequences that change the terminal.
     """
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 def _is_hostile(character: str) -> bool:
     # These marks reverse the order in which a line is displayed, so that a message could show another file name.
     reorders = "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"
-    return reorders or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+    return reorders or unicodedata.category(character) in ("Cc", "Cs", "Co", "Zl", "Zp")
 
 
 class UserError(Exception):

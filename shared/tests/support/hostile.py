@@ -5,6 +5,7 @@ need the model packages, and `tools/fuzz.py` runs all of them with limits of tim
 """
 
 import contextlib
+import copy
 import io
 import json
 import random
@@ -113,7 +114,7 @@ def damaged_json(draw: random.Random, value: Any, values: Sequence[Any] = VALUES
         other, other_key = draw.choice(places)
         match draw.randrange(6):
             case 0 | 1 | 2:
-                owner[key] = draw.choice(values)
+                owner[key] = copy.deepcopy(draw.choice(values))  # later changes go into the copy
             case 3:
                 del owner[key]
             case 4:
