@@ -32,9 +32,9 @@ from ditkit_core.training.checkpoint import load_state
 
 SPECS = {"wan": ("ditkit_wan.spec", "WAN"), "flux2": ("ditkit_flux2.spec", "FLUX2")}
 FLAGS = (
-    "--train.steps", "6", "--save.every_steps", "2", "--sample.every_steps", "3", "--sample.captions", "1",
-    "--sample.steps", "2", "--held_out.clips", "1", "--held_out.every_steps", "2", "--log.every_steps", "1",
-    "--log.tensorboard", "false", "--train.batch_size", "1", "--ema.decay", "0.9", "--train.threads", "1",
+    "--train.steps", "6", "--save.every_steps", "2", "--sample.every_steps", "3", "--sample.prompts", "[]",
+    "--sample.captions", "1", "--sample.steps", "2", "--held_out.clips", "1", "--held_out.every_steps", "2",
+    "--log.every_steps", "1", "--log.tensorboard", "false", "--train.batch_size", "1", "--ema.decay", "0.9", "--train.threads", "1",
 )  # fmt: skip
 METHODS = {
     "lora": ("--export.forms", '["official", "diffusers"]', "--export.merged", "true"),

@@ -15,7 +15,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 class TestDemo(DemoConformance):
     spec = WAN
     samples = "*.mp4"
-    num_samples = range(2, 3)
+    num_samples = range(8, 9)
     trained = "diffusion_model.blocks.0.self_attn.q.lora_A.weight"
     trained_names = r"diffusion_model\.blocks\."
     daily = slice(1, None, 2)

@@ -1,6 +1,7 @@
 """The demo's inputs: whole, the same every time, readable by the libraries and by our own reader."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from safetensors import SafetensorError
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import read_clip
+from ditkit_core.encoding.loader import split_held_out
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import ModelPaths
-from ditkit_wan.demo.media import CLIPS, render
-from ditkit_wan.demo.models import FRAMES, PIXELS
+from ditkit_wan.demo.media import CLIPS, DIRECTIONS, FRAMES, NEW, SIDE, UNSEEN, render
 from ditkit_wan.demo.write import write_demo
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.spec import WAN
@@ -92,7 +93,7 @@ def test_the_clips_are_real_videos_of_many_sizes_rates_and_lengths(inputs: Path)
         assert np.abs(decoded.astype(float) - render(clip)).mean() < 6
         assert path.with_suffix(".txt").read_text(encoding="utf-8") == clip.caption + "\n"
         seen.add((clip.height, clip.width, clip.fps, clip.frames))
-    assert len(seen) == len(CLIPS) == 12 and len({clip.caption for clip in CLIPS}) == 12
+    assert len(seen) == len(CLIPS) == 28 and len({clip.caption for clip in CLIPS}) == 20
 
 
 def test_the_shape_moves_as_its_caption_says() -> None:
@@ -103,26 +104,32 @@ def test_the_shape_moves_as_its_caption_says() -> None:
         first, last = (
             np.array([(w * axis).sum() / w.sum() for axis in (rows, columns)]) for w in (weight[0], weight[-1])
         )
-        down, right = last - first
-        moved = {"down": down, "up": -down, "right": right, "left": -right}
-        assert max(moved, key=lambda direction: moved[direction]) == clip.direction and moved[clip.direction] > 20
+        way = np.array(DIRECTIONS[clip.direction])
+        cosine = way @ (last - first) / np.linalg.norm(way) / np.linalg.norm(last - first)
+        assert cosine > 0.99 and np.linalg.norm(last - first) > 20
+
+
+def test_the_new_motion_is_of_some_shapes_only_and_is_what_is_validated() -> None:
+    shown = [f"{clip.scene.colour} {clip.scene.shape}" for clip in CLIPS if clip.direction == NEW]
+    assert len(shown) == 16 and not set(shown) & set(UNSEEN) and len({*shown, *UNSEEN}) == 12
+    names = {f"clip{index:02d}": clip for index, clip in enumerate(CLIPS)}
+    held_out = split_held_out(list(names), tomllib.loads(WAN.demo.config.read_text())["held_out"]["clips"])[1]
+    assert len(held_out) == 6 and {names[name].direction for name in held_out} == {NEW}
 
 
 def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(inputs: Path) -> None:
-    config = DataConfig(folder=str(inputs / "clips"), frames=FRAMES, height=PIXELS, width=PIXELS)
+    config = DataConfig(folder=str(inputs / "clips"), frames=FRAMES, height=SIDE, width=SIDE)
     dataset = scan(config, frame_step=WAN.data.frame_step, size_step=WAN.data.size_step, fps=WAN.data.fps)
-    assert len(dataset.samples) == 12 and not dataset.excluded
+    assert len(dataset.samples) == 28 and not dataset.excluded
     encoder = VaeEncoder(ModelPaths(base=str(inputs / "checkpoint")), torch.device("cpu"))
     encoder.load()
     latents = torch.stack(
         [
-            encoder.encode([read_clip(s.media, frames=FRAMES, fps=dataset.fps, height=PIXELS, width=PIXELS)])[0][
-                "latents"
-            ]
+            encoder.encode([read_clip(s.media, frames=FRAMES, fps=dataset.fps, height=SIDE, width=SIDE)])[0]["latents"]
             for s in dataset.samples
         ]
     )
-    assert latents.shape == (12, 16, 3, 8, 8)
+    assert latents.shape == (28, 16, 3, 8, 8)
     deviation = latents.transpose(0, 1).flatten(1).std(dim=1)
     assert latents.mean().abs() < 0.2 and 0.7 < deviation.min() and deviation.max() < 1.4
 
@@ -131,7 +138,7 @@ def test_the_checkpoints_architecture_is_found(inputs: Path) -> None:
     from ditkit_wan.presets import arch_from_config
 
     arch = arch_from_config(json.loads((inputs / "checkpoint" / "transformer" / "config.json").read_text()), {})
-    assert (arch.heads, arch.head_dim, arch.layers, arch.text_dim) == (4, 24, 3, 32)
+    assert (arch.heads, arch.head_dim, arch.layers, arch.text_dim) == (4, 24, 4, 32)
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
 _FEW = ("--train.steps", "2", "--held_out.clips", "1", "--sample.captions", "1", "--sample.steps", "2")
+_NO_PREVIEWS = ("--sample.prompts", "[]", "--sample.every_steps", "0")
 
 LEVERS: tuple[tuple[str, ...], ...] = (
     ("--model.dtype", "bf16", "--train.checkpointing", "attn_only", "--adapter.dropout", "0.1"),
@@ -74,7 +75,7 @@ class Demo:
         return tensors
 
     def _arguments(self, run: Path) -> list[str]:
-        return ["--demo", "--run.folder", str(run), "--encode.cache", str(self.cache), *_FEW]
+        return ["--demo", "--run.folder", str(run), "--encode.cache", str(self.cache), *_FEW, *_NO_PREVIEWS]
 
 
 def check_loss(spec: ModelSpec, run: Path) -> None:

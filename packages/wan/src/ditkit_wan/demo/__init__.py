@@ -1,4 +1,4 @@
-"""The demo of Wan: tiny checkpoints with random weights, and generated clips.
+"""The demo of Wan: a tiny trained checkpoint, generated clips, and tiny checkpoints of every variant with random weights.
 
 Start reading at write.py; demo.toml is its run file.
 """

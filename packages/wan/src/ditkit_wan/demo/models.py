@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.synthetic import isometry, random_model
-from ditkit_wan.demo.media import CLIPS, render
+from ditkit_wan.demo.media import CLIPS, FRAMES, SIDE, render
 from ditkit_wan.encoders.vae_kinds import WAN_2_2
 from ditkit_wan.presets import MUSIC_LAYERS, MusicArch, WanArch
 from ditkit_wan.state_dict import to_official
@@ -21,8 +21,6 @@ HEADS, HEAD_DIM, LAYERS, FFN_DIM = 4, 24, 3, 192
 TEXT_DIM = 32
 IMAGE_DIM, IMAGE_TOKENS = 32, 257
 VAE_DIMS: Mapping[str, Any] = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-PIXELS, FRAMES = 64, 9
-"""The size that the VAE's statistics are measured at: the demo's training size."""
 _LATENT_CHANNELS = 16
 
 
@@ -198,7 +196,7 @@ def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:
     clips = []
     for clip in CLIPS:
         frames = torch.from_numpy(render(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
-        resized = torch.nn.functional.interpolate(frames, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)
+        resized = torch.nn.functional.interpolate(frames, size=(SIDE, SIDE), mode="bilinear", antialias=True)
         clips.append(resized.transpose(0, 1))
     return clips
 

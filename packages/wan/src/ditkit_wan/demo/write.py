@@ -1,24 +1,26 @@
-"""The demo's inputs: a complete tiny Wan checkpoint with random weights, and a dozen captioned videos.
+"""The demo's inputs: a complete tiny Wan checkpoint, and captioned videos.
 
-The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its random initialisation
-matters, because LoRA trains only the attention and feed-forward layers of the blocks: the frozen patch embedding must keep all of the
-image, the gates must let the blocks' result through, and the frozen head must be able to output it.
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. That of `wan-train --demo` is
+trained (`trained.py`); tests also use those of every variant with random weights. Their initialisation matters, because LoRA trains
+only the attention and feed-forward layers of the blocks: the frozen patch embedding must keep all of the image, the gates must let the
+blocks' result through, and the frozen head must be able to output it.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ditkit_core.data.media.synthetic import write_index, write_inputs, write_text_encoder
 from ditkit_core.io.files import write_text
 from ditkit_wan.demo import models as demo_models
+from ditkit_wan.demo import trained
 from ditkit_wan.demo.media import CLIPS, write_clip
-from ditkit_wan.demo.models import VARIANTS
+from ditkit_wan.demo.models import VARIANTS, Variant
 
 
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `clips/`, the same bytes every time."""
-    captions = [clip.caption for clip in CLIPS]
-    write_inputs(folder, {"clips": _write_clips, "checkpoint": lambda part: write_checkpoint(part, captions)})
+    write_inputs(folder, {"clips": _write_clips, "checkpoint": write_trained})
 
 
 def _write_clips(folder: Path) -> None:
@@ -34,20 +36,33 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
         captions: Sentences whose words become the tokenizer's vocabulary.
         variant: One of `VARIANTS`.
     """
-    from diffusers import UniPCMultistepScheduler
     from safetensors.torch import save_file
 
     kind = VARIANTS[variant]
     tokenizer = demo_models.build_tokenizer(captions)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    text_encoder = demo_models.build_text_encoder(len(tokenizer))
-    write_text_encoder(folder, text_encoder, tied="encoder.embed_tokens.weight")
-    demo_models.build_vae(kind).save_pretrained(folder / "vae")
+    encoder, vae = demo_models.build_text_encoder(len(tokenizer)), demo_models.build_vae(kind)
     if kind.ours is not None:
         save_file(demo_models.build_official(kind.ours), folder / "transformer.safetensors")
     for expert in range(0 if kind.ours is not None else kind.experts):
         part = f"transformer_{expert + 1}" if expert else "transformer"
         demo_models.build_transformer(kind, expert).save_pretrained(folder / part)
+    _write_others(folder, kind, tokenizer, encoder, vae)
+
+
+def write_trained(folder: Path) -> None:
+    """Write the checkpoint of the demo, in diffusers layout: text to video, trained on clips of `demo/media.py`."""
+    tokenizer = demo_models.build_tokenizer(trained.CAPTIONS)
+    trained.load_part("transformer").save_pretrained(folder / "transformer")
+    _write_others(folder, VARIANTS["t2v"], tokenizer, trained.load_text_encoder(), trained.load_part("vae"))
+
+
+def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
+    """Everything in a checkpoint except its transformers."""
+    from diffusers import UniPCMultistepScheduler
+
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_text_encoder(folder, text_encoder, tied="encoder.embed_tokens.weight")
+    vae.save_pretrained(folder / "vae")
     UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     ).save_pretrained(folder / "scheduler")
