@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from sphinx.cmd import build as sphinx_build
 
 from ditkit_core.commands.cli import start
 from ditkit_core.commands.options import OPTIONS
@@ -124,6 +125,10 @@ class Checker:
             self.of_tool(words[0], words[1:])
         elif words[0] == "pytest":
             self.of_pytest(words[1:])
+        elif words[0] == "sphinx-build":
+            expect(
+                Path(sphinx_build.get_parser().parse_args(words[1:]).confdir, "conf.py").is_file(), "finds no conf.py"
+            )
         elif words[0] == ".ci/run":
             expect(os.access(ROOT / ".ci/run", os.X_OK) and not words[1:], "is no program without arguments")
         else:

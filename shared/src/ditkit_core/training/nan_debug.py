@@ -37,10 +37,8 @@ def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> d
         loss_of: Runs its forward and returns a scalar loss.
 
     Returns:
-        For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module`
-            by
-        name, `operation`, and `weights`, names of the stage's weights that are not finite themselves. None if all is
-        finite.
+        For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module` by name, `operation`,
+        and `weights`, names of the stage's weights that are not finite themselves. None if all is finite.
     """
     probe = _Probe(model)
     with ExitStack() as stack:

@@ -1,0 +1,52 @@
+"""The site of the documentation is complete and builds without a warning."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ditkit_core.config.schema import config_fields
+from ditkit_core.run.config import RunConfig
+from pages import PAGES
+from workspace import MEMBERS, ROOT
+
+CONTENTS = ROOT / "docs" / "README.md"
+API = ROOT / "docs" / "api"
+UNLISTED = {ROOT / "README.md", CONTENTS}
+"""The first page of the site, and the list itself."""
+
+
+def test_the_list_has_every_page_once():
+    listed = [(CONTENTS.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", CONTENTS.read_text("utf-8"))]
+    made = {*API.glob("*.rst"), ROOT / "docs" / "settings.rst", ROOT / "docs" / "commands.rst"}
+    pages = {page for page in PAGES if page.relative_to(ROOT).parts[0] != ".github"}
+    assert sorted(set(listed) - UNLISTED) == sorted((pages | made) - UNLISTED)
+    assert len(listed) == len(set(listed))
+
+
+def test_every_module_is_on_one_page_of_the_reference():
+    named = [name for page in API.glob("*.rst") for name in re.findall(r"\bditkit_[\w.]+", page.read_text("utf-8"))]
+    for member in MEMBERS:
+        for file in member.modules:
+            name = ".".join(file.relative_to(member.folder / "src").with_suffix("").parts)
+            if file.name != "__init__.py":
+                assert sum(name == each or name.startswith(f"{each}.") for each in named) == 1, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-c", "docs", ".", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first = (tmp_path / "index.html").read_text(encoding="utf-8")
+    links = set(re.findall(r'<a class="reference internal" href="([^"#]+)"', first))
+    assert {page.relative_to(ROOT).with_suffix(".html").as_posix() for page in API.glob("*.rst")} < links
+    assert all((tmp_path / link).is_file() for link in links)
+    settings = (tmp_path / "docs" / "settings.html").read_text(encoding="utf-8")
+    assert [key for key in config_fields(RunConfig) if f">{key}<" not in settings] == []
+    engine = (tmp_path / "docs" / "api" / "engine.html").read_text(encoding="utf-8")
+    assert 'id="ditkit_core.engine.engine.BlockEngine"' in engine
+    for page in tmp_path.rglob("*.html"):
+        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?:', page.read_text(encoding="utf-8")), page
