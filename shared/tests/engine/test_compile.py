@@ -78,6 +78,11 @@ def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_a
     assert "more kinds of input than the 1 that are compiled" in found["too many graphs"]
 
 
+def test_backwards_are_compiled_with_their_forwards(daily: Any):
+    """In a backward, devices compile in threads of their own, and torch's compiler is not made for that."""
+    assert daily["late backwards"] and not any(daily["late backwards"])
+
+
 @pytest.mark.slow
 def test_buckets_frame_counts_and_numbers_of_samples_take_six_graphs():
     """One sample and several, each of one size and then of any; and a mask."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 
 from ditkit_core.engine import activation_offload as offload
@@ -81,12 +83,30 @@ def levers() -> Any:
     return found | refusals()
 
 
+def late_backwards() -> list[bool]:
+    """For each backward that was compiled, whether a backward was running by then."""
+    running, late = False, list[bool]()
+
+    def backward(graph: Any, given: Any) -> Any:
+        late.append(running)
+        return boxed_nop(graph, given)
+
+    torch._dynamo.register_backend(aot_autograd(fw_compiler=boxed_nop, bw_compiler=backward), "recording")
+    model = make_model(TOY, ToyArch(depth=2))
+    items = toy_items(2)
+    inputs = TOY.training.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
+    outputs = model(inputs, engine=BlockEngine(policy="full", compile="recording"))
+    running = True
+    sum(output.square().mean() for output in outputs).backward()
+    return late
+
+
 def daily() -> dict[str, Any]:
     """What the default tests ask, in one process: starting another takes as long as half of it."""
     found = {"policies": policies()}
     torch._dynamo.reset()
     compiled._compiled.cache_clear()
-    return found | {"levers": levers()}
+    return found | {"levers": levers(), "late backwards": late_backwards()}
 
 
 def refusal(model: Any, items: Any, engine: BlockEngine) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch_remat as remat
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -172,8 +173,10 @@ def run_compiled(
     kind: Any = type(block)
     function, places = _compiled(kind, policy, backend, device), tuple(_crossing(carry))
     try:
-        # Beyond its limit torch would run the block eagerly, without its policy; `fullgraph` makes that an error.
-        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), traced_settings(settings):
+        # Beyond its limit torch would run the block eagerly, without its policy; `fullgraph` makes that an error. Backwards are compiled with
+        # their forwards: torch would do it in the first backward, in several threads at once where a step uses several devices.
+        limit = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
+        with limit, functorch_config.patch(force_non_lazy_backward_lowering=True), traced_settings(settings):
             after = function(block, carry, places)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise UserError(
