@@ -40,13 +40,12 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
 
     kind = VARIANTS[variant]
     tokenizer = demo_models.build_tokenizer(captions)
-    encoder, vae = demo_models.build_text_encoder(len(tokenizer)), demo_models.build_vae(kind)
+    _write_others(folder, kind, tokenizer, demo_models.build_text_encoder(len(tokenizer)), demo_models.build_vae(kind))
     if kind.ours is not None:
         save_file(demo_models.build_official(kind.ours), folder / "transformer.safetensors")
     for expert in range(0 if kind.ours is not None else kind.experts):
         part = f"transformer_{expert + 1}" if expert else "transformer"
         demo_models.build_transformer(kind, expert).save_pretrained(folder / part)
-    _write_others(folder, kind, tokenizer, encoder, vae)
 
 
 def write_trained(folder: Path) -> None:
