@@ -4,22 +4,34 @@
     uv run tools/bench_step.py --model flux2                     # the same for FLUX.2
     uv run tools/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
     uv run tools/bench_step.py --tokens 1024 --compile           # both compiled, too, each as its users would: block by block
+    uv run tools/bench_step.py --device cuda                     # 4 blocks of Wan 14B's width, 20,280 tokens
+    uv run tools/bench_step.py --device cuda --model flux2       # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024
 
 A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and both layers of a single block); no
-optimizer, which is the same for both. Prints both medians, the ratio, both peaks, and the floor: the time our step spends inside matmuls
-and attention, below which nothing can go without changing the arithmetic.
+optimizer, which is the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which is how training
+scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios, peaks, and the floor: the time our step spends inside
+matmuls and attention, below which nothing can go without changing the arithmetic. A step for which memory is short gets a dash.
 """
 
 import argparse
 import re
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from device_clock import (
+    by_kind,
+    interleaved,
+    launches,
+    mebibytes,
+    milliseconds,
+    peak_bytes,
+    started_on,
+    unless_out_of_memory,
+)
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import initialise, inject
 from ditkit_core.engine.engine import BlockEngine
@@ -50,18 +62,26 @@ def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     from ditkit_wan.presets import WanArch
     from ditkit_wan.spec import WAN
 
-    size = {256: (1, 32, 32), 1024: (4, 32, 32), 4096: (4, 64, 64)}[args.tokens]
+    size, device = WAN_SIZES[args.tokens], args.device
     torch.manual_seed(0)
-    heads = args.width // 128
-    theirs = WanTransformer3DModel(
-        num_attention_heads=heads, attention_head_dim=128, ffn_dim=4 * args.width, num_layers=args.blocks
+    heads, ffn_dim = args.width // 128, {5120: 13824}.get(args.width, 4 * args.width)
+    text_dim, rows = (128, 16) if args.tiny else (4096, 512)
+    arch = WanArch(
+        dim=args.width, ffn_dim=ffn_dim, heads=heads, layers=args.blocks, text_dim=text_dim, text_tokens=rows
     )
-    arch = WanArch(dim=args.width, ffn_dim=4 * args.width, heads=heads, layers=args.blocks)
-    ours = WanTransformer(arch, Precision(matmul=dtype))
+    with device:
+        theirs = WanTransformer3DModel(
+            num_attention_heads=heads,
+            attention_head_dim=128,
+            ffn_dim=ffn_dim,
+            num_layers=args.blocks,
+            text_dim=text_dim,
+        )
+        ours = WanTransformer(arch, Precision(matmul=dtype))
     share_weights(ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, dtype)
     share_adapters(ours, theirs, WAN.architecture.names, ("q,k,v,o",), WAN.adapters.targets, args.rank)
-    latents, target = torch.randn(2, 1, 16, *size)
-    text, timestep = torch.randn(1, 512, 4096).to(dtype), torch.tensor([731.25])
+    latents, target = torch.randn(2, 1, 16, *size).to(device)
+    text, timestep = torch.randn(1, rows, text_dim).to(device, dtype), torch.tensor([731.25], device=device)
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
@@ -85,31 +105,32 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     from ditkit_flux2.presets import Flux2Arch
     from ditkit_flux2.spec import FLUX2
 
-    grid = {256: (16, 16), 1024: (32, 32), 4096: (64, 64)}[args.tokens]
-    torch.manual_seed(0)
+    grid, device, num_text = FLUX2_SIZES[args.tokens], args.device, 16 if args.tiny else 512
     heads, text_dim = args.width // 128, 5 * args.width // 2
-    theirs = Flux2Transformer2DModel(
-        num_layers=max(1, args.blocks // 2), num_single_layers=args.blocks, num_attention_heads=heads,
-        joint_attention_dim=text_dim, guidance_embeds=False,
-    )  # fmt: skip
+    torch.manual_seed(0)
     arch = Flux2Arch(
         dim=args.width, heads=heads, double_layers=max(1, args.blocks // 2), single_layers=args.blocks, text_dim=text_dim,
-        guidance=False,
+        text_tokens=num_text, guidance=False,
     )  # fmt: skip
-    ours = Flux2Transformer(arch, Precision(matmul=dtype))
+    with device:
+        theirs = Flux2Transformer2DModel(
+            num_layers=max(1, args.blocks // 2), num_single_layers=args.blocks, num_attention_heads=heads,
+            joint_attention_dim=text_dim, guidance_embeds=False,
+        )  # fmt: skip
+        ours = Flux2Transformer(arch, Precision(matmul=dtype))
     share_weights(ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, dtype)
     targets = ("img_attn.q", "img_attn.k", "img_attn.v", "img_attn.proj", "txt_attn.q", "txt_attn.k", "txt_attn.v", "txt_attn.proj",
                "linear1", "linear2")  # fmt: skip
     share_adapters(ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank)
-    latents, target = torch.randn(2, 1, 128, 1, *grid)
-    text, sigma = torch.randn(1, 512, text_dim).to(dtype), torch.tensor([0.73125])
-    positions = token_positions(512, grid, [], torch.device("cpu"))
+    latents, target = torch.randn(2, 1, 128, 1, *grid).to(device)
+    text, sigma = torch.randn(1, num_text, text_dim).to(device, dtype), torch.tensor([0.73125], device=device)
+    positions = token_positions(num_text, grid, [], device)
 
     def their_predict() -> Tensor:
         rows = latents.flatten(2).transpose(1, 2).to(dtype)
         out = theirs(
-            hidden_states=rows, encoder_hidden_states=text, timestep=sigma, guidance=None, img_ids=positions[512:],
-            txt_ids=positions[:512], return_dict=False,
+            hidden_states=rows, encoder_hidden_states=text, timestep=sigma, guidance=None, img_ids=positions[num_text:],
+            txt_ids=positions[:num_text], return_dict=False,
         )[0]  # fmt: skip
         return out.transpose(1, 2).unflatten(-1, (1, *grid))
 
@@ -119,11 +140,21 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
         predict=lambda engine: torch.stack(ours(Flux2Inputs(list(latents), sigma, None, list(text), [[]]), engine)),
         their_predict=their_predict,
         target=target,
-        shape=f"blocks {arch.double_layers}+{arch.single_layers} tokens {args.tokens}+512",
+        shape=f"blocks {arch.double_layers}+{arch.single_layers} tokens {args.tokens}+{num_text}",
     )
 
 
 PAIRS = {"wan": wan_pair, "flux2": flux2_pair}
+WAN_SIZES = {
+    64: (1, 16, 16),
+    256: (1, 32, 32),
+    1024: (4, 32, 32),
+    4096: (4, 64, 64),
+    20280: (13, 60, 104),
+    75600: (21, 90, 160),
+}
+FLUX2_SIZES = {64: (8, 8), 256: (16, 16), 1024: (32, 32), 4096: (64, 64)}
+"""Sizes of latents by their number of tokens."""
 
 
 def share_weights(
@@ -156,42 +187,58 @@ def share_adapters(
     for name in inject(ours, AdapterConfig(rank=rank, targets=targets), named_sets):
         (part,) = names.from_native["diffusers"](f"{name}.weight")
         mirrors[name] = part.name.removesuffix(".weight")
-    initialise(ours, 0, device_of=lambda module: torch.device("cpu"))
+    device = next(ours.parameters()).device
+    initialise(ours, 0, device_of=lambda module: device)
     pattern = "|".join(map(re.escape, mirrors.values()))
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), theirs)
     for name, mirror in mirrors.items():
         for half in ("lora_A", "lora_B"):
             weight = ours.get_submodule(f"{name}.{half}.default").weight
-            weight.data = 0.02 * torch.randn(weight.shape)
+            weight.data = 0.02 * torch.randn(weight.shape).to(device)
             theirs.get_submodule(f"{mirror}.{half}.default").weight.data = weight.data.clone()
 
 
-def steps(
-    args: argparse.Namespace, pair: Pair, *, compile: bool = False
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Our step, compiled or not, and diffusers' step as closures that return the loss."""
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A step of each model as a closure that returns the loss."""
+
+    ours: Callable[[], Tensor]
+    theirs: Callable[[], Tensor]
+    autocast: Callable[[], Tensor]
+    """diffusers' under autocast to the matmuls' dtype."""
+
+
+def steps_of(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, compile: bool = False) -> Steps:
+    """The steps, ours compiled or not."""
     engine = BlockEngine(policy=args.checkpointing, compile=compile)
     if args.checkpointing != "none":
         pair.theirs.enable_gradient_checkpointing()
 
-    def finish(model: nn.Module, prediction: Tensor) -> Tensor:
-        loss = (prediction.float() - pair.target).square().mean()
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = None
+    def finish(model: nn.Module, predict: Predict) -> Tensor:
+        try:
+            loss = (predict().float() - pair.target).square().mean()
+            loss.backward()
+        finally:  # also where memory is short
+            for parameter in model.parameters():
+                parameter.grad = None
         return loss.detach()
 
-    return lambda: finish(pair.ours, pair.predict(engine)), lambda: finish(pair.theirs, pair.their_predict())
+    def autocast() -> Tensor:
+        with torch.autocast(args.device.type, dtype):
+            return pair.their_predict()
+
+    return Steps(
+        ours=lambda: finish(pair.ours, lambda: pair.predict(engine)),
+        theirs=lambda: finish(pair.theirs, pair.their_predict),
+        autocast=lambda: finish(pair.theirs, autocast),
+    )
 
 
-def seconds(step: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def floor_share(step: Callable[[], Tensor]) -> float:
+def floor_share(step: Callable[[], Tensor], device: torch.device) -> float:
     """Share of a step that is spent inside matmuls and attention."""
+    if device.type == "cuda":
+        _, taken = by_kind(launches(step, device))
+        return sum(taken[kind] for kind in taken if kind.startswith(("matmul", "attention"))) / taken.total()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     rows = profile.key_averages()
@@ -199,43 +246,69 @@ def floor_share(step: Callable[[], Tensor]) -> float:
     return sum(row.self_cpu_time_total for row in rows if row.key.startswith(MATMULS)) / total
 
 
-def live_peak(step: Callable[[], Tensor]) -> int:
-    """Most bytes that tensors of one step held at once, from the profiler's allocation events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was measured of one step; None where memory was short."""
+
+    loss: float | None
+    seconds: float | None = None
+    peak: int | None = None
+
+
+def measured(steps: Mapping[str, Callable[[], Tensor]], repeats: int, device: torch.device) -> dict[str, Row]:
+    """Loss, median of interleaved times and peak of each step."""
+    losses = {name: unless_out_of_memory(lambda step=step: float(step())) for name, step in steps.items()}
+    alive = {name: steps[name] for name, loss in losses.items() if loss is not None}
+    times = dict(zip(alive, interleaved(list(alive.values()), repeats, device), strict=True))
+    peaks = {name: unless_out_of_memory(lambda step=step: peak_bytes(step, device)) for name, step in alive.items()}
+    return {
+        name: Row(loss=loss, seconds=statistics.median(times[name]) if name in times else None, peak=peaks.get(name))
+        for name, loss in losses.items()
+    }
+
+
+def ratio(row: Row, of: Row) -> str:
+    """The ratio of two times; a dash where one is missing."""
+    return "-" if row.seconds is None or of.seconds is None else f"{row.seconds / of.seconds:.3f}"
 
 
 def measure(args: argparse.Namespace, dtype_name: str) -> None:
-    pair = PAIRS[args.model](args, parse_dtype(dtype_name))
-    our_step, their_step = steps(args, pair)
-    losses = [float(step()) for step in (our_step, their_step)]
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(args.repeats):
-        for step, taken in zip((our_step, their_step), times, strict=True):
-            taken.append(seconds(step))
-    mine, them = (statistics.median(taken) for taken in times)
-    share = floor_share(our_step)
+    """Measure one size in one dtype, and print it."""
+    dtype = parse_dtype(dtype_name)
+    pair = unless_out_of_memory(lambda: PAIRS[args.model](args, dtype))
+    shape = f"{args.model} width {args.width} {pair.shape if pair else f'tokens {args.tokens}'} {dtype_name} {args.checkpointing}"
+    if pair is None:
+        print(f"{shape}: out of memory", flush=True)
+        return
+    steps = steps_of(args, pair, dtype)
+    wanted = {"ours": steps.ours, "diffusers": steps.theirs}
+    if dtype != torch.float32:
+        wanted["diffusers in autocast"] = steps.autocast
+    found = measured(wanted, args.repeats, args.device)
+    ours, theirs = found["ours"], found["diffusers"]
+    share = None if ours.seconds is None else floor_share(steps.ours, args.device)
+    floor = (
+        "-"
+        if share is None or theirs.seconds is None or ours.seconds is None
+        else f"{ours.seconds * share / theirs.seconds:.3f}"
+    )
+    times = ", ".join(f"{name} {milliseconds(row.seconds)}" for name, row in found.items())
+    ratios = ", ".join(f"{ratio(ours, row)} of {name}" for name, row in found.items() if row is not ours)
+    peaks = ", ".join(f"{name} {mebibytes(row.peak)}" for name, row in found.items())
+    losses = " / ".join("-" if row.loss is None else f"{row.loss:.5f}" for row in found.values())
     print(
-        f"{args.model} width {args.width} {pair.shape} {dtype_name} {args.checkpointing}: "
-        f"ours {mine * 1e3:.0f} ms, diffusers {them * 1e3:.0f} ms, ratio {mine / them:.3f}, floor/diffusers {mine * share / them:.3f} "
-        f"(matmul+SDPA are {share:.0%} of ours); peak ours {live_peak(our_step) / 2**20:.0f} MiB, "
-        f"diffusers {live_peak(their_step) / 2**20:.0f} MiB; losses {losses[0]:.5f} / {losses[1]:.5f}",
+        f"{shape}: {times}; ratio {ratios}, floor/diffusers {floor} "
+        f"(matmul+SDPA are {'-' if share is None else f'{share:.0%}'} of ours); peak {peaks}; losses {losses}",
         flush=True,
     )
     if args.compile:
-        measure_compiled(args, pair, (our_step, their_step))
+        measure_compiled(args, pair, dtype, steps)
 
 
-def measure_compiled(args: argparse.Namespace, pair: Pair, eager: tuple[Callable[[], Tensor], ...]) -> None:
+def measure_compiled(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, eager: Steps) -> None:
     """Both compiled, and both eager. diffusers' blocks stay compiled afterwards, so the eager steps are timed with the compiler told to
     stand aside."""
-    our_compiled, their_compiled = steps(args, pair, compile=True)
+    compiled = steps_of(args, pair, dtype, compile=True)
     pair.theirs.compile_repeated_blocks()
 
     def aside(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -245,44 +318,77 @@ def measure_compiled(args: argparse.Namespace, pair: Pair, eager: tuple[Callable
 
         return run
 
-    every = (our_compiled, their_compiled, *map(aside, eager))
-    losses = [float(step()) for step in every]
-    for step in every[:2]:
-        step()  # a second look at sizes and gradients may compile again
-    times: tuple[list[float], ...] = tuple([] for _ in every)
-    for _ in range(args.repeats):
-        for step, taken in zip(every, times, strict=True):
-            taken.append(seconds(step))
-    ours, theirs, ours_eager, theirs_eager = (statistics.median(taken) for taken in times)
+    for step in (compiled.ours, compiled.theirs):
+        unless_out_of_memory(step)
+        unless_out_of_memory(step)  # a second look at sizes and gradients may compile again
+    found = measured(
+        {
+            "ours": compiled.ours, "diffusers": compiled.theirs,
+            "ours eager": aside(eager.ours), "diffusers eager": aside(eager.theirs),
+        },
+        args.repeats,
+        args.device,
+    )  # fmt: skip
+    ours, theirs, ours_eager, theirs_eager = found.values()
     print(
-        f"  compiled: ours {ours * 1e3:.0f} ms, diffusers {theirs * 1e3:.0f} ms; ratios eager/eager {ours_eager / theirs_eager:.3f}, "
-        f"compiled/eager {ours / theirs_eager:.3f}, compiled/compiled {ours / theirs:.3f}; losses {losses[0]:.5f} / {losses[1]:.5f}",
+        f"  compiled: ours {milliseconds(ours.seconds)}, diffusers {milliseconds(theirs.seconds)}; ratios "
+        f"eager/eager {ratio(ours_eager, theirs_eager)}, compiled/eager {ratio(ours, theirs_eager)}, "
+        f"compiled/compiled {ratio(ours, theirs)}; losses {ours.loss} / {theirs.loss}",
         flush=True,
     )
 
 
-def main() -> None:
+def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments, with what depends on the device filled in, and lists of all `sizes` and `dtypes`; `tokens` is the first size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(PAIRS), default="wan")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--tokens", type=int, choices=(256, 1024, 4096), help="of the image or clip; default: 1024 and 4096"
+        "--tokens",
+        type=int,
+        choices=sorted(WAN_SIZES),
+        help="of the image or clip; default: two sizes; on a GPU 20,280 for Wan",
     )
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: both")
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--blocks", type=int, default=2, help="FLUX.2: single blocks, and half as many double blocks")
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: both; on a GPU bf16")
+    parser.add_argument("--width", type=int, help="default: 768; on a GPU that of Wan 14B or FLUX.2 dev")
+    parser.add_argument(
+        "--blocks", type=int, help="FLUX.2: single blocks, and half as many double blocks; default: 2; on a GPU 4"
+    )
+    parser.add_argument("--rank", type=int, help="default: 16; on a GPU 32")
     parser.add_argument("--checkpointing", default="full", choices=("none", "full"))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--compile", action="store_true", help="time both compiled, too")
     parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    print(
-        f"torch {torch.__version__}, {args.threads} thread(s), LoRA rank {args.rank}, {args.repeats} interleaved repeats"
+    parser.add_argument(
+        "--tiny", action="store_true", help="a look at whether everything runs: small and fast, and worth nothing"
     )
-    for tokens in [args.tokens] if args.tokens else [1024, 4096]:
-        for dtype in [args.dtype] if args.dtype else ["fp32", "bf16"]:
-            measure(argparse.Namespace(**{**vars(args), "tokens": tokens}), dtype)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    args.device = started_on(args.device)
+    args.sizes = [args.tokens] if args.tokens else [1024, 4096]
+    args.dtypes = [args.dtype] if args.dtype else ["fp32", "bf16"]
+    usual = {"width": 768, "blocks": 2, "rank": 16}
+    if args.tiny:
+        args.sizes, usual, args.repeats = [64], {"width": 128, "blocks": 1, "rank": 4}, 1
+    elif args.device.type == "cuda":
+        if args.model == "wan" and not args.tokens:
+            args.sizes = [20280]
+        args.dtypes = [args.dtype or "bf16"]
+        usual = {"width": 5120 if args.model == "wan" else 6144, "blocks": 4, "rank": 32}
+    for name, value in usual.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.tokens = args.sizes[0]
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = configured(arguments)
+    where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"{args.threads} thread(s)"
+    print(f"torch {torch.__version__}, {where}, LoRA rank {args.rank}, {args.repeats} interleaved repeats", flush=True)
+    for count in args.sizes:
+        for dtype in args.dtypes:
+            measure(argparse.Namespace(**{**vars(args), "tokens": count}), dtype)
 
 
 if __name__ == "__main__":

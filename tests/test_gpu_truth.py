@@ -1,0 +1,184 @@
+"""tools/gpu_truth.py without a GPU: how parts are run and told, the clock of a GPU with stand-ins, and, slowly, every part on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from workspace import ROOT
+
+
+@pytest.fixture
+def truth(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import gpu_truth
+
+    return gpu_truth
+
+
+WORKS = """
+import json, sys, time
+out, name = sys.argv[1:]
+def row(**values):
+    with open(out, "a") as file:
+        file.write(json.dumps({"part": name, **values}) + "\\n")
+row(name="first", ok=True, value=1.5)
+if name == "wrong":
+    row(name="second", ok=False)
+if name == "broken":
+    with open(out, "a") as file:
+        file.write('{"part": "bro')
+    raise SystemExit("it broke\\nfor a reason")
+if name == "hanging":
+    time.sleep(6000)
+"""
+
+
+def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    out.write_text(json.dumps({"part": "fine", "name": "of an earlier run", "ok": False}) + "\n")
+    names = ("fine", "wrong", "broken", "hanging", "last")
+    parts = [truth.Part(name=name, seconds=5 if name == "hanging" else 200, about=f"About {name}") for name in names]
+    failed = truth.run(parts, out, 2000, lambda part: [sys.executable, "-c", WORKS, str(out), part.name])
+    ends = {row["part"]: row for row in truth.read(out) if "status" in row}
+    assert failed == 3
+    assert {name: end["status"] for name, end in ends.items()} == {
+        "fine": "ok", "wrong": "failed", "broken": "failed", "hanging": "failed", "last": "ok",
+    }  # fmt: skip
+    assert ends["broken"]["error"] == "for a reason (status 1)" and ends["hanging"]["error"] == "ended after 5 s"
+    there = {row["part"] for row in truth.read(out) if row.get("name") == "first"}
+    assert there >= {"fine", "wrong", "broken", "last"}, "a part's rows are there however it ended"
+    assert capsys.readouterr().out.count("failed") == 3
+    table = truth.tables(truth.read(out)[1:], parts)
+    assert "## wrong: failed" in table and "| first | yes | 1.5 |" in table and "| second | **no** |  |" in table
+
+
+def test_when_the_time_is_up_the_rest_is_skipped_and_a_running_part_ended(truth, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    parts = [truth.Part(name=name, seconds=5000, about="") for name in ("hanging", "fine")]
+    assert truth.run(parts, out, 3, lambda part: [sys.executable, "-c", WORKS, str(out), part.name]) == 1
+    assert [row["status"] for row in truth.read(out) if "status" in row] == ["failed", "skipped"]
+
+
+class Event:
+    """As torch.cuda.Event: notes what is asked of it."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, *, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.log.append("record")
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 250.0
+
+
+def test_on_a_gpu_steps_are_timed_by_events_and_memory_is_what_a_step_adds(truth, monkeypatch):
+    import torch
+
+    import device_clock
+
+    log = Event.log = []
+    for name, value in {
+        "Event": Event, "synchronize": lambda device: log.append("synchronize"), "memory_allocated": lambda device: 100,
+        "reset_peak_memory_stats": lambda device: log.append("reset"), "max_memory_allocated": lambda device: 350,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    gpu = torch.device("cuda", 0)
+    assert device_clock.seconds(lambda: log.append("step"), gpu) == 0.25
+    assert log == ["synchronize", "record", "step", "record", "wait"]
+    log.clear()
+    assert device_clock.peak_bytes(lambda: log.append("step"), gpu) == 250
+    assert log == ["synchronize", "reset", "step", "synchronize"]
+
+
+def test_a_lack_of_memory_costs_one_row(truth, monkeypatch):
+    import torch
+
+    import bench_step
+    import device_clock
+
+    def lacking() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert device_clock.unless_out_of_memory(lacking) is None
+    with pytest.raises(RuntimeError, match="another"):
+        device_clock.unless_out_of_memory(lambda: (_ for _ in ()).throw(RuntimeError("another")))
+    rows = bench_step.measured({"ours": lambda: torch.ones(()), "theirs": lacking}, 2, torch.device("cpu"))
+    assert rows["theirs"] == bench_step.Row(loss=None)
+    assert rows["ours"].loss == 1.0 and rows["ours"].seconds is not None
+    assert bench_step.ratio(rows["ours"], rows["theirs"]) == "-"
+
+
+def test_kernels_are_told_by_their_names_and_gaps_by_their_times(truth):
+    from device_clock import Launch, busy_and_span, by_kind, kind_of
+
+    kinds = {
+        "flash_fwd_kernel": "attention", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention backward",
+        "fmha_cutlassB_bf16_bwd": "attention backward", "nvjet_tst_128x256": "matmul", "ampere_sgemm_128x64": "matmul fp32",
+        "Memcpy HtoD": "copy", "vectorized_elementwise_kernel": "elementwise",
+    }  # fmt: skip
+    assert {name: kind_of(name, on_gpu=True) for name in kinds} == kinds
+    found = [Launch(name="", kind="copy", begin=a, end=b) for a, b in ((0, 4), (2, 3), (3, 6), (10, 11))]
+    assert busy_and_span(found) == (7, 11) and busy_and_span([]) == (0, 0)
+    number, taken = by_kind(found)
+    assert (number["copy"], taken["copy"]) == (4, 9)
+
+
+def test_policies_are_compared_row_by_row(truth, capsys):
+    """On a GPU, too, a policy that lacks memory gets dashes, and the next its row."""
+    import bench_checkpointing
+
+    bench_checkpointing.main(["--tiny", "--repeats", "1", "--blocks", "1", "--policies", "none"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["`full`", "`none`", "`full, again`"]
+    assert lines[2].split("|")[2].strip() == "4" and lines[3].split("|")[2].strip() == "2", "attention"
+    assert lines[-1].rstrip("| ").endswith("| 0 | 0"), "no noise on a CPU"
+    assert bench_checkpointing.row("none", None, None).count(" - ") == 10
+
+
+def test_a_plan_whose_case_fails_costs_one_row(truth, monkeypatch, capsys):
+    import torch
+
+    import plan_truth
+
+    measured = {"peak": 190 * 2**20, "reserved": 210 * 2**20, "in use": 900 * 2**20}
+    answers = iter(
+        [
+            SimpleNamespace(returncode=1, stderr="Traceback\nCUDA out of memory", stdout=""),
+            SimpleNamespace(returncode=0, stderr="", stdout=f"noise\n{json.dumps(measured)}\n"),
+        ]
+    )
+    monkeypatch.setattr(plan_truth.subprocess, "run", lambda *given, **options: next(answers))
+    monkeypatch.setattr(plan_truth, "plan", lambda case, device: 200 * 2**20)
+    monkeypatch.setattr(plan_truth, "choose_device", lambda name, key: torch.device(name, 0))
+    monkeypatch.setattr(sys, "argv", ["plan_truth.py", "--device", "cuda", "--tiny"])
+    assert plan_truth.main() == 1
+    printed = capsys.readouterr()
+    assert "| wan-lora-full-bf16-1024x1 | 200 | - | - | - | - |" in printed.out and "CUDA out of memory" in printed.err
+    assert "| wan-lora-full-bf16-1024x1-swapped | 200 | 190 | 210 | 900 | 1.053 |" in printed.out
+    names = [case.name for case in plan_truth.grid(torch.device("cuda", 0))]
+    assert len(set(names)) == len(names) > 10 and names[0] == "wan-lora-full-bf16-20280x1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_everything_in_it_runs_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(ROOT / "tools" / "gpu_truth.py"), "--device", "cpu", "--tiny", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    parts = ["facts", "numbers", "bitwise", "quantized", "tests", "plan", "speed", "streaming", "klein", "demos"]
+    assert [row["part"] for row in rows if row.get("status") == "ok"] == parts
+    for part in parts:
+        assert len([row for row in rows if row["part"] == part]) > 1, part

@@ -1,0 +1,174 @@
+"""Everything that only a GPU can show, in ten minutes: one command for the first GPU at hand.
+
+    uv run tools/gpu_truth.py                        # all parts, at most 600 seconds
+    uv run tools/gpu_truth.py --only bitwise plan    # some of them
+    uv run tools/gpu_truth.py --device cpu --tiny    # whether everything in it runs, without a GPU: its numbers are worth nothing
+
+Parts run in order of worth (`tools/gpu_parts.py`), each in a process of its own with a time limit, so that a crash or a hang loses one
+part. Results are appended at once to a file of JSON lines. When the time is up, the parts that are left are skipped. At the end a table in
+Markdown is printed. The exit status is the number of parts that failed.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part, and how long it may take on a GPU."""
+
+    name: str
+    seconds: float
+    about: str
+
+
+PARTS = (
+    Part(name="facts", seconds=60, about="Versions, precision switches, attention kernels, memory of the context"),
+    Part(name="numbers", seconds=90, about="Gradients on the GPU against the CPU and fp64"),
+    Part(name="bitwise", seconds=90, about="Policies, swap and offload against none, with delayed work and copies"),
+    Part(name="quantized", seconds=40, about="Codes, values and a step of a quantized base"),
+    Part(name="tests", seconds=120, about="The tests for a GPU"),
+    Part(name="plan", seconds=150, about="Plans against allocated, reserved and the driver's memory"),
+    Part(name="speed", seconds=150, about="A step against diffusers', and where its time goes"),
+    Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
+    Part(name="klein", seconds=60, about="FLUX.2 klein 4B: launches and gaps"),
+    Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
+)
+_TINY_SECONDS = 1800.0
+"""Limit of a part without a GPU, where only a hang shall end it."""
+
+
+def run(
+    parts: Sequence[Part], out: Path, wall: float, command: Callable[[Part], Sequence[str]], limit: float = 0.0
+) -> int:
+    """Run parts one after the other, and append to a file how each ended.
+
+    Args:
+        out: The file; the parts append their rows to it themselves.
+        wall: Seconds after which no part begins, and the running one is ended.
+        command: The command of a part.
+        limit: Seconds for each part in place of its own.
+
+    Returns:
+        The number of parts that failed. One that was skipped has not.
+    """
+    began, failed = time.monotonic(), 0
+    for part in parts:
+        left = wall - (time.monotonic() - began)
+        if left <= 0:
+            append(out, {"part": part.name, "status": "skipped", "error": "no time left"})
+            continue
+        before = len(read(out))
+        end = _ended(command(part), min(limit or part.seconds, left))
+        rows = read(out)[before:]
+        if end["status"] == "ok" and any(row.get("ok") is False for row in rows):
+            end["status"] = "failed"
+        failed += end["status"] != "ok"
+        append(out, {"part": part.name, **end})
+        print(f"{part.name}: {end['status']} in {end['seconds']:.0f} s {end['error']}".rstrip(), flush=True)
+    return failed
+
+
+def _ended(command: Sequence[str], limit: float) -> dict[str, Any]:
+    """How a process ended. One that takes too long is ended together with the processes that it started."""
+    began = time.monotonic()
+    child = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        _, said = child.communicate(timeout=limit)
+        status = "ok" if child.returncode == 0 else "failed"
+        last = said.strip().splitlines()[-1:] if child.returncode else []
+        error = " ".join([*last, *([f"(status {child.returncode})"] if child.returncode else [])])
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        status, error = "failed", f"ended after {limit:.0f} s"
+    return {"status": status, "seconds": time.monotonic() - began, "error": error}
+
+
+def append(out: Path, row: Row) -> None:
+    """Append a row, on a line of its own whatever a process that was ended left in the last one."""
+    with out.open("ab+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        torn = file.read() not in (b"", b"\n")
+        file.write((("\n" if torn else "") + json.dumps(row) + "\n").encode())
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a last line that a killed part left incomplete is skipped."""
+    rows = []
+    for line in out.read_text(encoding="utf-8").splitlines() if out.exists() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def tables(rows: Sequence[Row], parts: Sequence[Part]) -> str:
+    """All rows in Markdown, a table for each part."""
+    return "\n".join(line for part in parts for line in _table(part, [row for row in rows if row["part"] == part.name]))
+
+
+def _table(part: Part, rows: Sequence[Row]) -> Iterator[str]:
+    ends, found = [row for row in rows if "status" in row], [row for row in rows if "status" not in row]
+    end = ends[-1] if ends else {"status": "not run"}
+    took = f" in {end['seconds']:.0f} s" if "seconds" in end else ""
+    error = f": {end['error']}" if end.get("error") else ""
+    yield from (f"## {part.name}: {end['status']}{took}{error}", "", f"{part.about}.", "")
+    columns = list(dict.fromkeys(name for row in found for name in row if name != "part"))
+    if found:
+        yield f"| {' | '.join(columns)} |"
+        yield f"|{'---|' * len(columns)}"
+        yield from (f"| {' | '.join(_cell(row.get(name, '')) for name in columns)} |" for row in found)
+        yield ""
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models: a look at whether everything runs")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="default: all parts")
+    parser.add_argument(
+        "--wall", type=float, default=0.0, help="seconds for everything; default: 600, without limit if tiny"
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu_truth.jsonl"), help="file that results are appended to")
+    args = parser.parse_args(arguments)
+    parts = [part for part in PARTS if args.only is None or part.name in args.only]
+    before = len(read(args.out))
+    script = Path(__file__).with_name("gpu_parts.py")
+    # cuBLAS is only deterministic with a workspace of its own for each stream; the allocator is that of the commands.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+    def command(part: Part) -> list[str]:
+        given = ["--device", args.device, "--out", str(args.out), *(["--tiny"] if args.tiny else [])]
+        return [sys.executable, str(script), part.name, *given]
+
+    wall = args.wall or (float("inf") if args.tiny else 600.0)
+    failed = run(parts, args.out, wall, command, limit=_TINY_SECONDS if args.tiny else 0.0)
+    print(tables(read(args.out)[before:], parts))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
