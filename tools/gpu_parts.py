@@ -358,7 +358,7 @@ def demos(device: torch.device, tiny: bool) -> Rows:
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
             script = f"import sys; from ditkit_{family}.cli import train; sys.exit(train())"
-            flags = ["--train.device", str(device), "--encode.device", str(device)]
+            flags = ["--train.device", str(device), "--encode.device", str(device), "--log.every_steps", "1"]
             for number, extra in ((steps, ["--demo", "--run.folder", str(run)]), (2 * steps, ["--run", str(run)])):
                 command = [sys.executable, "-c", script, *extra, *flags, "--train.steps", str(number)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
