@@ -111,19 +111,25 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def _share(kind: Any, check: str) -> int:
+    """One in how many combinations of a conformance check a class runs daily."""
+    return max(getattr(kind, "one_in", 1), getattr(kind, "one_in_of", {}).get(check, 1))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks exhaustive what a variant's conformance checks leave out, and skips what needs a GPU where there is none."""
     combinations: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
-        kind = getattr(item, "cls", None)
-        if getattr(kind, "one_in", 1) > 1 and not item.get_closest_marker("exhaustive"):
-            combinations.setdefault((kind, item.name.partition("[")[0]), []).append(item)
+        kind, check = getattr(item, "cls", None), item.name.partition("[")[0]
+        if _share(kind, check) > 1 and not item.get_closest_marker("exhaustive"):
+            combinations.setdefault((kind, check), []).append(item)
     for (kind, check), of_check in combinations.items():
         daily = [item for item in of_check if not item.get_closest_marker("slow")] or of_check
-        every = min(kind.one_in, len(daily))
-        shift = sum(kind.__name__.encode())  # variants differ in what they leave out
-        chosen = [] if check in kind.nightly else daily[-shift % every :: every]
+        every = min(_share(kind, check), len(daily))
+        is_variant = getattr(kind, "one_in", 1) > 1
+        shift = sum((kind.__name__ if is_variant else kind.spec.name).encode())  # they differ in what they leave out
+        chosen = [] if is_variant and check in kind.nightly else daily[-shift % every :: every]
         for item in of_check:
             if item not in chosen:
                 item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]

@@ -1,5 +1,7 @@
 """A precision audit of Wan, on the tiny model and as the demo's command."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from ditkit_wan.spec import WAN
 
 class TestWan(AuditChecks):
     spec = WAN
+    one_in_of: ClassVar = {"test_division_and_streaming_change_no_number": 2}
     arch = WanArch(
         dim=48, ffn_dim=64, heads=2, layers=2, in_channels=4, out_channels=4, text_dim=20, text_tokens=6, freq_dim=16
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks_of_toy import COMBINATIONS, OTHERS
 
 from ditkit_core.engine.fsdp import shard
 from ditkit_core.errors import UserError
@@ -25,9 +26,20 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks_once(SCRIPT, base=tmp_path_factory.getbasetemp())
 
 
-@pytest.mark.parametrize("case", [*cases(), *cases(("lora with dropout",), ("fp32",))])
+@pytest.mark.parametrize(
+    "case",
+    [case for trained, dtype in COMBINATIONS for case in cases((trained,), (dtype,))]
+    + [f"{trained}/{dtype}/{policy}" for (trained, dtype), policy in OTHERS.items()],
+)
 def test_policies_change_nothing_under_fsdp(tables: list[Any], case: str) -> None:
     """No bit and no collective; two ranks are one with the joined batch, and every gradient is reduced."""
+    check_step([table["steps"] for table in tables], case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [case for trained, dtype in OTHERS for case in cases((trained,), (dtype,))])
+def test_nor_do_they_with_the_other_dtype(tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
+    tables = run_ranks_once(SCRIPT, "others", base=tmp_path_factory.getbasetemp())
     check_step([table["steps"] for table in tables], case)
 
 

@@ -1,6 +1,7 @@
 """What each of two ranks does for `test_ranks.py` and `test_fsdp_precision.py`: all cases in one process, for starting it takes seconds."""
 
 import itertools
+import sys
 from typing import Any
 
 import toy_collectives as collectives
@@ -21,11 +22,32 @@ def prefetch(model: Any) -> None:
         after.set_modules_to_backward_prefetch([before])
 
 
+COMBINATIONS = (("full", "fp32"), ("lora", "bf16"), ("lora with dropout", "fp32"))
+"""What is trained, and the dtype, under every policy; the other two of `full` and `lora` daily under one policy each."""
+OTHERS = {("full", "bf16"): "attn_only", ("lora", "fp32"): "full"}
+
+
+def every_step() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for trained, dtype in COMBINATIONS:
+        found |= steps(TOY, ARCH, toy_items(4), trained=(trained,), dtypes=(dtype,))
+    for (trained, dtype), policy in OTHERS.items():
+        found |= steps(TOY, ARCH, toy_items(4), trained=(trained,), dtypes=(dtype,), chosen=("none", policy))
+    return found
+
+
+def others() -> dict[str, Any]:
+    """Those two under every policy."""
+    found: dict[str, Any] = {}
+    for trained, dtype in OTHERS:
+        found |= steps(TOY, ARCH, toy_items(4), trained=(trained,), dtypes=(dtype,))
+    return {"steps": found}
+
+
 def work() -> dict[str, Any]:
     written = {"islands": islands.IslandBlock, "weights' dtype": islands.WeightsDtypeBlock}
     return {
-        "steps": steps(TOY, ARCH, toy_items(4))
-        | steps(TOY, ARCH, toy_items(4), trained=("lora with dropout",), dtypes=("fp32",)),
+        "steps": every_step(),
         "prefetched": steps(TOY, ARCH, toy_items(4), trained=("lora",), dtypes=("bf16",), prepare=prefetch, updates=1),
         "attention": collectives.attention_over_ranks(),
         "attention is right": collectives.attention_over_ranks_is_attention(),
@@ -44,4 +66,4 @@ def work() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    as_rank(work)
+    as_rank(others if "others" in sys.argv else work)

@@ -1,7 +1,7 @@
 """The toy model passes the checks that every model passes, and broken models do not."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
     spec = TOY
     arch = TOY.architecture.presets["dropout"]
     places_without = ("rotary_tables", "rotary", "qk_norms")
+    one_in_of: ClassVar = {}
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.world import make_model, outcome
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
@@ -67,8 +68,7 @@ def reentrant_block(block, carry):
     return type(after)(*(next(made) if isinstance(value, Tensor) else value for value in after))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("trained", "dtype"), every_value(list(TRAINED), list(DTYPES)))
 def test_our_blocks_are_exact_under_reentrant_checkpoints(trained, dtype):
     model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
     plain = outcome(FLUX2, model, items(), None)
@@ -77,9 +77,7 @@ def test_our_blocks_are_exact_under_reentrant_checkpoints(trained, dtype):
     assert under.differences(plain) == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("trained", "dtype", "policy"), every_pair(list(TRAINED), list(DTYPES), POLICIES))
 def test_every_policy_gives_the_gradients_of_none_to_the_bit(trained, dtype, policy):
     model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
     plain = outcome(FLUX2, model, items(), None)

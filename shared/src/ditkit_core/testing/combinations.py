@@ -28,6 +28,9 @@ NIGHTLY_FOR_VARIANTS = (
 variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, policies and offloading what they
 repeat and send, and all of them, quantized bases too, the levers together."""
 
+ONE_IN_TWO = {"test_levers_together_change_no_number": 2, "test_no_policy_changes_a_bit": 2}
+"""Checks of which a family runs half of the combinations daily, and the core's own model all: levers meet in the engine, not in a model."""
+
 
 def pairwise(
     levers: Mapping[str, Sequence[Any]], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True

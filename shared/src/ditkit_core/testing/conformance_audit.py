@@ -1,6 +1,7 @@
 """Checks for every model that a precision audit is exact where nothing is lowered, finds the timestep, and sees no lever."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,6 +53,8 @@ class AuditChecks:
 
     spec: ClassVar[ModelSpec]
     arch: ClassVar[Any]
+    one_in_of: ClassVar[Mapping[str, int]] = {}
+    """One in how many of a check's combinations runs daily, by the check's name; the others are marked `exhaustive`."""
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
 

@@ -91,12 +91,12 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def run_ranks_once(script: Path, *arguments: str, base: Path) -> list[Any]:
-    """The same, once in a run of tests.
+    """The same, once in a run of tests for each list of arguments.
 
     Args:
         base: As for `once`.
     """
-    return once(base, script.stem, lambda folder: run_ranks(script, *arguments, folder=folder))
+    return once(base, "_".join((script.stem, *arguments)), lambda folder: run_ranks(script, *arguments, folder=folder))
 
 
 def once(base: Path, name: str, make: Callable[[Path], Any]) -> Any:

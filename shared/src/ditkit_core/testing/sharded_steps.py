@@ -119,6 +119,7 @@ def steps(
     *,
     trained: Sequence[str] = TRAINED,
     dtypes: Sequence[str] = tuple(DTYPES),
+    chosen: Sequence[str] | None = None,
     prepare: Callable[[Any], None] | None = None,
     updates: int = 0,
 ) -> dict[str, Step]:
@@ -128,6 +129,7 @@ def steps(
         items: Of all ranks, as many for each; of one size, so that joining them pads none.
         trained: Of `world.ADAPTERS`.
         dtypes: Of `DTYPES`.
+        chosen: Policies, of which `none` is the first; None for every one.
         prepare: Called with the sharded model.
         updates: Steps of gradient descent after the first; what is compared is the last.
     """
@@ -146,7 +148,7 @@ def steps(
                 prepare(model)
             values = {name: _local(p).detach().clone() for name, p in model.named_parameters()}
             plain, distance = dict[str, Tensor](), 0.0
-            for policy in policies():
+            for policy in chosen or policies():
                 run = BlockEngine(policy=policy)
                 with Calls() as calls:
                     found = step_of(spec, model, own, run, first=first, of=len(items))
