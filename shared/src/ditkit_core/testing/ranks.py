@@ -1,4 +1,4 @@
-"""Several ranks for tests: a script started once in each of a few processes, that talk over gloo.
+"""Several ranks for tests: a script started once in each of a few processes, that talk over gloo::
 
     # my_ranks.py
     if __name__ == "__main__":

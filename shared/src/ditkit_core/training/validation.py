@@ -237,7 +237,7 @@ def half_width(values: Sequence[float], units: Sequence[Hashable] = (), confiden
 
 
 def t_quantile(degrees: int, confidence: float = 0.95) -> float:
-    """The two-sided quantile of Student's t: |t| of so many degrees of freedom stays below it with this probability."""
+    """The two-sided quantile of Student's t: `|t|` of so many degrees of freedom stays below it with this probability."""
     # By bisection, because the standard library has no inverse and scipy is not a dependency.
     low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
     for _ in range(60):
