@@ -13,6 +13,7 @@ SLOW = {"torch", "numpy", "torchao", "diffusers", "transformers", "peft", "accel
     "huggingface_hub",
     "safetensors",
     "jaxtyping",
+    "trackio",
 }
 # A process that has imported the commands is copied for each call, which is what a call of a new process has: starting that takes longer.
 PROGRAM = """
@@ -25,6 +26,7 @@ def spec():
 
 family = Family(name="toy", presets=("tiny",), demo=Path("demo.toml"), spec=spec)
 calls, slow = json.loads(sys.argv[1])
+sys.modules["wandb"] = None  # it is not installed
 os.chdir(sys.argv[2])
 for number, (command, argv) in enumerate(calls):
     if not os.fork():
@@ -65,6 +67,8 @@ ANSWERS = [
         1,
         "there is no adapter file a.safetensors; check the path",
     ),
+    ("train", ["--data.folder", "here", "--log.tracker", "wandb"], 1, 'uv pip install "ditkit-toy[wandb]"'),
+    ("train", ["--log.tracker", "mlflow"], 2, "must be one of none, wandb, trackio"),
     ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; check the path"),
     ("export", ["--inspect", "~nobody.at.all/a.safetensors"], 1, "there is no file ~nobody.at.all/a.safetensors to"),
 ]

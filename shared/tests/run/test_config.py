@@ -389,7 +389,7 @@ def test_words_of_other_trainers_mean_a_key_of_ours_or_say_what_there_is() -> No
         ("--adapter.network_dim", "did you mean --adapter.rank?"),
         ("--data.bad_files", "did you mean --data.on_bad?"),
         ("--sample.num_frames", "did you mean --sample.frames?"),
-        ("--wandb", "curves are in the run's folder, for TensorBoard"),
+        ("--wandb", "did you mean --log.tracker wandb?"),
         ("--learning-rate", "did you mean --optim.lr?"),
         ("--experts.lrs", "did you mean --experts.lr?"),
         ("--quux", "--help all explains every key"),

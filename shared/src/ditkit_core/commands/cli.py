@@ -26,6 +26,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.signals import terminated_like_interrupted
+from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
 from ditkit_core.nn.attention_support import support_matrix
 from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
@@ -128,6 +129,8 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
     try:
         check_preset(config.model.preset, family.presets)
         check_paths(command, verb, config, flags.options, family.components)
+        if command == "train" and not verb:
+            check_installed(config.log.tracker, f"ditkit-{family.name}")
     except UserError as error:
         return _complain(error, 1)
     from ditkit_core.commands.stage import run_stage  # here, and not above: from now on torch is needed

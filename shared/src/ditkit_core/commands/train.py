@@ -52,10 +52,11 @@ from ditkit_core.run.encoding import Encoded, encode_all, encode_prior
 from ditkit_core.run.expert_runs import folder_of, is_joint, resolve_arch, runs_of
 from ditkit_core.run.experts import describe_expert
 from ditkit_core.run.init_from import check_start, start_from, start_of_expert
-from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.model import build_model, engine_of, load_model, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
 from ditkit_core.run.train_data import check_data, training_data
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
+from ditkit_core.training.metrics import log_left_samples
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
@@ -116,6 +117,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         if not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts):
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
             generate_left(whole.run, folder, write_report)
+            log_left_samples(folder.path, config.log, tracked_run(whole.run, folder), warn)
         else:
             folder.store(whole.run.given.config)
             if options.demo:
@@ -197,6 +199,7 @@ def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[Confi
         if previews is not None:
             # Last, after the run is marked complete: if a signal ends the wait, the same command only generates what is left.
             previews.wait()
+    log_left_samples(folder.path, run.config.log, tracked_run(run, folder), warn)
 
 
 def _prepare(run: RunContext, left: Sequence[Component]) -> None:
@@ -431,7 +434,13 @@ def _trainer(
 ) -> Trainer:
     config = run.config
     sections = TrainerConfig(
-        train=config.train, flow=config.flow, optim=config.optim, ema=config.ema, save=config.save, log=config.log
+        train=config.train,
+        flow=config.flow,
+        optim=config.optim,
+        ema=config.ema,
+        save=config.save,
+        log=config.log,
+        tracked=tracked_run(run, folder),
     )
     data = training_data(run, samples.trained, samples.prior)
     return Trainer(

@@ -54,7 +54,10 @@ FOREIGN_WORDS = {
         "sample.guidance": "guidance_scale cfg_scale",
         "run.folder": "output_dir output_name output_path training_folder logging_dir",
         "there are no epochs; set train.steps": "epochs num_epochs num_train_epochs max_train_epochs",
-        "curves are in the run's folder, for TensorBoard": "wandb use_wandb wandb_project log_with report_to enable_wandb",
+        "did you mean --log.tracker wandb?": "wandb use_wandb enable_wandb",
+        "did you mean --log.tracker trackio?": "trackio",
+        "log.tracker": "log_with report_to",
+        "log.project": "wandb_project tracker_project_name log_tracker_name",
     }.items()
     for word in words.split()
 }

@@ -172,6 +172,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def tracker(self) -> Path:
+        """What `log.tracker` has of the run: its id there, and the samples that were logged."""
+        return self.path / "tracker.json"
+
+    @property
     def inputs(self) -> Path:
         """Folder of the demo's generated inputs."""
         return self.path / "inputs"

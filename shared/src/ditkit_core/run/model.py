@@ -7,12 +7,15 @@ import torch
 
 import ditkit_core
 from ditkit_core.adapters.export import check_adapted
+from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.console import say
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights
 from ditkit_core.weights.metadata import redact_path, redact_paths
@@ -57,6 +60,13 @@ def build_model(run: RunContext) -> MetaModel:
     unloaded = build_meta_model(run.spec, *sections, precision=run.precision, component=run.component, say=say)
     check_adapted(run.spec, config.export, unloaded.model)
     return unloaded
+
+
+def tracked_run(run: RunContext, folder: RunFolder) -> TrackedRun:
+    """What trackers show of a run: the part of a run of several experts has that run's name before its own."""
+    is_part = run.expert is not None and folder.name == run.expert.name
+    name = f"{RunFolder(folder.path.parent).name}-{folder.name}" if is_part else folder.name
+    return TrackedRun(name=name, settings=redact_paths(type(run.config), config_values(run.config)))
 
 
 def export_metadata(run: RunContext, prepared: LoadedModel, step: int, *, data: str) -> dict[str, str]:

@@ -1,19 +1,19 @@
-"""Metrics of a run while it trains: one JSON object per line, and TensorBoard."""
+"""Metrics of a run while it trains: one JSON object per line, and what trackers show of them."""
 
 import hashlib
 import json
 import os
-import socket
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
+from ditkit_core.io.trackers import LibraryTracker, TensorBoard, TrackedRun, Trackers, has_new_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,10 @@ class LogConfig:
     """Optimizer steps between two lines of metrics.jsonl; a line describes its own step only."""
     tensorboard: bool = setting(True, resume="free")
     """Also write these metrics for TensorBoard."""
+    tracker: Literal["none", "wandb", "trackio"] = setting("none", resume="free")
+    """Also log metrics, samples and configuration with this library, an extra of the packages. If it fails, the run goes on without it."""
+    project: str = setting("ditkit", resume="free")
+    """Project of the tracker in which the run is shown under its name."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 1:
@@ -31,7 +35,7 @@ class LogConfig:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and TensorBoard's files into a run folder; a context manager.
+    """Writes metrics.jsonl into a run folder, and gives the same numbers to trackers; a context manager.
 
     A resumed run drops the lines after the step that it starts from, because an earlier start may have been killed
     after its last save. One that starts anew drops all lines. Every step is therefore in the file once.
@@ -44,6 +48,7 @@ class MetricsLog:
         *,
         start_step: int = 0,
         digest: str = "",
+        tracked: TrackedRun | None = None,
         warn: Callable[[str], None] = lambda line: None,
     ):
         """Write nothing yet.
@@ -51,11 +56,13 @@ class MetricsLog:
         Args:
             start_step: The step of the save that the run starts from; 0 without a save.
             digest: What `saved` returned for that save; empty if it has none.
-            warn: Called with one line if earlier lines were changed, and if TensorBoard's files cannot be written.
+            tracked: What trackers show of the run; None for its folder's name alone.
+            warn: Called with one line if earlier lines were changed, and if a tracker fails.
         """
         self.path = Path(folder) / "metrics.jsonl"
         self._config, self._start_step, self._digest, self._warn = config, start_step, digest, warn
-        self._board: _EventFile | None = None
+        self._trackers = Trackers(warn)
+        self._tracked = tracked or TrackedRun(name=self.path.parent.name)
 
     def __enter__(self) -> Self:
         kept = self._kept()
@@ -67,16 +74,26 @@ class MetricsLog:
                 f"{self.path} was changed or damaged since step {self._start_step} was saved; its readable lines stay"
             )
         write_text(self.path, kept)
-        try:
-            self._file = open(self.path, "a", encoding="utf-8", newline="\n")
-        except OSError as error:
-            raise self._unwritable(error) from error
-        if self._config.tensorboard:
+        with ExitStack() as opened:
             try:
-                self._board = _EventFile(self.path.with_name("tensorboard"), self._start_step)
+                self._file = opened.enter_context(open(self.path, "a", encoding="utf-8", newline="\n"))
             except OSError as error:
-                self._drop_board(error)
+                raise self._unwritable(error) from error
+            self._add_trackers()
+            opened.pop_all()
         return self
+
+    def _add_trackers(self) -> None:
+        config, folder = self._config, self.path.parent
+        if config.tensorboard:
+            board = folder / "tensorboard"
+            self._trackers.add(f"cannot write {board}", lambda: TensorBoard(board, self._start_step))
+        if (library := config.tracker) != "none":
+            is_new = self._start_step == 0
+            self._trackers.add(
+                f'log.tracker = "{library}"',
+                lambda: LibraryTracker(folder, library, config.project, self._tracked, is_new=is_new),
+            )
 
     def _kept(self) -> str:
         """The lines of the steps before the one that the run starts from."""
@@ -94,7 +111,7 @@ class MetricsLog:
         return "".join(f"{line}\n" for line in lines if 0 <= _step_of(line) <= self._start_step)
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write one line of finite numbers and of names, and a TensorBoard scalar for each number.
+        """Write one line of finite numbers and of names; trackers get the numbers.
 
         Raises:
             UserError: If the disk is full.
@@ -107,11 +124,7 @@ class MetricsLog:
         except OSError as error:
             raise self._unwritable(error) from error
         self._hash.update(_lasting(row))
-        if self._board is not None:
-            try:
-                self._board.write(step, {name: value for name, value in values.items() if not isinstance(value, str)})
-            except OSError as error:
-                self._drop_board(error)
+        self._trackers.write(step, {name: value for name, value in values.items() if not isinstance(value, str)})
 
     def saved(self) -> str:
         """Flush all lines to disk, for a save of this step, and return a digest of their values, times and memory left out."""
@@ -125,52 +138,25 @@ class MetricsLog:
         """Whether a step gets a line."""
         return step % self._config.every_steps == 0
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._trackers.close(failed=error is not None)
         with suppress(OSError):  # it writes what `write` could not, which has been reported
             self._file.close()
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(f"cannot write {self.path}: {error.strerror or error}; free some space")
 
-    def _drop_board(self, error: OSError) -> None:
-        """Go on without TensorBoard: it has no number that metrics.jsonl lacks."""
-        self._warn(
-            f"cannot write {self.path.with_name('tensorboard')}: {error.strerror or error}; the run goes on, and its numbers are in "
-            f"{self.path.name} only"
+
+def log_left_samples(folder: Path, config: LogConfig, tracked: TrackedRun, warn: Callable[[str], None]) -> None:
+    """Give the tracker the samples that were written when training had ended: by another process, or with all experts."""
+    if config.tracker != "none" and has_new_samples(folder, config.tracker):
+        trackers = Trackers(warn)
+        trackers.add(
+            f'log.tracker = "{config.tracker}"', lambda: LibraryTracker(folder, config.tracker, config.project, tracked)
         )
-        self._board = None
-
-
-class _EventFile:
-    """A file of scalars for TensorBoard.
-
-    torch's SummaryWriter writes the same in a thread, where a full disk is a traceback on stderr and an error of a later call.
-    """
-
-    def __init__(self, folder: Path, start_step: int):
-        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
-
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
-        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        # The files are append-only; a session that starts hides entries from its step on.
-        first = start_step + 1 if start_step else 0
-        self._append(step=first, file_version="brain.Event:2")
-        self._append(step=first, session_log=SessionLog(status=SessionLog.START))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the scalars of a step."""
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._append(step=step, summary=Summary(value=scalars))
-
-    def _append(self, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-
-        with open(self._path, "ab") as file:
-            RecordWriter(file).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        trackers.close(failed=False)
 
 
 _OF_THE_MACHINE = ("seconds", "tokens_per_second", "peak_memory_bytes", "peak_reserved_bytes")

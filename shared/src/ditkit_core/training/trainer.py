@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from ditkit_core.io.console import Bar
 from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
+from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
@@ -143,6 +145,8 @@ class TrainerConfig:
     ema: EMAConfig
     save: SaveConfig
     log: LogConfig
+    tracked: TrackedRun | None = None
+    """What trackers show of the run; None for its folder's name alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +211,16 @@ class Trainer:
         start = state.step
         if self._last_save is not None:
             self._call(lambda callback: callback.resumed(start))
-        log = MetricsLog(self._folder, self._config.log, start_step=start, digest=self._metrics_digest, warn=self._warn)
-        with Interrupts() as interrupts, log as metrics:
+        log = MetricsLog(
+            self._folder,
+            self._config.log,
+            start_step=start,
+            digest=self._metrics_digest,
+            tracked=self._config.tracked,
+            warn=self._warn,
+        )
+        with log as metrics, ExitStack() as handlers:
+            interrupts = handlers.enter_context(Interrupts())
             saved_at = time.monotonic()
             # A resumed run has the loss before training in its save.
             if start == 0 and steps:
@@ -231,9 +243,10 @@ class Trainer:
                 self._preview(stopping=stopping)
                 if stopping:
                     break
-        if state.step >= steps:
-            prune_saves(self._folder / "state", state.step, save)  # a kill after the last save may have left some
-            self._call(lambda callback: callback.finished(state.step))
+            handlers.close()  # from here on a signal ends the process, as before training
+            if state.step >= steps:
+                prune_saves(self._folder / "state", state.step, save)  # a kill after the last save may have left some
+                self._call(lambda callback: callback.finished(state.step))
         return TrainResult(
             step=state.step,
             finished=state.step >= steps,
