@@ -37,6 +37,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.experts import named_after
 from ditkit_core.run.prepare import build_on_meta, choose_arch
+from ditkit_core.run.publish import publish
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import match, read_in_fp32
 from ditkit_core.weights.metadata import published_header
@@ -54,6 +55,8 @@ def convert_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> 
         say(json.dumps(about, indent=2) if options.json else inspection_text(about))
     elif options.extract:
         _extract(spec, config, options)
+    elif options.publishes:
+        publish(spec, [local_path(options.adapter)], options.hub)
     elif options.merge:
         _merge(spec, config, options)
     else:

@@ -21,6 +21,7 @@ from ditkit_core.adapters.export_names import (
     ExportName,
     copies_of_expert,
     exports_without_save,
+    finished_adapters,
     remove_earlier,
     rename_adapters,
 )
@@ -32,6 +33,7 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.files import atomic_folder, atomic_write
+from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
@@ -42,6 +44,7 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
 from ditkit_core.run.model import build_model, engine_of, export_metadata, load_model
 from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.run.publish import publish
 from ditkit_core.run.restore import load_trained
 from ditkit_core.training.trainer import Callback
 
@@ -60,16 +63,33 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         merged=options.merge,
     )
     check_export(spec, wanted, config.adapter)
+    check_hub(options.hub)  # before an export, which may take long
     _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
     run = resolve_arch(create_run(spec, config))
     check_run(run)
-    for each in runs_of(run):
+    folder = RunFolder(Path(config.run.folder))
+    files = _finished(run, folder, options) if options.publishes else []
+    for each in runs_of(run) if not files else ():
         expert = each.expert.name if each.expert is not None and is_joint(run) else ""
-        _export(each, wanted, options, RunFolder(Path(config.run.folder)), expert)
+        files += _export(each, wanted, options, folder, expert)
         release_memory()  # before the next expert: both need not fit at once
+    if options.publishes:
+        publish(spec, files, options.hub, folder)
 
 
-def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, expert: str) -> None:
+def _finished(run: RunContext, folder: RunFolder, options: ExportOptions) -> list[Path]:
+    """The finished adapters of a run, unless something else is asked for; they were verified when it ended."""
+    asked = options.to or options.dtype or options.merge or options.out or options.step is not None
+    if asked or folder.completed_step() is None or run.config.adapter.method == "full" or run.config.export.merged:
+        return []
+    if is_joint(run):
+        return [copy for each in runs_of(run) for _, copy in expert_adapters(each, folder) if copy.is_file()]
+    return [name.at(folder) for name in finished_adapters(folder)]
+
+
+def _export(
+    run: RunContext, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, expert: str
+) -> list[Path]:
     """Export one transformer.
 
     Args:
@@ -78,6 +98,9 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
         options: The command's options.
         folder: The run whose exports folder gets the file, unless `--out` is given.
         expert: Its name, where the run has several; empty for one transformer.
+
+    Returns:
+        The files, or the folders of a whole transformer.
     """
     spec, config = run.spec, run.config
     unloaded = build_model(run)
@@ -98,6 +121,7 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
             if read := read_by(spec, form, prepared.model):
                 say(f"{file}: {loaded_by(read)}")
     say("\n".join(str(file) for file in files))
+    return files
 
 
 def _export_transformer(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.hub import Hub
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
 
 _ONE_FILE = "inspect adapter extract"
@@ -182,10 +183,10 @@ class ExportOptions:
         missing=_NO_ADAPTER,
         excludes={"extract": "and --extract: one file can be given at a time"},
         goes_with={
-            "to rank merge dtype": "FILE needs an operation: --to FORM, --rank N, --dtype, or --merge; --inspect FILE describes it"
+            "to rank merge dtype push card": "FILE needs an operation: --to FORM, --rank N, --dtype, --merge, or --push REPO; --inspect FILE describes it"
         },
     )
-    """Adapter file to work on instead of a run: with --to, --rank, --dtype or --merge."""
+    """Adapter file to work on instead of a run: with --to, --rank, --dtype, --merge, --push or --card."""
     rank: str = option(
         "",
         goes_with={
@@ -219,6 +220,19 @@ class ExportOptions:
     """Expert to use, if the file contains an adapter for each expert."""
     json: bool = option(False, goes_with={"inspect": "prints the result of --inspect as JSON; add --inspect FILE"})
     """Print the result of --inspect as JSON."""
+    push: str = option("", excludes={"inspect extract": "and {other}: it uploads an adapter or a run's export"})
+    """Repository on the hub (NAME/REPO) to upload to: the run's finished adapters, what the other options have it export, or the file of
+    --adapter; with a model card and the newest samples. It is created if necessary. Needs `hf auth login`."""
+    card: str = option("", excludes={"inspect extract": "and {other}: it describes an adapter or a run's export"})
+    """File for the model card, or - to print it; nothing is uploaded without --push. With --push a file that exists is uploaded as the card."""
+    private: bool = option(False, goes_with={"push": "is for a repository; add --push NAME/REPO"})
+    """Create the repository of --push as a private one."""
+    revision: str = option("", goes_with={"push": "is a branch of a repository; add --push NAME/REPO"})
+    """Branch to upload to, created if necessary. Unset: the main one."""
+    license: str = option(
+        "", goes_with={"push card": "is written into a model card; add --push NAME/REPO or --card FILE"}
+    )
+    """License for the model card, as the hub abbreviates it: apache-2.0, cc-by-nc-4.0."""
 
     def __post_init__(self) -> None:
         if self.to is not None and self.to not in ADAPTER_FORMS:
@@ -228,8 +242,24 @@ class ExportOptions:
             )
         if self.rank:
             parse_rank(self.rank)
+        if self.publishes and self.adapter and (self.to or self.rank or self.dtype or self.merge):
+            raise UserError(
+                "--push and --card take the file of --adapter as it is; convert it first, then name the new file"
+            )
         if self.dtype == "fp8_scaled" and self.on_files and not self.merge:
             raise UserError("--dtype fp8_scaled is for whole transformers; give bf16 or fp32")
+
+    @property
+    def hub(self) -> Hub:
+        """What --push and its options say."""
+        return Hub(
+            repository=self.push, card=self.card, private=self.private, revision=self.revision, license=self.license
+        )
+
+    @property
+    def publishes(self) -> bool:
+        """Whether files are described for the hub, or uploaded."""
+        return bool(self.push or self.card)
 
     @property
     def on_files(self) -> bool:

@@ -57,6 +57,7 @@ FOREIGN_WORDS = {
         "did you mean --log.tracker wandb?": "wandb use_wandb enable_wandb",
         "did you mean --log.tracker trackio?": "trackio",
         "log.tracker": "log_with report_to",
+        "the export command uploads a run: --push NAME/REPO": "push_to_hub hub_model_id hub_repo_id huggingface_repo_id",
         "log.project": "wandb_project tracker_project_name log_tracker_name",
     }.items()
     for word in words.split()

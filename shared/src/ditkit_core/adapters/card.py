@@ -1,0 +1,231 @@
+"""The model card of exported files: made from their headers, so it says nothing that a file does not."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.config.toml import flatten
+from ditkit_core.models.paths import is_hub_id
+from ditkit_core.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFile:
+    """An exported file, or the folder of a whole transformer."""
+
+    path: str
+    """Its path in the repository."""
+    header: Mapping[str, str]
+    readers: Mapping[str, str] | None
+    """For each program that reads adapter files: its problem with this one, empty if it loads all of it. None for a whole transformer."""
+    transformer_class: str = ""
+    """diffusers' class of a whole transformer in diffusers' form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardSample:
+    """A generated sample."""
+
+    path: str
+    """Its path in the repository."""
+    prompt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a card is made from."""
+
+    spec: ModelSpec
+    name: str
+    """The model's name: the title."""
+    repository: str
+    files: Sequence[CardFile]
+    samples: Sequence[CardSample] = ()
+    num_samples: int | None = None
+    """Number of clips and images that were trained on; None if it is not known."""
+    license: str = ""
+
+    def text(self) -> str:
+        """The card as Markdown, with the metadata that the hub reads in front."""
+        from huggingface_hub import ModelCardData
+
+        metadata = ModelCardData(**self._metadata()).to_yaml()
+        sections = [
+            f"# {self.name}",
+            self._opening(),
+            "<Gallery />" if self.samples else "",
+            self._prompts(),
+            self._use(),
+            self._training(),
+            self._license(),
+        ]
+        return f"---\n{metadata}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
+
+    @property
+    def _header(self) -> Mapping[str, str]:
+        return self.files[0].header
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        """The configuration of the run by dotted key; empty if the header has none."""
+        with suppress(tomllib.TOMLDecodeError, RecursionError, ValueError):
+            return flatten(tomllib.loads(self._header.get("ditkit.config", "")))
+        return {}
+
+    @property
+    def _is_adapter(self) -> bool:
+        return self.files[0].readers is not None
+
+    @property
+    def _base(self) -> str:
+        """Hub id of the base, or the name of its file or folder."""
+        base, preset = self._header.get("ditkit.base", ""), self._header.get("ditkit.preset", "")
+        if is_hub_id(base):
+            return base
+        published = self.spec.architecture.hub_presets.items()
+        return next((id for id, name in published if name == preset), "") or base or self.spec.name
+
+    @property
+    def _method(self) -> str:
+        config = self._config
+        if not self._is_adapter:
+            return "merged LoRA" if config.get("adapter.method") == "lora" else "full fine-tune"
+        kind = "DoRA" if config.get("adapter.use_dora") else "LoRA"
+        return f"{kind} of rank {config['adapter.rank']}" if "adapter.rank" in config else kind
+
+    def _metadata(self) -> dict[str, Any]:
+        goal = "text-to-video" if self.spec.data.frame_step else "text-to-image"
+        kind = ["lora", "template:sd-lora"] if self._is_adapter else []
+        trigger = self._config.get("data.trigger")
+        return {
+            "base_model": self._base if is_hub_id(self._base) else None,
+            "base_model_relation": "adapter" if self._is_adapter else "finetune",
+            "library_name": "diffusers",
+            "license": self.license or None,
+            "pipeline_tag": goal,
+            "tags": [*kind, goal, self.spec.name, "diffusers", "ditkit"],
+            "instance_prompt": trigger or None,
+            "widget": [{"text": " ".join(each.prompt.split()), "output": {"url": each.path}} for each in self.samples]
+            or None,
+        }
+
+    def _opening(self) -> str:
+        step, preset = self._header.get("ditkit.step"), self._header.get("ditkit.preset")
+        of = f"[{self._base}](https://huggingface.co/{self._base})" if is_hub_id(self._base) else f"`{self._base}`"
+        steps = f", trained for {step} steps" if step else ""
+        return f"A {self._method} for {of}" + (f" (`{preset}`)" if preset else "") + f"{steps} with ditkit."
+
+    def _prompts(self) -> str:
+        trigger = self._config.get("data.trigger")
+        said = f"Write `{_code(trigger)}` in the prompt.\n\n" if trigger else ""
+        examples = [f"- {_plain(prompt)}" for prompt in dict.fromkeys(each.prompt for each in self.samples)]
+        body = said + "\n".join(examples)
+        return f"## Prompts\n\n{body.rstrip()}" if body else ""
+
+    def _use(self) -> str:
+        """How diffusers loads it, and which programs load which file."""
+        parts = {expert.name: expert.part for expert in self._experts()}
+        of_part: dict[str, str] = {}  # one file for each transformer, of those that diffusers loads
+        for file in self.files:
+            if "diffusers" in _loading(file) and file.readers is not None:
+                of_part.setdefault(parts.get(file.header.get("ditkit.expert", ""), "transformer"), file.path)
+        lines = [
+            f'pipeline.load_lora_weights("{self.repository}", weight_name="{path}"'
+            + (")" if part == "transformer" else f", load_into_{part}=True)")
+            for part, path in of_part.items()
+        ]
+        if lines:
+            before = [
+                "pipeline = DiffusionPipeline.from_pretrained(",
+                f'    "{self._base}", torch_dtype=torch.bfloat16',
+                ")",
+            ]
+            lines = ["import torch", "from diffusers import DiffusionPipeline", "", *before, *lines]
+        elif whole := next((file for file in self.files if file.transformer_class), None):
+            lines = [
+                "import torch",
+                f"from diffusers import DiffusionPipeline, {whole.transformer_class}",
+                "",
+                f"transformer = {whole.transformer_class}.from_pretrained(",
+                f'    "{self.repository}", subfolder="{whole.path}", torch_dtype=torch.bfloat16',
+                ")",
+                "pipeline = DiffusionPipeline.from_pretrained(",
+                f'    "{self._base}", transformer=transformer, torch_dtype=torch.bfloat16',
+                ")",
+            ]
+        code = "\n".join(["```python", *lines, "```"]) if lines else ""
+        rows = [f"| `{file.path}` | {', '.join(_loading(file)) or 'see the form'} |" for file in self.files]
+        table = "\n".join(["| file | loaded by |", "|---|---|", *rows])
+        return "\n\n".join(filter(None, ["## Use", code, table]))
+
+    def _experts(self) -> Sequence[Any]:
+        arch = self.spec.architecture.presets.get(self._header.get("ditkit.preset", ""))
+        return () if arch is None else self.spec.architecture.experts(arch)
+
+    def _training(self) -> str:
+        config, header = self._config, self._header
+        rows = {
+            "method": self._method,
+            "alpha": config.get("adapter.alpha") if self._is_adapter else None,
+            "layers": ", ".join(config.get("adapter.targets") or ["default"]) if self._is_adapter and config else None,
+            "steps": header.get("ditkit.step"),
+            "batch size": _product(config, "train.batch_size", "train.accumulation"),
+            "learning rate": f"{config['optim.lr']:g} ({config.get('optim.name')})" if "optim.lr" in config else None,
+            "frames, height, width": ", ".join(
+                str(config[key]) for key in ("data.frames", "data.height", "data.width") if config.get(key)
+            ),
+            "clips and images": self.num_samples,
+            "digest of the data": header.get("ditkit.data"),
+            "dtype of the base": config.get("model.dtype"),
+            "quantization": None if config.get("base.quantize") == "none" else config.get("base.quantize"),
+            "seed": config.get("train.seed"),
+            "versions": header.get("ditkit.versions"),
+        }
+        shown = {name: value for name, value in rows.items() if value not in (None, "")}
+        table = "\n".join(
+            ["| setting | value |", "|---|---|", *(f"| {name} | {_plain(value)} |" for name, value in shown.items())]
+        )
+        whole = header.get("ditkit.config", "")
+        # Indented, so that nothing in it can end the block.
+        block = "\n".join(f"    {line}" for line in whole.splitlines())
+        details = f"<details><summary>Complete configuration</summary>\n\n{block}\n\n</details>" if whole else ""
+        return "\n\n".join(filter(None, ["## Training", table, details]))
+
+    def _license(self) -> str:
+        base = (
+            f"that of [{self._base}](https://huggingface.co/{self._base})"
+            if is_hub_id(self._base)
+            else "that of the base"
+        )
+        mine = f"`{_code(self.license)}`" if self.license else "not stated yet"
+        return f"## License\n\n{mine}; the license of the base applies too, see {base}."
+
+
+def _loading(file: CardFile) -> list[str]:
+    if file.transformer_class:
+        return ["diffusers"]
+    return [reader for reader, problem in (file.readers or {}).items() if not problem]
+
+
+def _product(config: Mapping[str, Any], *keys: str) -> int | None:
+    found = [config.get(key) for key in keys]
+    sizes = [value for value in found if isinstance(value, int)]
+    return sizes[0] * sizes[1] if len(sizes) == 2 else None
+
+
+def _plain(value: Any) -> str:
+    """A text of somebody's in a line of Markdown: it makes no markup, no second line and no column."""
+    text = " ".join(str(value).split())
+    return "".join(f"\\{character}" if character in "\\`*_[]<>|#~" else character for character in text)
+
+
+def _code(value: Any) -> str:
+    return " ".join(str(value).split()).replace("`", "'")
+
+
+def name_of(files: Sequence[Path], repository: str) -> str:
+    """The title of a card: the repository's own name, or that of the first file without a repository."""
+    return repository.rpartition("/")[2] or files[0].stem

@@ -1,0 +1,122 @@
+"""Uploads exported files with a model card and samples, or shows the card."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.adapters.card import Card, CardFile, CardSample, name_of
+from ditkit_core.adapters.identify import find_adapter
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say
+from ditkit_core.io.files import read_json_object, read_text, write_text
+from ditkit_core.io.hub import Hub, check_hub, upload
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.config import RunConfig
+from ditkit_core.weights.fp8_scaled import open_weights
+from ditkit_core.weights.metadata import published_header
+
+_MOST_SAMPLES = 6
+_README = "README.md"
+
+
+def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | None = None) -> None:
+    """Make the model card of exported files, and upload both if asked.
+
+    Nothing else is uploaded than these files, the card, and the run's newest samples.
+
+    Args:
+        spec: The family.
+        paths: Adapter files, or folders of whole transformers.
+        hub: Where to, and how.
+        run: The folder of the run; None looks whether the first file is in the exports of one.
+
+    Raises:
+        UserError: If a header names folders of this machine, the card's file exists, or the hub refuses the upload; local files stay.
+    """
+    check_hub(hub)
+    around = RunFolder(paths[0].absolute().parent.parent)
+    if run is None and around.exports == paths[0].absolute().parent and around.config_file.is_file():
+        run = around
+    files = [_described(spec, path) for path in paths]
+    step = max(int(text) if (text := file.header.get("ditkit.step", "")).isdecimal() else -1 for file in files)
+    samples = {} if run is None else _samples_of(run, step)
+    card = Card(
+        spec=spec,
+        name=name_of(paths, hub.repository),
+        repository=hub.repository or "NAME/REPO",
+        files=files,
+        samples=[CardSample(path=path, prompt=prompt) for path, (_, prompt) in samples.items()],
+        num_samples=None if run is None else _num_samples(run),
+        license=hub.license,
+    )
+    own = Path(hub.card) if hub.card not in ("", "-") else None
+    text = read_text(own) if own is not None and hub.repository else card.text()
+    if hub.card == "-":
+        say(text.rstrip("\n"))
+    elif own is not None and not hub.repository:
+        write_text(own, text)
+        say(f"card:     {own}")
+    if not hub.repository:
+        return
+    uploads: dict[str, Path | bytes] = {_README: text.encode()}
+    for path, file in zip(paths, files, strict=True):
+        uploads |= {file.path: path} if path.is_file() else _inside(path)
+    uploads |= {path: file for path, (file, _) in samples.items()}
+    page = upload(hub, uploads, f"Add {card.name}")
+    say(f"pushed:   {page} ({', '.join(uploads)})")
+
+
+def _described(spec: ModelSpec, path: Path) -> CardFile:
+    source = open_weights(path)
+    header = dict(source.metadata)
+    if published_header(RunConfig, header) != header:
+        raise UserError(
+            f"{path} was written by an earlier version, and its header names folders of this machine; write it again with --to FORM"
+        )
+    if path.is_dir():
+        return CardFile(path=path.name, header=header, readers=None, transformer_class=_class_of(path))
+    found = find_adapter(path, spec)
+    return CardFile(
+        path=path.name, header=header, readers=spec.adapters.rules.readers(found.layout, list(found.file.modules))
+    )
+
+
+def _class_of(folder: Path) -> str:
+    """diffusers' class of a transformer; empty in other forms, which have no config.json."""
+    config = folder / "config.json"
+    name = read_json_object(config).get("_class_name", "") if config.is_file() else ""
+    return name if isinstance(name, str) and name.isidentifier() else ""
+
+
+def _inside(folder: Path) -> dict[str, Path | bytes]:
+    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return {f"{folder.name}/{path.name}": path for path in files}
+
+
+def _samples_of(run: RunFolder, step: int) -> dict[str, tuple[Path, str]]:
+    """By path in the repository, the samples of a step and their prompts; none where that step has none."""
+    listed = run.samples / f"step-{step:06d}.json"
+    if not listed.is_file():
+        return {}
+    # By its own name alone: a list could name any file of this machine.
+    found = [(run.samples / Path(row["file"]).name, row["prompt"]) for row in _rows(read_json_object(listed))]
+    return {f"samples/{file.name}": (file, prompt) for file, prompt in found if file.is_file()}
+
+
+def _rows(about: Mapping[str, Any]) -> list[dict[str, str]]:
+    rows = about.get("samples")
+    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [row for row in found if isinstance(row.get("file"), str) and isinstance(row.get("prompt"), str)][
+        :_MOST_SAMPLES
+    ]
+
+
+def _num_samples(run: RunFolder) -> int | None:
+    """Number of samples that the run trained on; None if nothing says so."""
+    try:
+        found = json.loads(run.about.read_text(encoding="utf-8"))["data"]
+        return int(found["samples"]) - len(found["held_out"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
