@@ -11,5 +11,5 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ditkit_flux2.demo.write import write_checkpoint
 
     folder = tmp_path_factory.mktemp("demo") / "checkpoint"
-    write_checkpoint(folder, ["a red circle on a dark background", "make the blue square red"])
+    write_checkpoint(folder)
     return folder

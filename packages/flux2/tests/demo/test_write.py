@@ -113,7 +113,7 @@ def test_the_pictures_are_of_many_sizes_and_both_kinds_of_file(inputs):
 def test_our_reader_finds_buckets_several_captions_and_editing_pairs(inputs, dataset):
     samples = dataset.samples
     assert len(samples) == len(EXAMPLES) == 30 and not dataset.excluded
-    assert {(sample.height, sample.width) for sample in samples} == {(128, 128), (96, 160), (160, 96)}
+    assert {(sample.height, sample.width) for sample in samples} == {(64, 64), (48, 80), (80, 48)}
     assert {len(sample.captions) for sample in samples} == {1, 2}
     edits = [sample for sample in samples if sample.references]
     assert len(edits) == 6 and all(sample.captions[0].startswith(("make the ", "turn the ")) for sample in edits)
@@ -124,9 +124,7 @@ def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
     for example in EXAMPLES:
         for _, before in example.references:
             after = example.image
-            changed = [
-                name for name in ("colour", "shape", "background") if getattr(before, name) != getattr(after, name)
-            ]
+            changed = [name for name in ("colour", "shape", "place") if getattr(before, name) != getattr(after, name)]
             assert len(changed) == 1 and replace(before, **{changed[0]: getattr(after, changed[0])}) == after
             (caption,) = example.captions
             assert caption.endswith(f" {getattr(after, changed[0])}")
@@ -139,7 +137,7 @@ def test_latents_of_the_pictures_as_training_reads_them_have_about_unit_variance
     for sample in dataset.samples:
         pixels = read_clip(sample.media, frames=1, fps=1.0, height=sample.height, width=sample.width)
         latents.append(encoder.encode([pixels])[0]["latents"])
-        assert latents[-1].shape == (16, 1, sample.height // 16, sample.width // 16)
+        assert latents[-1].shape == (64, 1, sample.height // 16, sample.width // 16)
     together = torch.cat([each.flatten(1) for each in latents], dim=1)
     deviation = together.std(dim=1)
     assert together.mean().abs() < 0.2 and 0.7 < deviation.min() and deviation.max() < 1.4
@@ -148,7 +146,7 @@ def test_latents_of_the_pictures_as_training_reads_them_have_about_unit_variance
 def test_the_checkpoints_architecture_is_found(checkpoint):
     config = json.loads((checkpoint / "transformer" / "config.json").read_text())
     arch = arch_from_config(config, json.loads((checkpoint / "model_index.json").read_text()))
-    assert (arch.dim, arch.double_layers, arch.single_layers, arch.text_dim) == (WIDTH, 1, 2, 3 * TEXT_DIM)
+    assert (arch.dim, arch.double_layers, arch.single_layers, arch.text_dim) == (WIDTH, 1, 4, 3 * TEXT_DIM)
     assert not arch.guidance and not arch.distilled
 
 

@@ -1,15 +1,37 @@
-"""The demo's images: simple shapes with exact captions, and pairs of images with the instruction that edits one into the other."""
+"""The demo's images: simple shapes with exact captions, and pairs of images with the instruction that edits one into the other.
+
+The demo's checkpoint was trained on such images and edits (tools/train_demo_base_flux2.py), with one shape at one of the `KNOWN` places.
+It has never seen the `NEW` one.
+"""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
 
-from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES, paint
+from ditkit_core.data.media.synthetic import COLOURS, SHAPES, paint
 from ditkit_core.io.files import write_text
+
+SIDE = 64
+"""Pixels on a side of the square images that the checkpoint was trained on."""
+_RADII = {"circle": 11.0, "square": 10.0, "triangle": 7.5}
+"""In an image of that size; a triangle is as high and as wide as three of its radii."""
+_NEAR, _MIDDLE, _FAR = 0.27, 0.5, 0.73
+PLACES = {
+    "on the left": ((_MIDDLE, _NEAR),),
+    "on the right": ((_MIDDLE, _FAR),),
+    "at the top": ((_NEAR, _MIDDLE),),
+    "at the bottom": ((_FAR, _MIDDLE),),
+    "on both sides": ((_MIDDLE, _NEAR), (_MIDDLE, _FAR)),
+}
+"""Centres of the shapes, as fractions of height and width."""
+*KNOWN, NEW = PLACES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,19 +40,21 @@ class DemoImage:
 
     colour: str
     shape: str
-    background: str
-    place: tuple[float, float]
-    """The shape's centre, as fractions of height and width."""
-    height: int
-    width: int
+    place: str
+    height: int = SIDE
+    width: int = SIDE
+    shift: tuple[float, float] = (0.0, 0.0)
+    """How far the shapes are off their place, down and right, as fractions of height and width."""
 
     @property
     def captions(self) -> tuple[str, str]:
         """Two sentences that describe the image."""
-        return (
-            f"a {self.colour} {self.shape} on a {self.background} background",
-            f"a {self.background} picture of a {self.shape} in {self.colour}",
-        )
+        return f"a {self.colour} {self.shape} {self.place}", f"a {self.shape} in {self.colour} {self.place}"
+
+    def edited(self, part: str, value: str) -> tuple["DemoImage", str]:
+        """The image with another colour or shape, and the instruction for it."""
+        instruction = "make the {} {} {}" if part == "colour" else "turn the {} {} into a {}"
+        return replace(self, **{part: value}), instruction.format(self.colour, self.shape, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,31 +69,18 @@ class Example:
     """(path, image) of the images to edit."""
 
 
-def _image(look: str, height: int, width: int, down: float = 0.5, right: float = 0.5) -> DemoImage:
-    colour, shape, background = look.split()
-    return DemoImage(colour=colour, shape=shape, background=background, place=(down, right), height=height, width=width)
+HELD_OUT = (("red", "triangle"), ("green", "circle"), ("blue", "square"), ("yellow", "circle"))
+"""Colours and shapes that no image of the dataset shows at the new place."""
 
-
-_SIZES = ((128, 128), (96, 160), (160, 96), (112, 176), (144, 144), (192, 120), (96, 96))
+_LOOKS = tuple(product(COLOURS, SHAPES))
+_SIZES = ((64, 64), (128, 128), (48, 80), (64, 64), (96, 160), (80, 48), (160, 96))
 """(height, width): squares, and landscape and portrait of about 8:5."""
+_SHIFTS = ((0.0, 0.0), (-0.03, 0.02), (0.02, -0.02), (0.03, 0.03), (-0.02, -0.03))
 
-_PLACES = ((0.5, 0.5), (0.5, 0.35), (0.35, 0.5), (0.6, 0.6), (0.4, 0.4))
 
-_IMAGES = tuple(
-    _image(f"{colour} {shape} {background}", *_SIZES[index % len(_SIZES)], *_PLACES[index % len(_PLACES)])
-    for index, (colour, shape, background) in enumerate(product(COLOURS, SHAPES, BACKGROUNDS))
-)
-"""Every combination of colour, shape and background once."""
-
-_EDITS = (
-    (_image("red circle dark", 128, 128, right=0.4), "colour", "blue"),
-    (_image("green square bright", 96, 160, right=0.6), "colour", "yellow"),
-    (_image("blue triangle dark", 128, 128, down=0.6), "colour", "red"),
-    (_image("yellow circle bright", 160, 96, down=0.4), "shape", "square"),
-    (_image("red square dark", 112, 112), "shape", "triangle"),
-    (_image("green circle dark", 96, 144, right=0.3), "background", "bright"),
-)
-"""(before, what changes, to what)."""
+def _image(index: int, look: tuple[str, str], place: str, size: tuple[int, int]) -> DemoImage:
+    (colour, shape), (height, width), shift = look, size, _SHIFTS[index % len(_SHIFTS)]
+    return DemoImage(colour=colour, shape=shape, place=place, height=height, width=width, shift=shift)
 
 
 def _described(index: int, image: DemoImage) -> Example:
@@ -77,16 +88,29 @@ def _described(index: int, image: DemoImage) -> Example:
     return Example(file=f"picture{index:02d}.{'jpg' if index % 2 else 'png'}", image=image, captions=captions)
 
 
-def _edited(index: int, before: DemoImage, part: str, value: str) -> Example:
-    where = "background" if part == "background" else f"{before.colour} {before.shape}"
-    after = {"colour": replace(before, colour=value), "shape": replace(before, shape=value)}
-    return Example(
-        file=f"edit{index:02d}.png",
-        image=after.get(part, replace(before, background=value)),
-        captions=(f"turn the {where} into a {value}" if part == "shape" else f"make the {where} {value}",),
-        references=((f"references/edit{index:02d}.png", before),),
-    )
+def _edited(index: int, look: tuple[str, str], place: str, part: str, value: str) -> Example:
+    before = _image(index, look, place, (SIDE, SIDE))  # a reference must have 64 pixels on each side
+    after, instruction = before.edited(part, value)
+    references = ((f"references/edit{index:02d}.png", before),)
+    return Example(file=f"edit{index:02d}.png", image=after, captions=(instruction,), references=references)
 
+
+_TAUGHT = [look for look in _LOOKS if look not in HELD_OUT]
+_IMAGES = (
+    *(_image(i, look, NEW, _SIZES[i // 2 % 2]) for i, look in enumerate(_TAUGHT + _TAUGHT[:4])),
+    *(_image(i, look, KNOWN[i % 4], _SIZES[i % 7]) for i, look in enumerate(_LOOKS)),
+)
+"""The new place twelve times, and the known ones as often: without them, the adapter would put every shape at the new place."""
+
+_EDITS = (
+    (("red", "circle"), "on the left", "colour", "blue"),
+    (("green", "square"), "at the top", "colour", "yellow"),
+    (("blue", "triangle"), "on the right", "colour", "red"),
+    (("yellow", "circle"), "at the bottom", "shape", "square"),
+    (("red", "square"), "at the top", "shape", "triangle"),
+    (("green", "circle"), "on the right", "colour", "blue"),
+)
+"""(colour and shape, place, what changes, to what)."""
 
 EXAMPLES = (
     *(_described(index, image) for index, image in enumerate(_IMAGES)),
@@ -95,17 +119,34 @@ EXAMPLES = (
 """Thirty lines: captioned images, some with two captions, and pairs for editing."""
 
 
+def paint_shapes(
+    shape: str, colour: str, centres: Sequence[tuple[float, float]], height: int, width: int
+) -> UInt8[np.ndarray, "{height} {width} 3"]:
+    """Shapes of one kind on a dark background, with soft edges, which a small VAE can reproduce.
+
+    Args:
+        shape: One of `SHAPES`.
+        colour: One of `COLOURS`.
+        centres: Of each shape, as fractions of height and width.
+        height: Pixels.
+        width: Pixels.
+    """
+    from PIL import Image, ImageFilter
+
+    unit = math.sqrt(height * width) / SIDE
+    radius = unit * _RADII[shape]
+    down = radius / 2 if shape == "triangle" else 0  # paint's triangle reaches two radii up and one down
+    painted = partial(paint, height, width, shape=shape, colour=colour, background="dark", radius=radius)
+    layers = [painted(centre=(row * height + down, column * width)) for row, column in centres]
+    brightest = np.maximum.reduce(layers)  # the background is darker than every shape in every channel
+    return np.array(Image.fromarray(brightest).filter(ImageFilter.GaussianBlur(unit)))
+
+
 def render(image: DemoImage) -> UInt8[np.ndarray, "height width 3"]:
     """The pixels of an image."""
-    return paint(
-        image.height,
-        image.width,
-        shape=image.shape,
-        colour=image.colour,
-        background=image.background,
-        centre=(image.place[0] * image.height, image.place[1] * image.width),
-        radius=0.27 * min(image.height, image.width),
-    )
+    down, right = image.shift
+    centres = [(row + down, column + right) for row, column in PLACES[image.place]]
+    return paint_shapes(image.shape, image.colour, centres, image.height, image.width)
 
 
 def write_dataset(folder: Path) -> None:

@@ -1,30 +1,24 @@
-"""The demo's inputs: a complete tiny FLUX.2 klein base checkpoint with random weights, captioned images and editing pairs.
+"""The demo's inputs: a complete tiny FLUX.2 klein base checkpoint, captioned images and editing pairs.
 
-The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its random initialisation
-matters, because LoRA trains only the linear layers of the blocks: the frozen `img_in` must keep all of the image, the gates must let
-the blocks' result through, and the frozen head must be able to output it.
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its VAE and transformer
+were trained on generated shapes by tools/train_demo_base_flux2.py; their weights are part of the package, in bf16.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.nn import functional
+from safetensors.torch import load_file
 
-from ditkit_core.data.media.synthetic import isometry, random_model, write_index, write_inputs, write_text_encoder
-from ditkit_flux2.demo.media import EXAMPLES, DemoImage, render, write_dataset
+from ditkit_core.data.media.synthetic import random_model, write_index, write_inputs, write_text_encoder
+from ditkit_flux2.demo.media import EXAMPLES, write_dataset
 
-HEADS, AXES = 4, (4, 4, 4, 4)
+HEADS, AXES = 3, (8, 8, 8, 8)
 WIDTH = HEADS * sum(AXES)
-DOUBLE_BLOCKS, SINGLE_BLOCKS = 1, 2
-TEXT_DIM, TEXT_LAYERS = 16, 28  # the deepest hidden state read is 27, which in a model of 27 layers would be normalised
-LATENT_CHANNELS = 4
-VAE_DIMS = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
-PIXELS = 128
-"""Side of the square images that the VAE's statistics are measured on."""
+DOUBLE_BLOCKS, SINGLE_BLOCKS = 1, 4
+TEXT_DIM, TEXT_LAYERS = 32, 28  # the deepest hidden state read is 27, which in a model of 27 layers would be normalised
+LATENT_CHANNELS = 16
+VAE_DIMS = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -34,27 +28,30 @@ CHAT_TEMPLATE = (
 )
 
 
+WEIGHTS = Path(__file__).parent / "base"
+"""The trained weights of the checkpoint."""
+
+
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `pictures/`, the same bytes every time."""
-    captions = [caption for example in EXAMPLES for caption in example.captions]
-    write_inputs(folder, {"pictures": write_dataset, "checkpoint": lambda part: write_checkpoint(part, captions)})
+    write_inputs(folder, {"pictures": write_dataset, "checkpoint": write_checkpoint})
 
 
-def write_checkpoint(folder: Path, captions: list[str]) -> None:
-    """Write a complete tiny klein base checkpoint in diffusers layout, with random weights.
+def write_checkpoint(folder: Path) -> None:
+    """Write the complete tiny klein base checkpoint in diffusers layout."""
+    write_text(folder)
+    for name, model in (("vae", build_vae()), ("transformer", build_transformer())):
+        model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
+        model.save_pretrained(folder / name)
 
-    Args:
-        folder: The folder to write.
-        captions: Sentences whose words become tokens; other words are spelled in bytes.
-    """
+
+def write_text(folder: Path) -> None:
+    """Write all of the checkpoint that is not trained: tokenizer, text encoder, scheduler and index."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    tokenizer = build_tokenizer(captions)
+    tokenizer = build_tokenizer([caption for example in EXAMPLES for caption in example.captions])
     tokenizer.save_pretrained(folder / "tokenizer")
-    text_encoder = build_text_encoder(len(tokenizer), tokenizer.pad_token_id)
-    write_text_encoder(folder, text_encoder, tied="lm_head.weight")
-    build_vae().save_pretrained(folder / "vae")
-    build_transformer().save_pretrained(folder / "transformer")
+    write_text_encoder(folder, build_text_encoder(tokenizer), tied="lm_head.weight")
     FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=3.0,
@@ -102,12 +99,15 @@ def build_tokenizer(captions: list[str]) -> Any:
     return tokenizer
 
 
-def build_text_encoder(vocabulary_size: int, pad_token_id: int) -> Any:
-    """A Qwen3 of many thin layers."""
+def build_text_encoder(tokenizer: Any) -> Any:
+    """A Qwen3 of many thin layers that add nothing: the features of a word are its embedding.
+
+    The embeddings of the captions' words are orthogonal, so that what an adapter learns about one word leaves the others alone.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=vocabulary_size,
+        vocab_size=len(tokenizer),
         hidden_size=TEXT_DIM,
         intermediate_size=2 * TEXT_DIM,
         num_hidden_layers=TEXT_LAYERS,
@@ -118,34 +118,36 @@ def build_text_encoder(vocabulary_size: int, pad_token_id: int) -> Any:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
-        pad_token_id=pad_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         architectures=["Qwen3ForCausalLM"],
         dtype="float32",
     )
-    return random_model("text encoder", Qwen3ForCausalLM, config)
+    model = random_model("text encoder", Qwen3ForCausalLM, config).requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    words = {word for example in EXAMPLES for caption in example.captions for word in caption.split()[1:]}
+    ids = tokenizer.convert_tokens_to_ids([f"Ġ{word}" for word in sorted(words)])
+    model.model.embed_tokens.weight.mul_(TEXT_DIM**0.5)  # all rows to a root mean square of about 1
+    model.model.embed_tokens.weight[ids] = torch.eye(TEXT_DIM)[: len(ids)] * TEXT_DIM**0.5
+    return model
 
 
 def build_vae() -> Any:
-    """A VAE of few channels whose latents of the demo's images have mean 0 and variance 1 in every channel."""
+    """A VAE of few channels, untrained."""
     from diffusers import AutoencoderKLFlux2
 
-    vae = random_model("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS).requires_grad_(False)
-    modes = [vae.encode(_pixels(example.image)).latent_dist.mode() for example in EXAMPLES]
-    patches = torch.cat([functional.pixel_unshuffle(mode, 2)[0].flatten(1) for mode in modes], dim=1)
-    vae.bn.running_mean.copy_(patches.mean(dim=1))
-    vae.bn.running_var.copy_(patches.var(dim=1))
-    return vae
+    return random_model("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS)
 
 
 def build_transformer() -> Any:
-    """A transformer of one narrow double block and two single ones."""
+    """A transformer of one narrow double block and four single ones, untrained."""
     from diffusers import Flux2Transformer2DModel
 
-    channels = 4 * LATENT_CHANNELS
-    model = random_model(
+    return random_model(
         "transformer",
         Flux2Transformer2DModel,
-        in_channels=channels,
+        in_channels=4 * LATENT_CHANNELS,
         num_layers=DOUBLE_BLOCKS,
         num_single_layers=SINGLE_BLOCKS,
         num_attention_heads=HEADS,
@@ -154,23 +156,3 @@ def build_transformer() -> Any:
         axes_dims_rope=AXES,
         guidance_embeds=False,
     )
-    with torch.no_grad():
-        columns = isometry(WIDTH, channels, "patch")
-        # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
-        model.x_embedder.weight.copy_(columns * math.sqrt(WIDTH / channels))
-        model.proj_out.weight.copy_(columns.T)
-        model.norm_out.linear.weight.mul_(0.3)
-        for modulation in (
-            model.double_stream_modulation_img,
-            model.double_stream_modulation_txt,
-            model.single_stream_modulation,
-        ):
-            modulation.linear.weight.unflatten(0, (-1, 3, WIDTH))[:, 2].mul_(4)  # the gates, to about 1
-        model.context_embedder.weight.mul_(0.3)  # hidden states of the text encoder are about 3 times too large
-    return model
-
-
-def _pixels(image: DemoImage) -> Float[Tensor, "1 3 height width"]:
-    """An image at the side `PIXELS`, in [-1, 1]."""
-    pixels = torch.from_numpy(render(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
-    return functional.interpolate(pixels, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)

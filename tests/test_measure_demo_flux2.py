@@ -1,0 +1,38 @@
+"""tools/measure_demo_flux2.py: its judge on generated images, and one seed of its measurement."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ditkit_flux2.demo.media import DemoImage, paint_shapes, render
+from workspace import ROOT
+
+
+def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from measure_demo_flux2 import Look, judge, prompts, row
+
+    asked = prompts()
+    assert [len(looks) for looks in asked.values()] == [4, 6]
+    looks = [look for each in asked.values() for look in each]
+    shown = [
+        judge(torch.from_numpy(render(DemoImage(**look._asdict(), shift=(0.03, -0.02)))).float()) for look in looks
+    ]
+    assert shown == looks and row(0, "all", "-", looks, shown).endswith("| 10 | 100 % | 100 % | 100 % | 100 % |")
+    for wrong in ([(0.5, 0.5)], [(0.27, 0.27)], [(0.27, 0.5), (0.73, 0.5)]):
+        assert judge(torch.from_numpy(paint_shapes("circle", "red", wrong, 64, 64)).float()).place == ""
+    wanted, other = Look("red", "square", "at the top"), Look("red", "circle", "on the left")
+    assert row(1, "known", "after", [wanted], [other]).endswith("| 1 | 0 % | 100 % | 0 % | 0 % |")
+
+
+@pytest.mark.slow
+def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "measure_demo_flux2.py"), "--seeds", "0", "--images", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| 0 ")]
+    right = {(row[1], row[2]): int(row[4].removesuffix(" %")) for row in rows}
+    assert right["new", "before"] <= 10 and right["new", "after"] >= 80
+    assert right["known", "before"] >= 80 and right["known", "after"] >= 80

@@ -1,0 +1,37 @@
+"""tools/train_demo_base_flux2.py: what its shortcut relies on, and the whole script in its smallest run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from workspace import ROOT
+
+
+@torch.no_grad()
+def test_some_rows_with_a_bias_stand_for_all_of_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from train_demo_base_flux2 import PADDING_ROWS, ROWS, TEXT_TOKENS, demo, load_file, velocity
+
+    model = demo.build_transformer()
+    model.load_state_dict(load_file(demo.WEIGHTS / "transformer.safetensors"))
+    random = torch.Generator().manual_seed(0)
+    noised, sigma = torch.randn(2, 64, 4, 4, generator=random), torch.tensor([0.4, 0.9])
+    text = torch.randn(2, ROWS, 96, generator=random), torch.randn(96, generator=random)
+    every = velocity(model, noised, sigma, text)
+    edges = torch.linspace(ROWS, TEXT_TOKENS, PADDING_ROWS + 1)
+    some = velocity(model, noised, sigma, text, padding_at=((edges[:-1] + edges[1:]) / 2).long())
+    none = velocity(model, noised, sigma, text, padding_at=torch.tensor([TEXT_TOKENS - 1]))
+    assert (some - every).norm() < 0.1 * every.norm() and (some - every).norm() < 0.5 * (none - every).norm()
+
+
+@pytest.mark.slow
+def test_two_steps_of_every_stage_make_the_weights(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "train_demo_base_flux2.py"), "--steps", "2", "2"]
+    command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.stem for file in (tmp_path / "base").iterdir()) == ["transformer", "vae"]
+    assert "held-out images of each size" in done.stdout and "| base | known | - | 48 |" in done.stdout

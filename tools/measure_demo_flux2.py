@@ -1,0 +1,166 @@
+"""Measures what `flux2-train --demo` teaches: `uv run tools/measure_demo_flux2.py`.
+
+For each seed it runs the demo as it is, but with other prompts and more samples, and judges what the run sampled before and after
+training. No image of the demo shows what these prompts ask for. A sample is right in a part if `judge` finds what the prompt says.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
+from ditkit_flux2.demo.media import EXAMPLES, HELD_OUT, KNOWN, NEW, PLACES, SIDE, DemoImage, paint_shapes, render
+
+LEAST_OVERLAP = 0.6
+"""Intersection over union with the best template, below which an image shows no shape at any of the places."""
+_SHIFTS = [step * 2 / SIDE for step in range(-3, 4)]
+"""Fractions of the side that a shape may be off its place."""
+
+HEADINGS = (
+    "| seed | place | training | samples | place right | colour right | shape right | all right |\n"
+    "|---|---|---|---:|---:|---:|---:|---:|"
+)
+
+
+class Look(NamedTuple):
+    """What a prompt asks for, or what a sample shows; empty parts are not recognised."""
+
+    colour: str
+    shape: str
+    place: str
+
+    @property
+    def caption(self) -> str:
+        return DemoImage(colour=self.colour, shape=self.shape, place=self.place).captions[0]
+
+
+def _tensor(rgb: tuple[int, int, int]) -> Float[Tensor, "3"]:
+    return torch.tensor(rgb, dtype=torch.float32)
+
+
+@cache
+def _templates() -> tuple[list[tuple[str, str]], Float[Tensor, "templates pixels"]]:
+    """(shape, place) of each template, and how much of each pixel its shapes cover."""
+    names, images = [], []
+    for shape, place, down, right in product(SHAPES, PLACES, _SHIFTS, _SHIFTS):
+        centres = [(row + down, column + right) for row, column in PLACES[place]]
+        names.append((shape, place))
+        images.append(paint_shapes(shape, "red", centres, SIDE, SIDE))
+    return names, _cover(torch.from_numpy(np.stack(images)).flatten(1, 2).float(), "red")[0]
+
+
+def _cover(pixels: Float[Tensor, "*images pixels 3"], colour: str) -> tuple[Tensor, Tensor]:
+    """How much of each pixel a colour covers, and the square of what this leaves unexplained."""
+    background = _tensor(BACKGROUNDS["dark"])
+    direction = _tensor(COLOURS[colour]) - background
+    cover = ((pixels - background) @ direction / direction.square().sum()).clamp(0, 1)
+    return cover, (pixels - background - cover[..., None] * direction).square().sum((-2, -1))
+
+
+def judge(pixels: Float[Tensor, "height width 3"]) -> Look:
+    """What an image of `SIDE` x `SIDE` pixels in [0, 255] shows.
+
+    The colour is the one that explains the image best as a mixture with the background. What it covers is compared with templates of
+    every shape at every place, shifted by up to 6 pixels, by intersection over union.
+    """
+    covers = {colour: _cover(pixels.flatten(0, 1), colour) for colour in COLOURS}
+    colour = min(covers, key=lambda name: float(covers[name][1]))
+    cover, (names, templates) = covers[colour][0], _templates()
+    overlaps = torch.minimum(templates, cover).sum(1) / torch.maximum(templates, cover).sum(1)
+    return Look(colour, *(names[int(overlaps.argmax())] if overlaps.max() >= LEAST_OVERLAP else ("", "")))
+
+
+def row(seed: object, place: str, training: str, wanted: Sequence[Look], shown: Sequence[Look]) -> str:
+    """A row of the table: how many samples are right in each part, and in all."""
+    right = np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in zip(wanted, shown, strict=True)])
+    colour, shape, where = right.mean(0)
+    cells = " | ".join(f"{100 * share:.0f} %" for share in (where, colour, shape, right.all(1).mean()))
+    return f"| {seed} | {place} | {training} | {len(wanted)} | {cells} |"
+
+
+def prompts() -> dict[str, list[Look]]:
+    """The new place, and the known ones, each with colours and shapes that no image of the demo shows there."""
+    shown = {caption for example in EXAMPLES for caption in example.captions}
+    known = [Look(*look, place) for look, place in product(HELD_OUT, KNOWN)]
+    new = [Look(*look, NEW) for look in HELD_OUT]
+    assert not any(look.caption in shown for look in new)
+    return {"new": new, "known": [look for look in known if look.caption not in shown][::2]}
+
+
+def judge_of_truth() -> str:
+    """The judge on generated images of everything, a little off their places and with noise."""
+    random = np.random.default_rng(0)
+    wanted = [Look(*parts) for parts in product(COLOURS, SHAPES, PLACES)]
+    shown = []
+    for look in wanted:
+        image = render(DemoImage(**look._asdict(), shift=tuple(random.uniform(-0.04, 0.04, 2))))
+        shown.append(judge(torch.from_numpy(image + random.normal(0, 8, image.shape)).float()))
+    return row("generated images", "all", "-", wanted, shown)
+
+
+def run_demo(folder: Path, seed: int, looks: Sequence[Look], images: int, flags: Sequence[str]) -> float:
+    """The demo with other prompts, by its command; returns its minutes."""
+    command = [sys.executable, "-c", "from ditkit_flux2.cli import train; raise SystemExit(train())", "--demo"]
+    command += ["--run.folder", str(folder), "--train.seed", str(seed), "--sample.seed", str(1000 * seed)]
+    command += [
+        "--sample.prompts",
+        json.dumps([look.caption for look in looks]),
+        "--sample.images",
+        str(images),
+        *flags,
+    ]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return (time.monotonic() - began) / 60
+
+
+def rows(folder: Path, seed: int, prompts: Mapping[str, Sequence[Look]]) -> list[str]:
+    """The rows of one run: each kind of place, before and after training."""
+    files = sorted((folder / "samples").glob("step-*.json"))
+    lines = []
+    for (place, looks), (training, file) in product(prompts.items(), (("before", files[0]), ("after", files[-1]))):
+        asked = {look.caption: look for look in looks}
+        samples = [each for each in json.loads(file.read_text(encoding="utf-8"))["samples"] if each["prompt"] in asked]
+        images = [np.array(Image.open(folder / "samples" / each["file"])) for each in samples]
+        shown = [judge(torch.from_numpy(image).float()) for image in images]
+        lines.append(row(seed, place, training, [asked[each["prompt"]] for each in samples], shown))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--images", type=int, default=6, help="samples of each prompt, before and after training")
+    parser.add_argument("--folder", type=Path, help="where to keep the runs")
+    options, flags = parser.parse_known_args()
+    print(f"{HEADINGS}\n{judge_of_truth()}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        minutes = []
+        for seed in options.seeds:
+            folder = (options.folder or Path(temporary)) / f"seed-{seed}"
+            asked = prompts()
+            looks = [look for each in asked.values() for look in each]
+            minutes.append(run_demo(folder, seed, looks, options.images, ["--sample.every_steps", "1000", *flags]))
+            print("\n".join(rows(folder, seed, asked)), flush=True)
+    told = ", ".join(f"{each:.1f}" for each in minutes)
+    print(f"\nMinutes of each run, with {len(looks) * options.images} samples before and after: {told}")
+
+
+if __name__ == "__main__":
+    main()
