@@ -97,7 +97,7 @@ CASES = (
 )
 
 
-def ours(case: Case) -> Step:
+def ours(case: Case, *, kernels: str = "torch") -> Step:
     """The step that `train` runs, by the planner's profiler."""
     with torch.device("meta"):
         item = case.spec.training.empty_item(case.arch, case.size, ())
@@ -108,6 +108,7 @@ def ours(case: Case) -> Step:
         precision=Precision(),
         batch=[item],
         policy="full",
+        kernels=kernels,
         optim=OptimConfig(),
         ema=EMAConfig(),
         flow=FlowConfig(),
@@ -292,6 +293,7 @@ def page(case: Case) -> Iterator[str]:
     """The section of a case."""
     steps = {
         "ours": ours(case),
+        "ours, kernels = triton": ours(case, kernels="triton"),
         "diffusers, LoRA in fp32": theirs(case, autocast=False),
         "diffusers, bf16 autocast": theirs(case, autocast=True),
     }
@@ -322,7 +324,8 @@ HEAD = f"""# One training step on a GPU, counted
 `uv run tools/roofline.py > benchmarks/roofline.md`. **Counted and modelled on a CPU, not measured: no GPU has run any of it.**
 
 A step is forward, loss and backward of a LoRA of rank {RANK} on the default targets, one sample, base in bf16, checkpointing `full`, eager;
-without the optimizer, which is the same for all. *ours* runs in the default precision. diffusers {{diffusers}} with peft {{peft}} has the same
+without the optimizer, which is the same for all. *ours* runs in the default precision; `kernels = triton` is `train.kernels`, whose norms,
+rotations and gated units pass over memory once. diffusers {{diffusers}} with peft {{peft}} has the same
 layers adapted, once without autocast (adapters and their products in fp32), once under `torch.autocast` to bf16, as its training scripts
 run. Assumptions:
 

@@ -21,7 +21,7 @@ from ditkit_core.engine.run_block import Body, run_block
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend, Kernel
-from ditkit_core.nn.context import AttentionCalls, counted_calls
+from ditkit_core.nn.context import AttentionCalls, AttentionSettings, counted_calls
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 from ditkit_core.training.checkpoint import latest
@@ -145,7 +145,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Seen]
         x, text = (torch.randn(2, TOKENS, 8).requires_grad_() for _ in range(2))
         carry = x * 1, text * 1
         for index, block in enumerate(blocks):
-            carry = run_block(block, carry, policy=parse_policy(policy), backend="counted", name=f"block {index}")
+            carry = run_block(
+                block,
+                carry,
+                policy=parse_policy(policy),
+                settings=AttentionSettings(backend="counted"),
+                name=f"block {index}",
+            )
         forward = count
         leaves = [x, text, *(p for block in blocks for p in block.parameters())]
         leaves += [BIAS] if "needs a gradient" in special else []

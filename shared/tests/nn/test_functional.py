@@ -107,8 +107,10 @@ def test_the_modulated_norm_equals_the_composition(batch, times):
     x = torch.randn(batch, 5, 8, dtype=torch.float64, requires_grad=True)
     scale, shift = (torch.randn(batch, times, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = F.layer_norm(x, (8,), eps=1e-6) * (1 + scale) + shift
-    torch.testing.assert_close(modulated_norm(x, scale, shift, 1e-6, x.dtype), expected, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda *t: modulated_norm(*t, 1e-6, x.dtype), (x, scale, shift))
+    torch.testing.assert_close(
+        modulated_norm(x, scale, shift, 1e-6, x.dtype, x.dtype), expected, rtol=1e-12, atol=1e-12
+    )
+    assert torch.autograd.gradcheck(lambda *t: modulated_norm(*t, 1e-6, x.dtype, x.dtype), (x, scale, shift))
 
 
 def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():

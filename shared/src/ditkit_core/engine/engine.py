@@ -44,6 +44,9 @@ class BlockEngine:
     policy: ScheduleLike = "none"
     """Which block runs under which policy: a configuration's schedule or its text, which is parsed once."""
     backend: str = "sdpa"
+    kernels: str = "torch"
+    """What runs norms, rotations and gated units: `torch`, or `triton` for the kernels of `nn/kernels/`. Compiled blocks have kernels of
+    the compiler's."""
     compile: bool | str = False
     """Whether blocks with a backward are compiled, or the backend of torch's compiler that compiles them (`compile.py`)."""
     hooks: tuple[BlockHooks, ...] = ()
@@ -63,7 +66,7 @@ class BlockEngine:
     @cached_property
     def runner(self) -> BlockRunner:
         """Runs a single block."""
-        eager = EagerRunner(self.backend)
+        eager = EagerRunner(self.backend, self.kernels)
         return CompiledRunner(eager, backend_of(self.compile)) if self.compile else eager
 
     def __call__(self, model: StagedModel, inputs: Any) -> Any:

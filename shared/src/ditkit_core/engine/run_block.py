@@ -141,14 +141,19 @@ class EagerRunner:
 
     attention: str
     """The attention backend."""
+    kernels: str = "torch"
+    """What runs elementwise work: `torch` or `triton`."""
 
     def __call__(
         self, index: int, block: nn.Module, carry: Any, *, policy: BlockPolicy, device: torch.device | None
     ) -> Any:
-        return run_block(block, carry, policy=policy, backend=self.attention, name=f"block {index}")
+        settings = AttentionSettings(backend=self.attention, kernels=self.kernels)
+        return run_block(block, carry, policy=policy, settings=settings, name=f"block {index}")
 
 
-def run_block(block: nn.Module, carry: Any, *, policy: BlockPolicy, backend: str = "sdpa", name: str) -> Any:
+def run_block(
+    block: nn.Module, carry: Any, *, policy: BlockPolicy, settings: AttentionSettings | None = None, name: str
+) -> Any:
     """Run one block under a policy: carry in, carry out.
 
     A block without parameters (two streams become one) runs without a checkpoint: it has nothing worth recomputing, and
@@ -156,22 +161,22 @@ def run_block(block: nn.Module, carry: Any, *, policy: BlockPolicy, backend: str
 
     Args:
         carry: A NamedTuple, or any other pytree with tensors.
+        settings: How attention and elementwise work run; None for the defaults.
         name: Names the checkpoint in memory reports; unique among the blocks of a model.
 
     Returns:
         The block's carry. Tensors that the block passed on unchanged keep their identity.
     """
+    settings = settings or AttentionSettings()
     if not policy.recomputes or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
-        with attention_settings(AttentionSettings(backend=backend)):
+        with attention_settings(settings):
             return block(carry)
     calls = calls_in_force()
     if calls is not None and policy.kept_attention is not None:
         calls.want(policy.kept_attention, str(policy))
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    settings = AttentionSettings(
-        backend=backend, keep=policy.kept_attention, keeps_results=policy.keeps_results, calls=calls
-    )
+    settings = replace(settings, keep=policy.kept_attention, keeps_results=policy.keeps_results, calls=calls)
     body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec)
     made = iter(policy.checkpoint(body, tensors, name))
     rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in body.after]

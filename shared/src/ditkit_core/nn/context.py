@@ -3,7 +3,7 @@
 A block gets its inputs in the carry, and a layer in its arguments. Five things cannot travel that way: they belong to the engine or the
 planner, and are read in calls of `attend`, or of a product, deep inside model code that has no access to an engine.
 
-- How attention runs, and whether a checkpoint keeps it. A ContextVar that the engine sets *inside* the function that it checkpoints:
+- How attention and elementwise work run, and whether a checkpoint keeps attention. A ContextVar that the engine sets *inside* the function that it checkpoints:
   autograd recomputes on threads of its own, which do not see a setting that was made outside.
 - What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set in the same place.
 - The counter of attention calls in a first step. A ContextVar that is set around a step.
@@ -107,9 +107,11 @@ def scope_set(scope: Any) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
-    """How attention runs in a block."""
+    """How attention and elementwise work run in a block."""
 
     backend: str = "sdpa"
+    kernels: str = "torch"
+    """What runs norms, rotations and gated units: `torch`, or `triton` for the kernels of `nn/kernels/`."""
     keep: tuple[str, ...] | None = None
     """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""
     keeps_results: bool = False

@@ -4,6 +4,8 @@ These are autograd functions, because composed eager operations pay for every pa
 composition of RMS norm and rotation reads and writes the fp32 copy of q eleven times in the forward, these functions five times, and
 they save the matmul's own output instead of fp32 copies. `torch.compile` fuses the plain composition by itself, and cannot compile
 complex numbers, so compiled code runs the composition.
+
+With `kernels = "triton"` in force, what computes in fp32 runs as a kernel of `nn/kernels/` instead, which passes over memory once.
 """
 
 from typing import Any
@@ -14,6 +16,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
+from ditkit_core.nn.context import device_kind, settings_in_force
+from ditkit_core.nn.kernels import ops as kernels
+from ditkit_core.nn.kernels.launch import INTERPRETED
 from ditkit_core.nn.rope import rotate
 
 
@@ -37,10 +42,19 @@ def normalised_heads(
     at_once = dtype in (torch.float32, torch.float64) and (rotary is None or precision.rotary == dtype)
     if torch.compiler.is_compiling() or not at_once:
         return _norm_rotate(x, norm, heads, precision, rotary)
+    if _fused(x, dtype):
+        table = None if rotary is None else rotary.to(dtype)
+        return kernels.NormRotation.apply(x, norm.weight.to(dtype), table, norm.eps, heads, precision.attention)
     # A view, if the tables have the dtype of the norm: what each call saves for its backward is then the carry's own tensor.
     rotation = None if rotary is None else torch.view_as_complex(rotary.to(dtype))
     out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), rotation, norm.eps, dtype, heads, precision.attention)
     return out
+
+
+def _fused(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a kernel of `nn/kernels/` computes in `dtype` what is to be computed of `x`."""
+    wanted = settings_in_force().kernels == "triton" and dtype == torch.float32 and x.dtype.itemsize <= 4
+    return wanted and (device_kind(x) == "cuda" or INTERPRETED)
 
 
 def _norm_rotate(x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: Tensor | None) -> Tensor:
@@ -111,19 +125,37 @@ def modulated_norm(
     shift: Float[Tensor, "batch times dim"],
     eps: float,
     norms: torch.dtype,
+    result: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """Layer norm without weights in the dtype `norms`, times (1 + scale), plus shift; in the dtype of scale and shift.
+    """Layer norm without weights in the dtype `norms`, times (1 + scale), plus shift in the dtype of both; rounded to `result`.
 
     Args:
         x: The residual stream.
         scale: One row per sample, per timestep or per token; `shift` has its shape and dtype.
     """
+    is_trained = scale.requires_grad and torch.is_grad_enabled()
+    # Rows per token with gradients are as large as the tokens; only timesteps per token that are trained have them.
+    if norms == scale.dtype and _fused(x, norms) and (scale.shape[1] == 1 or not is_trained):
+        return kernels.AffineNorm.apply(x, scale, shift, eps, 1.0, result)
     x = x.to(norms)
     if norms != scale.dtype:
-        return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps).to(scale.dtype), 1 + scale)
-    if scale.shape[:2] == (1, 1):  # one sample, one timestep: the modulation is the norm's affine part, one pass less
-        return F.layer_norm(x, x.shape[-1:], (1 + scale)[0, 0], shift[0, 0], eps)
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
+        y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps).to(scale.dtype), 1 + scale)
+    elif scale.shape[:2] == (1, 1):  # one sample, one timestep: the modulation is the norm's affine part, one pass less
+        y = F.layer_norm(x, x.shape[-1:], (1 + scale)[0, 0], shift[0, 0], eps)
+    else:
+        y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
+    return y.to(result)
+
+
+def affine_norm(
+    norm: nn.LayerNorm, x: Float[Tensor, "*batch dim"], dtype: torch.dtype, result: torch.dtype
+) -> Float[Tensor, "*batch dim"]:
+    """The norm of `x`, computed in `dtype`, whatever its parameters are stored in, and rounded to `result`."""
+    if x.ndim == 3 and _fused(x, dtype):
+        rows = [row.to(dtype).expand(len(x), 1, -1) for row in (norm.weight, norm.bias)]
+        return kernels.AffineNorm.apply(x, *rows, norm.eps, 0.0, result)
+    weight, bias = norm.weight.to(dtype), norm.bias.to(dtype)
+    return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps).to(result)
 
 
 def per_token(
@@ -160,6 +192,9 @@ def gated_sum(
 def _sum(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """Compute in the wider dtype of stream and gate. torch's kernel for narrow dtypes computes in fp32 and rounds its result."""
     wide = x.dtype if gate.dtype == x.dtype else torch.promote_types(x.dtype, gate.dtype)
+    if device_kind(x) == "cuda" and torch.promote_types(y.dtype, wide) == wide:
+        # A GPU's kernel reads each dtype as it is and computes in the widest; a CPU's would make the same copies as below.
+        return torch.addcmul(x, y, gate).to(x.dtype)
     return torch.addcmul(x.to(wide), y.to(wide), gate.to(wide)).to(x.dtype)
 
 
@@ -180,7 +215,12 @@ class _GatedSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
         d_gate = None if y is None else _summed(gradient * y, ctx.late).to(ctx.gate.dtype)
-        return (gradient * per_token(ctx.gate, ctx.late)).to(ctx.dtype), gradient, d_gate, None
+        gate = per_token(ctx.gate, ctx.late)
+        if device_kind(gradient) == "cuda":  # rounded in the kernel; a CPU would make the same copy as below
+            d_y = torch.mul(gradient, gate, out=torch.empty_like(gradient, dtype=ctx.dtype))
+        else:
+            d_y = (gradient * gate).to(ctx.dtype)
+        return d_y, gradient, d_gate, None
 
 
 def _summed(gradient: Tensor, late: Tensor | None) -> Tensor:
@@ -197,7 +237,7 @@ def gated_unit(x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
     if torch.compiler.is_compiling():
         a, b = x.chunk(2, -1)
         return F.silu(a) * b
-    out: Tensor = _GatedUnit.apply(x)
+    out: Tensor = (kernels.GatedUnit if _fused(x, torch.float32) else _GatedUnit).apply(x)
     return out
 
 

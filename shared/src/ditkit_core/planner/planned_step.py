@@ -66,6 +66,8 @@ class StepJob:
     """One micro-batch: training items on `meta`."""
     policy: ScheduleLike = "none"
     """Policy of the blocks; devices are those of `measure`."""
+    kernels: str = "torch"
+    """`train.kernels`."""
     optim: OptimConfig
     ema: EMAConfig
     flow: FlowConfig
@@ -123,6 +125,7 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
         precision=run.precision,
         batch=bucket.items,
         policy=config.train.checkpointing,
+        kernels=config.train.kernels,
         optim=config.optim,
         ema=config.ema,
         flow=config.flow,

@@ -232,6 +232,7 @@ class _Measuring:
         calls = AttentionCalls()
         engine = _Watched(
             policy=job.schedule,
+            kernels=job.kernels,
             model=self.model,
             entered=partial(self._entered, forward),
             entered_backward=partial(self._entered_backward, backward),

@@ -15,6 +15,7 @@ from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.nn.attention_backends import check_backend
+from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import SamplePrompt
@@ -67,6 +68,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     # A plan for other GPUs cannot check anything that depends on the devices' type.
     kinds = dict.fromkeys(device.type for device in run.devices) if here else ()
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
+    check_kernels(train.kernels, kinds)
     optim = run.config.optim
     check_swap(train.swap_blocks, run.config.adapter.method, optim)
     check_fused_backward(train, optim, prior=run.config.prior.wanted)

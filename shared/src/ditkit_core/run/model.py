@@ -50,7 +50,9 @@ def engine_of(run: RunContext, prepared: LoadedModel, schedule: ACSchedule | Non
     # Without a backward, a budget of memory has nothing to decide: any policy runs the same forward.
     if schedule is None:
         schedule = config.schedule if config.schedule.budget is None else ACSchedule.everywhere(Policy())
-    return BlockEngine(policy=schedule, backend=config.attention, compile=config.compile, hooks=streaming)
+    return BlockEngine(
+        policy=schedule, backend=config.attention, kernels=config.kernels, compile=config.compile, hooks=streaming
+    )
 
 
 def build_model(run: RunContext) -> MetaModel:

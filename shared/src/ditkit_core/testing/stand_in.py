@@ -12,7 +12,7 @@ The host is one thread here: backwards of several devices, which autograd runs a
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
@@ -86,7 +86,7 @@ class StandIn(PretendDevices):
         devices = dict.fromkeys(tensor.device for _, tensor in given if tensor.device != HOST)
         if named is not None and torch.device(named) != HOST:
             devices[torch.device(named)] = None
-        source = nullcontext()
+        source: AbstractContextManager[None] = nullcontext()
         if role.samples and devices:
             assert kwargs.get("generator") is None, f"{func}: a generator of the host, and a tensor of {[*devices]}"
             source = self.runtime.sampling_on(next(iter(devices)))

@@ -66,8 +66,8 @@ class Flux2DoubleBlock(nn.Module):
         shift_t, scale_t, gate_t, *mlp_t = carry.text_modulation[:, None].unbind(2)
         sizes = [text.shape[1], image.shape[1]]
         rotary_t, rotary_i = carry.rotary.split(sizes, 1)
-        text_qkv = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms).to(matmul), rotary_t)
-        image_qkv = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms).to(matmul), rotary_i)
+        text_qkv = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms, matmul), rotary_t)
+        image_qkv = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms, matmul), rotary_i)
         q, k, v = (torch.cat(pair, 1) for pair in zip(text_qkv, image_qkv, strict=True))
         out = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(matmul)
         out_t, out_i = out.split(sizes, 1)
@@ -79,7 +79,7 @@ class Flux2DoubleBlock(nn.Module):
         return carry._replace(text=gated_sum(y_t, text, mlp_t[2]), image=gated_sum(y_i, image, mlp_i[2]))
 
     def _hidden(self, mlp: nn.Sequential, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        h = modulated_norm(x, scale, shift, self.eps, self.precision.norms).to(self.precision.matmul)
+        h = modulated_norm(x, scale, shift, self.eps, self.precision.norms, self.precision.matmul)
         return mlp[1](mlp[0](h))
 
 
@@ -112,7 +112,7 @@ class Flux2SingleBlock(nn.Module):
         arch, precision, x = self.arch, self.precision, carry.tokens
         shift, scale, gate = carry.modulation[:, None].unbind(2)
         norms = precision.norms_of(x.dtype)
-        h = self.linear1(modulated_norm(x, scale, shift, arch.eps, norms).to(precision.matmul))
+        h = self.linear1(modulated_norm(x, scale, shift, arch.eps, norms, precision.matmul))
         q, k, v, both = h.split([arch.dim, arch.dim, arch.dim, 2 * arch.mlp_dim], -1)
         q = normalised_heads(q, self.norm.query_norm, arch.heads, precision, carry.rotary)
         k = normalised_heads(k, self.norm.key_norm, arch.heads, precision, carry.rotary)

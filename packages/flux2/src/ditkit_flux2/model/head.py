@@ -25,7 +25,7 @@ class Flux2Head(nn.Module):
         # The target comes first, so references and padding behind the longest target are never normalised or projected.
         longest = max(height * width for height, width in carry.grids)
         target = carry.tokens[:, carry.num_text : carry.num_text + longest]
-        rows = self.linear(modulated_norm(target, scale, shift, self.arch.eps, dtype))
+        rows = self.linear(modulated_norm(target, scale, shift, self.arch.eps, dtype, dtype))
         return [
             rearrange(row[: height * width], "(h w) c -> c 1 h w", h=height, w=width)
             for row, (height, width) in zip(rows, carry.grids, strict=True)

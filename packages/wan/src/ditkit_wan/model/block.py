@@ -1,21 +1,15 @@
 """The blocks of the Wan transformer, from carry to carry."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention import attend
-from ditkit_core.nn.functional import gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
+from ditkit_core.nn.functional import affine_norm, gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
 from ditkit_core.nn.remat import recompute_boundary
 from ditkit_wan.model.carry import WanCarry
 from ditkit_wan.presets import WanArch
-
-
-def affine_norm(norm: nn.LayerNorm, x: Float[Tensor, "*batch dim"], dtype: torch.dtype) -> Float[Tensor, "*batch dim"]:
-    """The norm of `x`, computed in and returned as `dtype`, whatever its parameters are stored in."""
-    return F.layer_norm(x.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), norm.eps)
 
 
 class WanSelfAttention(nn.Module):
@@ -86,11 +80,11 @@ class WanBlock(nn.Module):
         shift_sa, scale_sa, gate_sa, shift_ffn, scale_ffn, gate_ffn = modulation.unbind(2)
         late = carry.late
         scale_sa, shift_sa = per_token(scale_sa, late), per_token(shift_sa, late)
-        h = modulated_norm(x, scale_sa, shift_sa, self.eps, precision.norms_of(x.dtype)).to(matmul)
+        h = modulated_norm(x, scale_sa, shift_sa, self.eps, precision.norms_of(x.dtype), matmul)
         x = gated_sum(self.self_attn(h, carry), x.to(precision.residual), gate_sa, late)
-        x = plain_sum(self.cross_attn(affine_norm(self.norm3, x, norms).to(matmul), carry.text, carry.image), x)
+        x = plain_sum(self.cross_attn(affine_norm(self.norm3, x, norms, matmul), carry.text, carry.image), x)
         scale_ffn, shift_ffn = per_token(scale_ffn, late), per_token(shift_ffn, late)
-        h = modulated_norm(x, scale_ffn, shift_ffn, self.eps, norms).to(matmul)
+        h = modulated_norm(x, scale_ffn, shift_ffn, self.eps, norms, matmul)
         # A recompute of the block can stop in front of this matmul: its input and gate are all that the backward needs.
         y = recompute_boundary(self.ffn[2], self.ffn[1](self.ffn[0](h)), gate_ffn)
         return gated_sum(y, x, gate_ffn, late)

@@ -12,11 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.functional import plain_sum
+from ditkit_core.nn.functional import affine_norm, plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask
 from ditkit_core.nn.rope import rotary_table, timestep_features
-from ditkit_wan.model.block import affine_norm
 from ditkit_wan.model.carry import MusicCarry, ReferenceCarry, VaceCarry, WanCarry
 from ditkit_wan.model.inputs import WanInputs, check_conditions
 from ditkit_wan.model.rope import rotary_angles
@@ -76,7 +75,7 @@ class WanImageEmbedding(nn.Module):
                 )
             x = x + self.emb_pos.to(norms)
         first, up, gelu, down, last = self.proj
-        return affine_norm(last, down(gelu(up(affine_norm(first, x, norms).to(matmul)))), norms).to(matmul)
+        return affine_norm(last, down(gelu(up(affine_norm(first, x, norms, matmul)))), norms, matmul)
 
 
 class WanEmbed(nn.Module):

@@ -50,7 +50,7 @@ class WanHead(nn.Module):
         dtype = self.precision.head
         shift, scale = (self.modulation[:, None].to(dtype) + time[:, :, None].to(dtype)).unbind(2)
         scale, shift = per_token(scale, late), per_token(shift, late)
-        return self.head(modulated_norm(tokens, scale, shift, self.arch.eps, dtype))
+        return self.head(modulated_norm(tokens, scale, shift, self.arch.eps, dtype, dtype))
 
     def _unpatch(self, row: Float[Tensor, "tokens features"], grid: tuple[int, int, int], front: int) -> Tensor:
         """A sample's velocity, without padding and the `front` reference frames before it."""

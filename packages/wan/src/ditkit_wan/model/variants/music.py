@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention import attend
+from ditkit_core.nn.functional import affine_norm
 from ditkit_core.nn.rope import axis_angles, rotate
-from ditkit_wan.model.block import affine_norm
 from ditkit_wan.model.rope import THETA
 from ditkit_wan.presets import MusicArch, WanArch
 
@@ -62,8 +62,8 @@ class _EncoderLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         norms, matmul = self.precision.norms, self.precision.matmul
-        x = x + self.self_attn(affine_norm(self.norm1, x, norms)).to(norms)
-        h = affine_norm(self.norm2, x, norms).to(matmul)
+        x = x + self.self_attn(affine_norm(self.norm1, x, norms, norms)).to(norms)
+        h = affine_norm(self.norm2, x, norms, matmul)
         return x + self.linear2(F.gelu(self.linear1(h))).to(norms)
 
 

@@ -1,0 +1,55 @@
+"""What all launches share: sizes of tiles, the number of warps, and the current device."""
+
+import os
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on a CPU, under Triton's interpreter; for tests."""
+
+
+def check_kernels(name: str, devices: Collection[str]) -> None:
+    """Refuse `train.kernels = "triton"` where Triton is missing or a device of these types is no GPU.
+
+    Raises:
+        UserError: With what is missing.
+    """
+    if name != "triton" or INTERPRETED:
+        return
+    if devices and find_spec("triton") is None:
+        raise UserError(
+            "train.kernels = triton needs the package triton, which is not installed here; set train.kernels to torch"
+        )
+    if others := [kind for kind in devices if kind != "cuda"]:
+        raise UserError(
+            f"train.kernels = triton runs on GPUs only, and this run uses {others[0]}; set train.kernels to torch"
+        )
+
+
+def summing_programs(rows: int, samples: int = 1) -> int:
+    """Programs per sample of a kernel that sums over rows: each sums some rows, and torch adds their sums in a fixed order.
+
+    Atomic additions would give other last bits each time. An H200 has 132 multiprocessors.
+    """
+    return min(rows, max(1, 1024 // samples))
+
+
+def tile(size: int) -> int:
+    """The power of two that covers `size`: Triton's tiles have no other sizes."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def warps(elements: int) -> int:
+    """Warps of a program with this many elements: at most 32 elements per thread, so that registers suffice."""
+    return max(1, min(16, elements // 1024))
+
+
+def guarded(x: Tensor) -> AbstractContextManager[object]:
+    """Make the device of `x` current: Triton launches on the current device, wherever its tensors are."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,99 @@
+"""Layer norm and its affine part in one pass, forward and backward; reference: `nn/functional.py: modulated_norm`.
+
+The affine part is a modulation of the sample or of the token, 1 + scale and shift, or the weight and bias of a norm. Mean and variance
+are computed again in the backward: its pass over x is needed anyway.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ditkit_core.nn.kernels.launch import guarded, summing_programs, tile, warps
+
+
+@triton.jit
+def _normed(x, start, eps, DIM: tl.constexpr, W: tl.constexpr):
+    """A row of x, centred and divided by its standard deviation, and 1 / that deviation."""
+    features = tl.arange(0, W)
+    wide = tl.load(x + start + features, mask=features < DIM, other=0.0).to(tl.float32)
+    centred = tl.where(features < DIM, wide - tl.sum(wide, 0) / DIM, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / DIM + eps)
+    return centred * inverse, inverse
+
+
+@triton.jit
+def _forward(
+    x, scale, shift, out, eps, tokens, x_batch, x_token, s_batch, s_token,
+    OFFSET: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch, token, features = row // tokens, row % tokens, tl.arange(0, W)
+    normed, _ = _normed(x, batch * x_batch + token * x_token, eps, DIM, W)
+    at = batch * s_batch + token * s_token + features
+    factor = tl.load(scale + at, mask=features < DIM, other=0.0).to(tl.float32) + OFFSET
+    y = normed * factor + tl.load(shift + at, mask=features < DIM, other=0.0).to(tl.float32)
+    tl.store(out + row * DIM + features, y.to(out.dtype.element_ty), mask=features < DIM)
+
+
+@triton.jit
+def _backward(
+    gradient, x, scale, d_x, d_affine, eps, tokens, g_batch, g_token, x_batch, x_token, s_batch, s_token,
+    OFFSET: tl.constexpr, TRAINED: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    batch, features = tl.program_id(1).to(tl.int64), tl.arange(0, W)
+    d_scale, d_shift = tl.zeros((W,), tl.float32), tl.zeros((W,), tl.float32)
+    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        token = tl.cast(index, tl.int64)
+        normed, inverse = _normed(x, batch * x_batch + token * x_token, eps, DIM, W)
+        at = batch * g_batch + token * g_token + features
+        g = tl.load(gradient + at, mask=features < DIM, other=0.0).to(tl.float32)
+        if TRAINED:
+            d_scale += g * normed
+            d_shift += g
+        at = batch * s_batch + token * s_token + features
+        g = g * (tl.load(scale + at, mask=features < DIM, other=0.0).to(tl.float32) + OFFSET)
+        inner = tl.sum(g * normed, 0) / DIM
+        result = (g - tl.sum(g, 0) / DIM - normed * inner) * inverse
+        at = (batch * tokens + token) * DIM + features
+        tl.store(d_x + at, result.to(d_x.dtype.element_ty), mask=features < DIM)
+    if TRAINED:
+        at = (batch * tl.num_programs(0) + tl.program_id(0)) * (2 * DIM) + features
+        tl.store(d_affine + at, d_scale, mask=features < DIM)
+        tl.store(d_affine + at + DIM, d_shift, mask=features < DIM)
+
+
+def forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
+    """layer_norm(x) · (offset + scale) + shift in `dtype`, contiguous."""
+    batch, tokens, dim = x.shape
+    out = x.new_empty(x.shape, dtype=dtype)
+    w = tile(dim)
+    with guarded(x):
+        _forward[(batch * tokens,)](
+            x, scale, shift, out, eps, tokens, *x.stride()[:2], *_strides(scale, shift), OFFSET=offset, DIM=dim, W=w,
+            num_warps=warps(w),
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    gradient: Tensor, x: Tensor, scale: Tensor, eps: float, offset: float, trained: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, in its dtype, and of scale and shift, in fp32 [batch, programs, 2, dim]: no programs unless `trained`."""
+    batch, tokens, dim = x.shape
+    d_x = x.new_empty(x.shape)
+    programs = summing_programs(tokens, batch) if trained else tokens
+    d_affine = x.new_empty(batch, programs if trained else 0, 2, dim, dtype=torch.float32)
+    w = tile(dim)
+    with guarded(x):
+        _backward[(programs, batch)](
+            gradient, x, scale, d_x, d_affine, eps, tokens, *gradient.stride()[:2], *x.stride()[:2], *_strides(scale, scale),
+            OFFSET=offset, TRAINED=trained, DIM=dim, W=w, num_warps=warps(w),
+        )  # fmt: skip
+    return d_x, d_affine
+
+
+def _strides(scale: Tensor, shift: Tensor) -> tuple[int, int]:
+    """Steps from sample to sample and from token to token; 0 where one row serves all."""
+    assert scale.shape == shift.shape and scale.stride() == shift.stride()
+    return tuple(0 if size == 1 else step for size, step in zip(scale.shape[:2], scale.stride()[:2], strict=True))  # type: ignore[return-value]

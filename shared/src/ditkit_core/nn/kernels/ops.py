@@ -1,0 +1,164 @@
+"""The kernels as operations of torch with gradients: `torch.ops.ditkit.*`.
+
+An operation has a declared shape, so fake tensors follow it and the planner sees what it allocates, on any machine. Triton is imported when
+a kernel first runs. On a CPU the operations run under Triton's interpreter only (`TRITON_INTERPRET=1`), for tests.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.nn.kernels.launch import summing_programs
+
+_LIBRARY = torch.library.Library("ditkit", "DEF")
+
+
+def _declared(schema: str, module: str, function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare an operation that `function` in the file `module` computes; the decorated function makes its results under fake tensors."""
+
+    def run(*given: Any) -> Any:
+        return getattr(import_module(f"ditkit_core.nn.kernels.{module}"), function)(*given)
+
+    def declare(fake: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        for device in ("CUDA", "CPU"):
+            _LIBRARY.impl(name, run, device)
+        torch.library.register_fake(f"ditkit::{name}", fake, lib=_LIBRARY)
+        operation: Callable[..., Any] = getattr(torch.ops.ditkit, name).default
+        return operation
+
+    return declare
+
+
+@_declared(
+    "norm_rotation(Tensor x, Tensor weight, Tensor? rotary, float eps, int heads, ScalarType dtype) -> (Tensor, Tensor)",
+    "norm_rotation",
+    "forward",
+)
+def _norm_rotation(x: Tensor, weight: Tensor, rotary: Any, eps: float, heads: int, dtype: torch.dtype) -> Any:
+    batch, tokens, dim = x.shape
+    out = x.new_empty(batch, tokens, heads, dim // heads, dtype=dtype)
+    return out, x.new_empty(batch, tokens, dim // len(weight), dtype=torch.float32)
+
+
+@_declared(
+    "norm_rotation_backward(Tensor gradient, Tensor x, Tensor weight, Tensor? rotary, Tensor inverse, bool trained)"
+    " -> (Tensor, Tensor)",
+    "norm_rotation",
+    "backward",
+)
+def _norm_rotation_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, rotary: Any, inverse: Tensor, trained: bool
+) -> Any:
+    programs = summing_programs(x.shape[0] * x.shape[1]) if trained else 0
+    return x.new_empty(x.shape), x.new_empty(programs, len(weight), dtype=torch.float32)
+
+
+@_declared(
+    "affine_norm(Tensor x, Tensor scale, Tensor shift, float eps, float offset, ScalarType dtype) -> Tensor",
+    "modulated_norm",
+    "forward",
+)
+def _affine_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Any:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@_declared(
+    "affine_norm_backward(Tensor gradient, Tensor x, Tensor scale, float eps, float offset, bool trained) -> (Tensor, Tensor)",
+    "modulated_norm",
+    "backward",
+)
+def _affine_norm_backward(gradient: Tensor, x: Tensor, scale: Tensor, eps: float, offset: float, trained: bool) -> Any:
+    batch, tokens, dim = x.shape
+    programs = summing_programs(tokens, batch) if trained else 0
+    return x.new_empty(x.shape), x.new_empty(batch, programs, 2, dim, dtype=torch.float32)
+
+
+@_declared("gated_unit(Tensor x) -> Tensor", "gated_unit", "forward")
+def _gated_unit(x: Tensor) -> Any:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@_declared("gated_unit_backward(Tensor gradient, Tensor x) -> Tensor", "gated_unit", "backward")
+def _gated_unit_backward(gradient: Tensor, x: Tensor) -> Any:
+    return x.new_empty(x.shape)
+
+
+def _features_next_to_each_other(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class NormRotation(torch.autograd.Function):
+    """y = rotate(x · rsqrt(mean x² + eps) · weight), computed in fp32 and rounded once to `dtype`.
+
+    x [batch, tokens, dim] in bf16, fp16 or fp32; weight [dim or head_dim] and the table of cosines and sines (`rope.py: rotary_table`)
+    in fp32; no table means no rotation. Keeps x and one number per group for the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Float[Tensor, "batch tokens dim"],
+        weight: Float[Tensor, " group"],
+        rotary: Float[Tensor, "tables tokens 1 pairs 2"] | None,
+        eps: float,
+        heads: int,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "batch tokens heads head_dim"]:
+        x = _features_next_to_each_other(x)
+        out, inverse = _norm_rotation(x, weight, rotary, eps, heads, dtype)
+        ctx.save_for_backward(x, weight, rotary, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        trained = ctx.needs_input_grad[1]
+        d_x, parts = _norm_rotation_backward(_features_next_to_each_other(gradient), *ctx.saved_tensors, trained)
+        return d_x, parts.sum(0) if trained else None, None, None, None, None
+
+
+class AffineNorm(torch.autograd.Function):
+    """layer_norm(x) · (offset + scale) + shift, computed in fp32 and rounded once to `dtype`.
+
+    x [batch, tokens, dim] in bf16, fp16 or fp32; scale and shift [batch, 1 or tokens, dim], alike in dtype and layout. With a row per
+    token they get no gradients here. Keeps x and scale.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, dtype: torch.dtype
+    ) -> Float[Tensor, "batch tokens dim"]:
+        x, ctx.eps, ctx.offset = _features_next_to_each_other(x), eps, offset
+        ctx.save_for_backward(x, scale)
+        return _affine_norm(x, scale, shift, eps, offset, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        trained = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        gradient = _features_next_to_each_other(gradient)
+        d_x, parts = _affine_norm_backward(gradient, x, scale, ctx.eps, ctx.offset, trained)
+        if not trained:
+            return d_x, None, None, None, None, None
+        d_scale, d_shift = (sums[:, None].to(scale.dtype) for sums in parts.sum(1).unbind(1))
+        return d_x, d_scale, d_shift, None, None, None
+
+
+class GatedUnit(torch.autograd.Function):
+    """silu(a) · b of the halves [a | b] of the last dimension, computed in fp32 and rounded once. Keeps x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
+        x = _features_next_to_each_other(x)
+        ctx.save_for_backward(x)
+        return _gated_unit(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _gated_unit_backward(_features_next_to_each_other(gradient), x)

@@ -1,0 +1,99 @@
+"""The Triton kernels: in the interpreter against fp64, compiled for GPUs that are not here, and under fake tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ditkit_core.errors import UserError
+from ditkit_core.nn.context import AttentionSettings, attention_settings
+from ditkit_core.nn.functional import gated_unit
+from ditkit_core.nn.kernels import launch, ops
+from ditkit_core.planner.memory_tracker import fake_tensors
+from ditkit_core.testing.compiled_runs import printed
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def test_every_kernel_equals_fp64_forward_and_backward(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = printed(SUPPORT / "interpreted_kernels.py")
+    assert len(found) == 12
+    for name, errors in found.items():
+        # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
+        limit = 2**-7 if "bfloat16" in name else 2e-6
+        assert 0 < max(errors) < limit, (name, errors)
+
+
+def test_fake_tensors_get_the_kernels_results():
+    with fake_tensors("cuda"):
+        x = torch.empty(2, 5, 24, dtype=torch.bfloat16, requires_grad=True)
+        weight, table = torch.empty(24, requires_grad=True), torch.empty(1, 5, 1, 6, 2)
+        out = ops.NormRotation.apply(x, weight, table, 1e-6, 2, torch.bfloat16)
+        assert (out.shape, out.dtype) == ((2, 5, 2, 12), torch.bfloat16)
+        out.sum().backward()
+        assert (x.grad.dtype, weight.grad.dtype, weight.grad.shape) == (torch.bfloat16, torch.float32, (24,))
+        with attention_settings(AttentionSettings(kernels="triton")):
+            assert "GatedUnit" in gated_unit(x).grad_fn.name()
+            assert gated_unit(x).shape == (2, 5, 12)
+
+
+def test_a_cpu_runs_torch_whatever_the_setting():
+    with attention_settings(AttentionSettings(kernels="triton")):
+        y = gated_unit(torch.ones(2, 4, requires_grad=True))
+    assert torch.equal(y, torch.nn.functional.silu(torch.ones(2, 2)))
+
+
+def test_triton_is_refused_where_no_gpu_trains_or_it_is_missing(monkeypatch):
+    launch.check_kernels("torch", ["cpu"])
+    launch.check_kernels("triton", [])
+    with pytest.raises(UserError, match=r"train\.kernels = triton runs on GPUs only, and this run uses cpu"):
+        launch.check_kernels("triton", ["cuda", "cpu"])
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the package triton"):
+        launch.check_kernels("triton", ["cuda"])
+    launch.check_kernels("torch", ["cuda"])
+
+
+POINTERS = {"x", "weight", "rotary", "out", "inverse", "gradient", "d_x", "d_weight", "scale", "shift", "d_affine"}
+NARROW = {"x", "out", "gradient", "d_x"}
+
+
+@pytest.mark.slow  # a second for each of 16 kernels
+@pytest.mark.parametrize("capability", [86, 90])
+def test_kernels_compile_for_gpus_with_wide_loads(capability):
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ditkit_core.nn.kernels import gated_unit, modulated_norm, norm_rotation
+
+    wan = {"WIDTH": 5120, "GROUPS": 1, "HEAD": 128, "ROTATES": True, "G": 1, "W": 8192}
+    flux2 = {"WIDTH": 128, "GROUPS": 48, "HEAD": 128, "ROTATES": True, "G": 64, "W": 128}
+    norm = {"OFFSET": 1.0, "DIM": 5120, "W": 8192}
+    for kernel, constants in [
+        *((norm_rotation._forward, sizes) for sizes in (wan, flux2)),
+        *(
+            (norm_rotation._backward, sizes | {"TRAINED": trained})
+            for sizes in (wan, flux2)
+            for trained in (False, True)
+        ),
+        (modulated_norm._forward, norm),
+        *((modulated_norm._backward, norm | {"TRAINED": trained}) for trained in (False, True)),
+        *((kernel, {"HALF": 24576, "BLOCK": 1024}) for kernel in (gated_unit._forward, gated_unit._backward)),
+    ]:
+        types = {
+            name: "*bf16" if name in NARROW else "*fp32" if name in POINTERS else "i32" for name in kernel.arg_names
+        }
+        signature = types | dict.fromkeys(constants, "constexpr") | ({"eps": "fp32"} if "eps" in types else {})
+        places = {name: place for place, name in enumerate(kernel.arg_names)}
+        # What the launcher finds of tensors as torch allocates them, and of widths that 16 divides.
+        aligned = {
+            (places[name],): [["tt.divisibility", 16]] for name in types if name not in constants and name != "eps"
+        }
+        source = ASTSource(
+            fn=kernel, signature=signature, constexprs={(places[name],): value for name, value in constants.items()}, attrs=aligned
+        )  # fmt: skip
+        code = __import__("triton").compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+        assert code.asm["cubin"] and "ld.global.v4" in code.asm["ptx"] and "st.global.v4" in code.asm["ptx"], kernel
