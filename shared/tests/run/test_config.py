@@ -1,6 +1,5 @@
 """Reading, checking and printing a configuration, on a small tree and on the real one."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditkit_core.commands.options import OPTIONS, SampleOptions, TrainOptions
+from ditkit_core.commands.options import SampleOptions, TrainOptions
 from ditkit_core.config.cli_args import CommonOptions, read_flags
 from ditkit_core.config.field import setting
-from ditkit_core.config.foreign_words import FOREIGN_WORDS
 from ditkit_core.config.help import format_help
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.schema import config_fields, config_sections, config_values
@@ -21,7 +19,7 @@ from ditkit_core.config.toml import read_config_file, to_toml
 from ditkit_core.config.validation import nearest_key
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
-from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
+from ditkit_core.run.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +280,10 @@ class Later:
     shape: Renamed = Renamed()
 
 
+def all_help(tree: type) -> str:
+    return format_help("toy-train", "Train.", tree, (SampleOptions, CommonOptions), topic="all", keys={})
+
+
 @pytest.mark.parametrize("former", ["rank", "r"])
 def test_a_renamed_key_is_read_from_a_stored_run_and_refused_elsewhere(
     tmp_path: Path, write: Write, former: str
@@ -301,7 +303,7 @@ def test_a_renamed_key_is_read_from_a_stored_run_and_refused_elsewhere(
     assert message == f"shape.{former} in {file} is now named shape.size; rename it"
     message = refusal(lambda: read_flags([f"--shape.{former}=5"], Later, TrainOptions))
     assert message == f"--shape.{former} on the command line is now named --shape.size; rename it"
-    assert f"\n{former} =" not in to_toml(Later()) and f"--shape.{former} " not in help_text(Later, "all")
+    assert f"\n{former} =" not in to_toml(Later()) and f"--shape.{former} " not in all_help(Later)
 
 
 def test_a_run_that_stored_cuts_goes_on_with_them_as_split_points(tmp_path: Path) -> None:
@@ -320,100 +322,11 @@ def test_no_former_name_is_a_key_of_today() -> None:
     assert len(set(former)) == len(former) and not set(former) & config_fields(RunConfig).keys()
 
 
-def help_text(tree: type, topic: str, keys: tuple[str, ...] = ()) -> str:
-    kinds = SampleOptions, CommonOptions
-    return format_help("toy-train", "Train.", tree, kinds, topic=topic, keys={"Keys": keys})
-
-
 def test_the_help_names_every_key_with_its_meaning() -> None:
-    text = help_text(Small, "all")
+    text = all_help(Small)
     assert all(f"--{key} " in text for key in config_fields(Small))
     assert "Rank of the adapters, at least 1, 100% whole." in " ".join(text.split())
     assert "--adapter" in text and "--print-config" in text and "option_" not in text
-
-
-def test_short_help_has_first_sentences_of_the_keys_that_matter_and_no_types() -> None:
-    text = help_text(RunConfig, "short", ("train.steps", "optim.name", "data.frames"))
-    assert [line.split()[0] for line in text.partition("Keys:")[2].splitlines() if line.startswith("  --")] == [
-        "--train.steps",
-        "--optim.name",
-        "--data.frames",
-    ]
-    words = " ".join(text.split())
-    assert "Optimizer steps of the whole run, including those before it was resumed. [1000]" in words
-    assert "Frames per clip. --" in words or "Frames per clip. toy-train" in words
-    everything = help_text(RunConfig, "all")
-    assert not re.search(r"\(type: |Literal|Union|tuple\[|\bstr\b|\bint\b|NoneType", everything)
-
-
-def test_help_explains_a_section_or_a_key_and_names_the_topics() -> None:
-    section = help_text(RunConfig, "save")
-    assert [line.split()[0] for line in section.splitlines() if line.startswith("  --")] == [
-        key for key in (f"--{key}" for key in config_fields(RunConfig)) if key.startswith("--save.")
-    ]
-    key = " ".join(help_text(RunConfig, "data.on_bad").split())
-    assert key.startswith("--data.on_bad ") and key.endswith('(one of error, skip; default "error")')
-    assert "a section: run, model" in refusal(lambda: help_text(RunConfig, "sav"))
-
-
-@pytest.mark.parametrize("command", list(OPTIONS))
-def test_the_keys_that_matter_exist_and_are_few(command: str) -> None:
-    named = [key for keys in KEYS_THAT_MATTER[command].values() for key in keys]
-    assert set(named) <= config_fields(RunConfig).keys() and len(named) == len(set(named)) <= 25
-    text = help_text(RunConfig, "short", tuple(named))
-    assert len(text.splitlines()) < 110
-
-
-@pytest.mark.parametrize(
-    ("argv", "topic"),
-    [(["--help"], "short"), (["run.toml", "-h"], "short"), (["--help", "data"], "data"), (["--help", "--plan"], "short"),
-     (["--help", "run.toml"], "short"), (["--help=all"], "all")],
-)  # fmt: skip
-def test_help_takes_a_topic_and_no_run_file(argv: list[str], topic: str) -> None:
-    assert read_flags(argv, RunConfig, TrainOptions).common.help == topic
-
-
-def test_words_of_other_trainers_mean_a_key_of_ours_or_say_what_there_is() -> None:
-    known = config_fields(RunConfig)
-    for word, ours in FOREIGN_WORDS.items():
-        assert ours in known or " " in ours
-        if word not in {key.partition(".")[2] for key in known}:
-            message = refusal(lambda word=word: read_flags([f"--network.{word}", "1"], RunConfig, TrainOptions))
-            assert message.endswith(f"; did you mean --{ours}?" if ours in known else f"; {ours}")
-
-
-@pytest.mark.parametrize(
-    ("flag", "hint"),
-    [
-        ("--lr", "did you mean --optim.lr?"),
-        ("--adapter.network_dim", "did you mean --adapter.rank?"),
-        ("--data.bad_files", "did you mean --data.on_bad?"),
-        ("--sample.num_frames", "did you mean --sample.frames?"),
-        ("--wandb", "did you mean --log.tracker wandb?"),
-        ("--learning-rate", "did you mean --optim.lr?"),
-        ("--experts.lrs", "did you mean --experts.lr?"),
-        ("--quux", "--help all explains every key"),
-    ],
-)
-def test_a_guess_is_made_only_where_it_is_close(flag: str, hint: str) -> None:
-    message = refusal(lambda: read_flags([flag, "1"], RunConfig, TrainOptions))
-    assert message == f"unknown key {flag} on the command line; {hint}"
-
-
-@pytest.mark.parametrize(
-    ("section", "flag", "meant"),
-    [
-        ("sample", "--steps", "sample.steps"),
-        ("sample", "--frames", "sample.frames"),
-        ("sample", "--guidance_scale", "sample.guidance"),
-        ("sample", "--lr", "optim.lr"),
-        ("train", "--steps", "train.steps"),
-        ("encode", "--steps", "train.steps"),
-    ],
-)
-def test_a_flag_without_its_section_is_first_one_of_the_command(section: str, flag: str, meant: str) -> None:
-    message = refusal(lambda: read_flags([flag, "1"], RunConfig, TrainOptions, section=section))
-    assert message == f"unknown key {flag} on the command line; did you mean --{meant}?"
 
 
 @pytest.mark.parametrize("text", [r'"D:\clips"', r'"D:\upload\me"', r'"D:\new\table"', r'"\\server\x"'])
