@@ -54,6 +54,9 @@ nitpick_ignore_regex = [
     (r"py:.*", r".*\.(_\w+|Item|Module|Number|Taken|Tree)"),  # private names, and variables of types
 ]
 
+suppress_warnings = ["ref.python"]  # `bytes` in an annotation is the type, and not one of the attributes with this name
+
+_COLON = "\N{MODIFIER LETTER COLON}"
 RESUME = {
     "free": "It may change when a run continues",
     "stated": "It may change when a run continues, which then says so",
@@ -135,8 +138,13 @@ def _code(text: str) -> str:
 
 def _convert(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     text = re.sub(r"(?:^ *\|.*\n?)+", _table, _code("\n".join(lines)), flags=re.MULTILINE)
-    # An empty first line, because napoleon takes `count: of what` under an attribute for a type and a description.
-    lines[:] = ([""] if what in ("attribute", "data", "property") else []) + text.split("\n")
+    first, *rest = text.split("\n")
+    # Napoleon takes `count: of what` under an attribute for a type and a description.
+    lines[:] = [first.replace(":", _COLON) if what in ("attribute", "data", "property") else first, *rest]
+
+
+def _restore(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = [line.replace(_COLON, ":") for line in lines]
 
 
 def _table(found: re.Match[str]) -> str:
@@ -172,4 +180,5 @@ def setup(app: Sphinx) -> None:
     app.add_directive("options", Options)
     app.connect("source-read", _add_contents)
     app.connect("autodoc-process-docstring", _convert, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _restore, priority=600)
     app.connect("build-finished", _begin_at_the_readme)

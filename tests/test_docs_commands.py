@@ -118,7 +118,8 @@ class Checker:
         if family in FAMILIES and command in OPTIONS:
             self.of_family(family, command, words[1:])
         elif words[:2] == ["uv", "run"]:
-            self.check(self.without_options_of_uv(words[2:]))
+            if rest := self.without_options_of_uv(words[2:]):  # else it names `uv run` itself
+                self.check(rest)
         elif words[0] == "python":
             self.check(words[1:])
         elif words[0].startswith("tools/"):
@@ -153,8 +154,9 @@ class Checker:
 
     def without_options_of_uv(self, words: list[str]) -> list[str]:
         """What `uv run` runs."""
-        while words[0].startswith("--"):
-            takes = 1 if words[0] in ("--isolated", "--no-sync") else 2
+        while words and words[0].startswith("--"):
+            takes = {"--isolated": 1, "--no-sync": 1, "--package": 2, "--group": 2, "--extra": 2}.get(words[0], 0)
+            expect(takes, f"uv run has no option {words[0]}")
             self.names(words[:takes])
             words = words[takes:]
         return words
@@ -299,6 +301,7 @@ def test_the_pages_show_what_these_tests_look_for():
         ("uv run pytest -m slwo", "there are no markers {'slwo'}"),
         ("uv run pytest shared/tests/gone.py", "neither a path"),
         ("uv run --package ditkit-sana pytest", "there is no --package ditkit-sana"),
+        ("uv run --no-snyc pytest", "uv run has no option --no-snyc"),
         ("uv sync --extra sana", "there is no --extra sana"),
         ("rm -r runs", "no rule knows it"),
         ("git push", "no rule knows it"),
