@@ -11,13 +11,14 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.inject import inject
+from ditkit_core.adapters.inject import target_modules
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
@@ -61,7 +62,7 @@ class Step:
         return sum(count * kernels.total() for count, kernels in self.blocks.values()) + self.rest.total()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """A model and the size of one sample."""
 
@@ -133,12 +134,11 @@ def theirs(case: Case, *, autocast: bool) -> Step:
     arguments = [argument for _, argument in case.kinds.values()]
     base = dict.fromkeys(arguments, 1)
     one = their_kernels(case, base, autocast=autocast)
-    every = Counter(type(block).__name__ for block in build_on_meta(case.spec, case.arch, Precision()).blocks())
     blocks = {}
     for title, (name, argument) in case.kinds.items():
         # What a second block of the kind adds.
         more = their_kernels(case, base | {argument: 2}, autocast=autocast)
-        blocks[title] = every[name], more - one
+        blocks[title] = outline(case)[0][name], more - one
     rest = one
     for _, kernels in blocks.values():
         rest = rest - kernels
@@ -177,12 +177,18 @@ def _inject_there(case: Case, model: nn.Module) -> None:
     """LoRA on the layers that ours has by default; those of blocks that this smaller model lacks are left out."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    present = {name for name, _ in model.named_modules()} & outline(case)[1]
+    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=sorted(present)), model)
+
+
+@cache
+def outline(case: Case) -> tuple[Counter[str], frozenset[str]]:
+    """Our model's number of blocks by class, and diffusers' names of the layers that it adapts by default."""
     own = build_on_meta(case.spec, case.arch, Precision())
     names = case.spec.architecture.names.from_native["diffusers"]
-    adapted = inject(own, AdapterConfig(rank=RANK), case.spec.adapters.targets)
-    mirrors = {names(f"{name}.weight")[0].name.removesuffix(".weight") for name in adapted}
-    present = {name for name, _ in model.named_modules()} & mirrors
-    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=sorted(present)), model)
+    adapted = target_modules(own, AdapterConfig().targets, case.spec.adapters.targets)
+    mirrors = frozenset(names(f"{name}.weight")[0].name.removesuffix(".weight") for name in adapted)
+    return Counter(type(block).__name__ for block in own.blocks()), mirrors
 
 
 def _wan(case: Case, num_blocks: Mapping[str, int]) -> tuple[nn.Module, dict[str, Any]]:
