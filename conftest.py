@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     combinations: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
         kind, check = getattr(item, "cls", None), item.name.partition("[")[0]
-        if _share(kind, check) > 1 and not item.get_closest_marker("exhaustive"):
+        if _share(kind, check) > 1 and not any(map(item.get_closest_marker, ("exhaustive", "gpu"))):
             combinations.setdefault((kind, check), []).append(item)
     for (kind, check), of_check in combinations.items():
         daily = [item for item in of_check if not item.get_closest_marker("slow")] or of_check

@@ -114,6 +114,14 @@ def test_every_test_is_collected_under_a_strict_name():
             )
 
 
+def test_what_needs_a_gpu_runs_on_a_stand_in_as_well():
+    """A body that only a GPU runs may never have run: the fixture `gpu` gives it both, and nothing else marks it."""
+    marked = [
+        file for file in text_files() if file.suffix == ".py" and "pytest.mark." + "gpu" in file.read_text("utf-8")
+    ]
+    assert [file.name for file in marked] == ["gpu.py"]
+
+
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 def test_every_member_carries_the_licence_and_says_that_it_is_typed(member):
     assert (member.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()

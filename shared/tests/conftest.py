@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ditkit_core.testing.gpu import gpu  # noqa: F401 (a fixture)
+
 if TYPE_CHECKING:
     from ditkit_core.planner.memory import Profile
     from ditkit_core.planner.planned_step import StepJob

@@ -19,6 +19,7 @@ from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing import conformance_swap
+from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.plans import check_sent
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, move_to, on_host
@@ -408,41 +409,42 @@ def _fails_at_call(number, function):
 # On a GPU
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_gpu_offloads_to_the_bit_and_holds_less(policy):
+def test_a_gpu_offloads_to_the_bit_and_holds_less(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
     compute_fp32_in_fp32()
-    cuda, depth, steps, peaks = torch.device("cuda", 0), 8, [], []
+    depth, side, steps, peaks = 8, gpu.size(32, 16), [], []
     generator = torch.Generator().manual_seed(3)
     items = [
-        {"latents": torch.randn(4, 1, 32, 32, generator=generator), "text": torch.randn(16, 8, generator=generator)}
+        {"latents": torch.randn(4, 1, side, side, generator=generator), "text": torch.randn(16, 8, generator=generator)}
         for _ in range(2)
     ]
     for chosen in (policy, f"{policy}+offload"):
-        run = BlockEngine(policy=chosen)
-        model = make_model(TOY, ToyArch(depth=depth, dim=512, heads=8, dropout=0.1), adapter=DROPOUT).to(cuda)
+        before = gpu.runtime.memory_allocated(gpu.device)  # what was kept of the steps without offloading
+        run = BlockEngine(policy=chosen, host=HostMemory(smallest=gpu.size(SMALLEST, 0)))
+        model = make_model(TOY, ToyArch(depth=depth, dim=gpu.size(512, 64), heads=8, dropout=0.1), adapter=DROPOUT)
+        place(model, [gpu.device] * depth)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
-            steps.append([outcome(TOY, model, items, run) for _ in range(2)])  # the second with buffers that there are
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            steps[-1].append(outcome(TOY, model, items, run))
-        peaks.append(torch.cuda.max_memory_allocated())
+            steps.append([outcome(TOY, model, items, run) for _ in range(gpu.size(2, 1))])
+            gpu.runtime.synchronize(gpu.device)
+            gpu.runtime.reset_peak_memory_stats(gpu.device)
+            steps[-1].append(outcome(TOY, model, items, run))  # with buffers that there are
+        peaks.append(gpu.runtime.max_memory_allocated(gpu.device) - before)
         del model
     assert all(offloaded.equals(plain) for plain, offloaded in zip(*steps, strict=True))
     # of eight blocks two are there, and a third while it is let go of
     assert run.host.num_bytes > 0 and peaks[1] < peaks[0] - run.host.num_bytes * (depth - 3) / depth
 
 
-@pytest.mark.gpu
-def test_a_gpu_offloads_several_forwards_before_one_backward():
+def test_a_gpu_offloads_several_forwards_before_one_backward(gpu):
     compute_fp32_in_fp32()
     batches, made = micro_batches(toy_items(2, ragged=True), 3), []
     for policy, smallest in (("none", SMALLEST), ("none+offload", 0)):
-        model = make_model(TOY, ToyArch(depth=6, dim=256, heads=4, dropout=0.1), adapter=DROPOUT).to("cuda")
+        model = make_model(TOY, ToyArch(depth=4, dim=gpu.size(256, 32), heads=4, dropout=0.1), adapter=DROPOUT)
+        place(model, [gpu.device] * 4)
         run = BlockEngine(policy=policy, host=HostMemory(smallest=smallest))
         with sdpa_kernel(SDPBackend.MATH):
-            for step in range(3):
+            for step in range(gpu.size(3, 2)):
                 accumulate_gradients(TrainModel(model, run, TOY), batches, at(step=step, pipelined=True))
         made.append(gradients(model))
     assert same(*made)

@@ -27,6 +27,7 @@ from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.conformance_quantized import KINDS, make_quantized
+from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.conformance_swap import SwapChecks, Watched, stream
 from ditkit_core.testing.full_size import DEVICE, materialise
 from ditkit_core.testing.pretend_devices import PretendDevices
@@ -406,40 +407,34 @@ def test_nothing_is_locked_where_there_is_nothing(monkeypatch):
 # On a GPU
 
 
-@pytest.mark.gpu
-def test_memory_that_cannot_be_locked_leaves_no_error_behind():
-    cuda, locked, tensor = torch.device("cuda", 0), {}, torch.zeros(1 << 20)
-    assert page_lock(tensor, cuda, locked)
-    assert not page_lock(tensor, cuda, {}), "twice is once too often"
-    assert int(torch.ones(3, device=cuda).sum()) == 3
+def test_memory_that_cannot_be_locked_leaves_no_error_behind(gpu):
+    locked, tensor = {}, torch.zeros(1 << 20)
+    assert page_lock(tensor, gpu.device, locked)
+    assert not page_lock(tensor, gpu.device, {}), "twice is once too often"
+    assert int(torch.ones(3, device=gpu.device).sum()) == 3
     unlock(locked)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
-def test_a_gpu_streams_without_changing_a_number(policy):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_gpu_streams_without_changing_a_number(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for shows."""
     compute_fp32_in_fp32()
-    cuda, outcomes, peaks = torch.device("cuda", 0), [], []
-    for streamed in (False, True):
-        model = make_model(TOY, ToyArch(depth=6, dim=2048, heads=16), adapter=replace(LORA, dropout=0.0))
-        for stage in (model.embed, model.head, *(() if streamed else model.blocks())):
-            stage.to(cuda)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(cuda)
-        swap = BlockSwap(model, placed(*[cuda] * 6, streamed=range(6))) if streamed else None
-        assert swap is None or swap.locked
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        engine = BlockEngine(policy=policy, hooks=() if swap is None else (swap,))
+    outcomes, peaks = [], []
+    for streamed in ((), range(6)):
+        arch = ToyArch(depth=6, dim=gpu.size(2048, 64), heads=gpu.size(16, 2))
+        model = make_model(TOY, arch, adapter=replace(LORA, dropout=0.0))
+        swap = place(model, [gpu.device] * 6, streamed)
+        assert swap.locked
+        gpu.runtime.synchronize(gpu.device)
+        gpu.runtime.reset_peak_memory_stats(gpu.device)
+        before = gpu.runtime.memory_allocated(gpu.device)
+        engine = BlockEngine(policy=policy, hooks=(swap,) if streamed else ())
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
-            outcomes += [[train_shortly(TOY, model, toy_items(2), engine) for _ in range(3)]]
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+            outcomes += [[train_shortly(TOY, model, toy_items(2), engine) for _ in range(gpu.size(3, 1))]]
+        peaks.append(gpu.runtime.max_memory_allocated(gpu.device) - before)
     assert [numbers for numbers, _ in outcomes[0]] == [numbers for numbers, _ in outcomes[1]]
     assert equal(outcomes[0][-1][1], outcomes[1][-1][1])
     block_bytes = swap.num_bytes / 6
     assert peaks[1] - peaks[0] <= 2.1 * block_bytes, "two blocks at most"
-    swap._queues[cuda].clear()  # what the measurement left
-    assert torch.cuda.memory_allocated() - before < block_bytes
+    swap._queues[gpu.device].clear()  # what the measurement left
+    assert gpu.runtime.memory_allocated(gpu.device) - before < block_bytes

@@ -1,5 +1,6 @@
 """Streamed weights that are trained: updated in the backward, brought back once, and nobody notices."""
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from ditkit_core.engine.pinned_memory import CopyLane
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import compute_fp32_in_fp32
+from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -158,7 +160,7 @@ class LazyLane(CopyLane):
 
     def __init__(self, device):
         super().__init__(device)
-        self.waiting = []
+        self._runtime, self.waiting = torch.cuda, []
         self._stream = SimpleNamespace(
             synchronize=self.catch_up, wait_stream=lambda other: None, record_event=lambda: None
         )  # fmt: skip
@@ -275,47 +277,40 @@ def test_the_optimizer_of_another_run_holds_nothing():
 # On a GPU
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_gpu_updates_streamed_weights_to_the_bit(policy):
+def test_a_gpu_updates_streamed_weights_to_the_bit(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
     compute_fp32_in_fp32()
-    cuda, results, peaks = torch.device("cuda", 0), [], []
-    for streams in (False, True):
-        model = model_of(ToyArch(depth=6, dim=2048, heads=16))
-        for stage in (model.embed, model.head, *(() if streams else model.blocks())):
-            stage.to(cuda)
-        placement = Placement(embed=cuda, blocks=(cuda,) * 6, head=cuda, streamed=frozenset(range(6)))
-        swap = BlockSwap(model, placement, trained=True) if streams else None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+    results, peaks = [], []
+    for streamed in ((), range(6)):
+        model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 512), heads=16))
+        swap = place(model, [gpu.device] * 6, streamed, trained=True)
+        gpu.runtime.synchronize(gpu.device)
+        gpu.runtime.reset_peak_memory_stats(gpu.device)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
-            engine = BlockEngine(policy=policy, hooks=() if swap is None else (swap,))
-            results.append(train_streamed(TOY, model, toy_items(2), engine, num_steps=3))
-        peaks.append(torch.cuda.max_memory_allocated())
-        assert swap is None or swap.locked
+            engine = BlockEngine(policy=policy, hooks=(swap,) if streamed else ())
+            reported, values = train_streamed(TOY, model, toy_items(2), engine, num_steps=gpu.size(3, 2))
+        results.append((reported, {name: value.clone() for name, value in values.items()}))
+        peaks.append(gpu.runtime.max_memory_allocated(gpu.device))
+        assert swap.locked
+        del model, swap, engine, values
+        gc.collect()
     assert results[0][0] == results[1][0] and differences(results[0][1], results[1][1]) == []
     # of weights, gradients and two averages of all blocks, those of two blocks, and a gradient or two
     assert peaks[1] < peaks[0] * (2 * 3 + 2) / (6 * 4)
 
 
-@pytest.mark.gpu
-def test_a_gpu_brings_back_what_an_average_reads():
+def test_a_gpu_brings_back_what_an_average_reads(gpu):
     """The first block stays, so that what is streamed was all sent back before the end of the backward."""
     compute_fp32_in_fp32()
-    cuda, results = torch.device("cuda", 0), []
+    results = []
     for streamed in ((), (2, 5)):
-        model = model_of(ToyArch(depth=6, dim=2048, heads=16))
-        blocks = [block for i, block in enumerate(model.blocks()) if i not in streamed]
-        for stage in (model.embed, model.head, *blocks):
-            stage.to(cuda)
-        placement = Placement(embed=cuda, blocks=(cuda,) * 6, head=cuda, streamed=frozenset(streamed))
-        swap = BlockSwap(model, placement, trained=True) if streamed else None
+        model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 64), heads=16))
+        swap = place(model, [gpu.device] * 6, streamed, trained=True)
+        engine = BlockEngine(hooks=(swap,) if streamed else ())
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             results.append(
-                train_streamed(
-                    TOY, model, toy_items(2), BlockEngine(hooks=(swap,)), num_steps=3, ema=EMAConfig(decay=0.9)
-                )
+                train_streamed(TOY, model, toy_items(2), engine, num_steps=gpu.size(3, 2), ema=EMAConfig(decay=0.9))
             )
     assert results[0][0] == results[1][0]
     averages = [{name: t for name, t in values.items() if name.startswith("ema ")} for _, values in results]

@@ -23,6 +23,7 @@ NIGHTLY_FOR_VARIANTS = (
     "test_backward_may_start_in_another_thread",
     "test_steps_on_one_batch_lower_its_loss",
     "test_streams_wait_for_each_other",
+    "test_a_gpu_trains_as_the_cpu_does",
 )
 """The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each feature has another check that every
 variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, policies and offloading what they

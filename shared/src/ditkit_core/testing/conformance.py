@@ -10,10 +10,9 @@
 Features that must not change numbers are compared bitwise, on the CPU in one thread.
 """
 
-import itertools
 import threading
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -48,8 +47,9 @@ from ditkit_core.testing.conformance_policies import PolicyChecks
 from ditkit_core.testing.conformance_precision import PrecisionChecks
 from ditkit_core.testing.conformance_quantized import QuantizedChecks
 from ditkit_core.testing.conformance_split import SplitChecks
-from ditkit_core.testing.conformance_streams import StreamChecks
+from ditkit_core.testing.conformance_streams import StreamChecks, place
 from ditkit_core.testing.conformance_swap import SwapChecks
+from ditkit_core.testing.gpu import GPU, GPUS, gpu_of
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.world import ADAPTERS, Items, counted, make_model, outcome, train_shortly
@@ -288,16 +288,24 @@ class CoreChecks:
         assert other_numbers == numbers
         assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
 
-    @pytest.mark.gpu
-    @pytest.mark.parametrize(("adapter", "policy"), list(itertools.product(ADAPTERS, POLICIES)))
-    def test_a_gpu_trains_as_the_cpu_does(self, adapter: str, policy: str) -> None:
+    @pytest.fixture(params=GPUS)
+    def gpu(self, request: pytest.FixtureRequest) -> Iterator[GPU]:
+        """A GPU, or its stand-in."""
+        with gpu_of(request.param) as found:
+            yield found
+
+    @pytest.mark.parametrize(("adapter", "policy"), every_value(list(ADAPTERS), POLICIES))
+    def test_a_gpu_trains_as_the_cpu_does(self, adapter: str, policy: str, gpu: GPU) -> None:
         """fp32; kernels differ from the CPU's, and some of them sum in any order. Dropout has a generator of its own."""
         compute_fp32_in_fp32()
         items = self.items(2, ragged=True)
         here, plain, there = (make_model(self.spec, self.arch, adapter=ADAPTERS[adapter]) for _ in range(3))
+        on_gpu: list[Any] = [plain, there]
+        for model in on_gpu:
+            place(model, [gpu.device] * len(model.blocks()))
         numbers, _ = train_shortly(self.spec, here, items, BlockEngine())
-        plain_numbers, _ = train_shortly(self.spec, plain.to("cuda"), items, BlockEngine())
-        other_numbers, _ = train_shortly(self.spec, there.to("cuda"), items, BlockEngine(policy=policy))
+        plain_numbers, _ = train_shortly(self.spec, plain, items, BlockEngine())
+        other_numbers, _ = train_shortly(self.spec, there, items, BlockEngine(policy=policy))
         assert other_numbers[0] == pytest.approx(numbers[0], rel=1e-4)  # measured without dropout
         assert other_numbers == pytest.approx(plain_numbers, rel=1e-3)
 

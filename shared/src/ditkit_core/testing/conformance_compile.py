@@ -54,7 +54,7 @@ class CompileConformance:
     @pytest.mark.slow
     @pytest.mark.parametrize(("adapter", "dtype"), [("full", "float32"), ("lora", "bfloat16")])
     @pytest.mark.parametrize(
-        "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
+        "backend", ["aot_eager", pytest.param("inductor", marks=(pytest.mark.exhaustive, pytest.mark.timeout(3100)))]
     )  # minutes of g++
     def test_compiled_policies_keep_what_they_say_and_change_no_number(
         self, adapter: str, dtype: str, backend: str

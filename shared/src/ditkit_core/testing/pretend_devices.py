@@ -60,7 +60,8 @@ class PretendTensor(Tensor):
         if func not in _COPIES:
             _refuse_mixed(func, args, known.values())
         if named.get("device") is not None:
-            target, named["device"] = torch.device(named["device"]), HOST
+            target = torch.device(named["device"])
+            named["device"] = target if target.type == "meta" else HOST
         else:
             target = next(leaf.device for leaf in known.values() if isinstance(leaf, cls))
         return _presented(func(*data, **named), known, target)

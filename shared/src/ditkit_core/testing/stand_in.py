@@ -11,7 +11,7 @@ have run in another order. Where a careless stand-in would hide a fault, it does
 The host is one thread here: backwards of several devices, which autograd runs at the same time on GPUs, run one after the other.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, UntypedStorage
 
+from ditkit_core.engine import pinned_memory
 from ditkit_core.io.runtimes import RUNTIMES
 from ditkit_core.testing.happens_before import HOST_THREAD
 from ditkit_core.testing.pretend_devices import HOST, PretendDevices
@@ -54,12 +55,16 @@ class StandIn(PretendDevices):
     def __init__(self) -> None:
         super().__init__()
         self.runtime = StandInRuntime()
-        self._patches = ExitStack()
+        self._patches, self._is_over = ExitStack(), False
 
     def __enter__(self) -> Self:
         patch = self._patches.enter_context(pytest.MonkeyPatch.context())
         patch.setitem(RUNTIMES, "cpu", self.runtime)
-        resize, seed = UntypedStorage.resize_, torch.manual_seed
+        resize, seed, unlock = UntypedStorage.resize_, torch.manual_seed, pinned_memory.unlock
+
+        def unlock_inside(locked: Mapping[int, torch.device]) -> None:
+            if not self._is_over:  # an owner may be freed later, and its memory with it
+                unlock(locked)
 
         def resize_in_place(storage: UntypedStorage, size: int) -> Any:
             self.runtime.resized(storage._cdata, size)
@@ -72,10 +77,12 @@ class StandIn(PretendDevices):
         # No dispatch mode sees these two.
         patch.setattr(UntypedStorage, "resize_", resize_in_place)
         patch.setattr(torch, "manual_seed", seed_all)
+        patch.setattr(pinned_memory, "unlock", unlock_inside)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._is_over = True
         super().__exit__(*exception)
         self._patches.close()
 

@@ -154,11 +154,6 @@ class StandInRuntime:
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return any(start <= first and last <= start + num_bytes for start, num_bytes in self._locked.items())
 
-    @property
-    def num_locked(self) -> int:
-        """How many ranges are locked now."""
-        return len(self._locked)
-
     # Generators
 
     def get_rng_state(self, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.state_dict import TensorSlice
@@ -76,7 +77,7 @@ class LayerStreamer:
         weight = self._kept[name, shape]
         for part, rows in zip(parts, weight.view(-1).tensor_split(len(parts)), strict=True):
             stored = self._source.tensors[part.name]
-            if self._device.type == "cpu" and self._dtype == stored.dtype:
+            if runtime_of(self._device) is None and self._dtype == stored.dtype:
                 self._source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
                 continue  # without a scale: 8-bit codes are read into a wider dtype
             num_bytes = stored.num_bytes // part.of
