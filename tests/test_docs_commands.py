@@ -165,17 +165,21 @@ class Checker:
         """By the tool's own parser, which ends it; a tool without a parser takes no arguments."""
         expect((ROOT / path).is_file(), "there is no such tool")
         tool = importlib.import_module(Path(path).stem)
-        if "parse_args" not in (ROOT / path).read_text(encoding="utf-8"):
+        if not re.search(r"parse_(known_)?args", (ROOT / path).read_text(encoding="utf-8")):
             expect(not argv, "takes no arguments")
             return
-        parse = argparse.ArgumentParser.parse_args
 
-        def parse_and_stop(parser, args=None, namespace=None):
-            parse(parser, args, namespace)
-            raise KeyboardInterrupt
+        def stop_after(name):
+            def parse(parser, args=None, namespace=None):
+                patch.undo()
+                getattr(parser, name)(argv if args is None else args, namespace)
+                raise KeyboardInterrupt
+
+            return parse
 
         with self.patch.context() as patch:
-            patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+            for name in ("parse_args", "parse_known_args"):
+                patch.setattr(argparse.ArgumentParser, name, stop_after(name))
             patch.setattr("sys.argv", [path, *argv])
             try:
                 tool.main()
