@@ -21,8 +21,10 @@ def test_each_input_is_read_once_and_each_result_written_once():
         y.copy_(x)
         y.add_(x)
         torch.mul(x, x, out=y)
+        torch.zeros_like(x)
+        x.new_ones(3)
     size = 2 * ROWS * COLUMNS
-    expected = [2 * size, 4 * COLUMNS + 2 * size, 2 * size, 3 * size, 2 * size]
+    expected = [2 * size, 4 * COLUMNS + 2 * size, 2 * size, 3 * size, 2 * size, size, 6]
     assert sorted(kernel.bytes for kernel in meter.kernels.elements()) == sorted(expected)
     assert {(kernel.kind, kernel.flops) for kernel in meter.kernels} == {("elementwise", 0)}
 

@@ -248,12 +248,16 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     written += [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known]
     if not written or func._overloadpacket.__name__ in _WITHOUT_CONTENTS:
         return 0
+    if func._overloadpacket.__name__ in _FROM_A_VALUE:
+        read = []
     # An input that is given twice is read once.
     unique = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in read}
     return sum(map(_touched, (*written, *unique.values())))
 
 
 _OVERWRITE = ("copy_", "fill_", "zero_")
+_FROM_A_VALUE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+"""Take from their input the device and dtype, and some the shape, but no value."""
 _WITHOUT_CONTENTS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense")
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.kernels.launch import guarded
+from ditkit_core.nn.context import device_current
 
 _BLOCK = 1024
 
@@ -36,7 +36,7 @@ def forward(x: Tensor) -> Tensor:
     """silu(a) · b of the halves [a | b] of the last dimension, contiguous."""
     rows, half = x.flatten(0, -2), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], half)
-    with guarded(x):
+    with device_current(x):
         _forward[(len(rows), triton.cdiv(half, _BLOCK))](rows, out, rows.stride(0), HALF=half, BLOCK=_BLOCK)
     return out
 
@@ -45,7 +45,7 @@ def backward(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient of x; both halves are written into one tensor."""
     rows, gradients, half = x.flatten(0, -2), gradient.flatten(0, -2), gradient.shape[-1]
     d_x = x.new_empty(x.shape)
-    with guarded(x):
+    with device_current(x):
         _backward[(len(rows), triton.cdiv(half, _BLOCK))](
             gradients, rows, d_x, gradients.stride(0), rows.stride(0), HALF=half, BLOCK=_BLOCK
         )

@@ -1,12 +1,8 @@
-"""What all launches share: sizes of tiles, the number of warps, and the current device."""
+"""What all launches share: sizes of tiles, the number of warps, and where kernels run."""
 
 import os
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-
-import torch
-from torch import Tensor
 
 from ditkit_core.errors import UserError
 
@@ -48,8 +44,3 @@ def tile(size: int) -> int:
 def warps(elements: int) -> int:
     """Warps of a program with this many elements: at most 32 elements per thread, so that registers suffice."""
     return max(1, min(16, elements // 1024))
-
-
-def guarded(x: Tensor) -> AbstractContextManager[object]:
-    """Make the device of `x` current: Triton launches on the current device, wherever its tensors are."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

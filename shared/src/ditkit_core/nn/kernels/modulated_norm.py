@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.kernels.launch import guarded, summing_programs, tile, warps
+from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import summing_programs, tile, warps
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, 
     batch, tokens, dim = x.shape
     out = x.new_empty(x.shape, dtype=dtype)
     w = tile(dim)
-    with guarded(x):
+    with device_current(x):
         _forward[(batch * tokens,)](
             x, scale, shift, out, eps, tokens, *x.stride()[:2], *_strides(scale, shift), OFFSET=offset, DIM=dim, W=w,
             num_warps=warps(w),
@@ -85,7 +86,7 @@ def backward(
     programs = summing_programs(tokens, batch) if trained else tokens
     d_affine = x.new_empty(batch, programs if trained else 0, 2, dim, dtype=torch.float32)
     w = tile(dim)
-    with guarded(x):
+    with device_current(x):
         _backward[(programs, batch)](
             gradient, x, scale, d_x, d_affine, eps, tokens, *gradient.stride()[:2], *x.stride()[:2], *_strides(scale, scale),
             OFFSET=offset, TRAINED=trained, DIM=dim, W=w, num_warps=warps(w),

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.kernels.launch import guarded, summing_programs, tile, warps
+from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import summing_programs, tile, warps
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def forward(
     out = x.new_empty(batch, tokens, heads, head, dtype=dtype)
     inverse = x.new_empty(batch, tokens, groups, dtype=torch.float32)
     g, w = tile(groups), tile(width)
-    with guarded(x):
+    with device_current(x):
         _forward[(batch * tokens,)](
             x, weight, rotary, out, inverse, eps, tokens, *x.stride()[:2], *_strides(rotary),
             WIDTH=width, GROUPS=groups, HEAD=head, ROTATES=rotary is not None, G=g, W=w, num_warps=warps(g * w),
@@ -102,7 +103,7 @@ def backward(
     programs = summing_programs(rows) if trained else rows
     d_weight = x.new_empty(programs if trained else 0, width, dtype=torch.float32)
     g, w = tile(groups), tile(width)
-    with guarded(x):
+    with device_current(x):
         _backward[(programs,)](
             gradient, x, weight, rotary, inverse, d_x, d_weight, rows, tokens, *gradient.stride()[:3], *x.stride()[:2],
             *_strides(rotary), WIDTH=width, GROUPS=groups, HEAD=head, ROTATES=rotary is not None, TRAINED=trained, G=g, W=w,
