@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditkit_core.engine import engine, pinned_memory
+from ditkit_core.engine import engine
 from ditkit_core.engine.activation_offload import _DeviceStore
 from ditkit_core.engine.block_swap import BlockQueue
 from ditkit_core.engine.pinned_memory import CopyLane, Streamed, page_lock
@@ -118,14 +118,6 @@ def a_carry_sent_by_a_stream_of_its_own(patch):
     patch.setattr(engine, "move_carry", sent)
 
 
-def host_memory_unlocked_too_early(patch):
-    def unlock(locked):
-        for address, device in locked.items():
-            runtime_of(device).cudart().cudaHostUnregister(address)
-
-    patch.setattr(pinned_memory, "unlock", unlock)
-
-
 COPY_IN, COPY_OUT = "the copy to cpu:1 on cpu:1, side stream 1", "the copy to cpu on cpu:1, side stream 1"
 FAULTS: list[tuple[Plant, StreamCase, str]] = [
     (no_wait_for_copies, SWAP, f"addmm on cpu:1 does not wait for {COPY_IN}"),
@@ -141,7 +133,6 @@ FAULTS: list[tuple[Plant, StreamCase, str]] = [
     (a_host_buffer_used_again_while_it_is_copied, SWAP, f"copy_ on the host does not wait for {COPY_IN}"),
     (the_stream_of_another_device, SPLIT_SWAP, "a release on cpu:2, side stream 1 does not wait for mm on cpu:2"),
     (a_carry_sent_by_a_stream_of_its_own, SPLIT, "the copy to cpu:2 on cpu:1, side stream 1 does not wait for add on"),
-    (host_memory_unlocked_too_early, OFFLOAD, "the unlocking of"),
 ]
 
 
