@@ -30,7 +30,7 @@ from ditkit_core.config import cli_args
 
 seen = []
 original = cli_args.read_flags
-cli.read_flags = lambda *given: seen.append(("torch" in sys.modules, os.environ.get("PYTORCH_ALLOC_CONF"))) or original(*given)
+cli.read_flags = lambda *given, **named: seen.append(("torch" in sys.modules, os.environ.get("PYTORCH_ALLOC_CONF"))) or original(*given, **named)
 family = cli.Family(name="toy", presets=(), demo=None, spec=None)
 assert cli.start(family, "train", ["--print-schema"]) == 0
 print(json.dumps(seen))
