@@ -170,7 +170,7 @@ def test_a_plan_whose_case_fails_costs_one_row(truth, monkeypatch, capsys):
     assert len(set(names)) == len(names) > 10 and names[0] == "wan-lora-full-bf16-20280x1"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # ten minutes and more: the demos, the tests and the plans of every part
 @pytest.mark.timeout(3600)
 def test_everything_in_it_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"

@@ -1,5 +1,6 @@
 """A precision audit of Wan, on the tiny model and as the demo's command."""
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -31,4 +32,6 @@ class TestWan(AuditChecks):
 @pytest.mark.exhaustive
 def test_the_demo_is_audited(tmp_path, capsys):
     check_demo(Demo.write(WAN, tmp_path / "inputs"), tmp_path / "run")
-    assert "what matters most: timestep, which this run has in fp64" in capsys.readouterr().out
+    # Which of them is first by a few per cent depends on the CPU.
+    most = re.search(r"what matters most: (\w+), which this run has in fp32", capsys.readouterr().out)
+    assert most is not None and most[1] in ("modulation", "residual")

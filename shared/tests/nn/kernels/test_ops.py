@@ -62,8 +62,9 @@ NARROW = {"x", "out", "gradient", "d_x"}
 
 @pytest.mark.slow  # a second for each of 16 kernels
 @pytest.mark.parametrize("capability", [86, 90])
-def test_kernels_compile_for_gpus_with_wide_loads(capability):
+def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that its default will change
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -95,5 +96,7 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability):
         source = ASTSource(
             fn=kernel, signature=signature, constexprs={(places[name],): value for name, value in constants.items()}, attrs=aligned
         )  # fmt: skip
-        code = __import__("triton").compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+        code = __import__("triton").compile(
+            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4 if "BLOCK" in constants else 8}
+        )
         assert code.asm["cubin"] and "ld.global.v4" in code.asm["ptx"] and "st.global.v4" in code.asm["ptx"], kernel
