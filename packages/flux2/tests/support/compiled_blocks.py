@@ -20,7 +20,7 @@ def numbers(block: nn.Module, run: Any, carry: Any) -> list[Tensor]:
     differentiable = {
         name: leaf.detach().clone().requires_grad_()
         for name, leaf in carry._asdict().items()
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and name not in ("cos", "sin")
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and name != "rotary"
     }
     block.zero_grad()
     made = [leaf for leaf in run(carry._replace(**differentiable)) if isinstance(leaf, Tensor)]
