@@ -1,6 +1,8 @@
-"""Exceptions that are not bugs: mistakes that the user can fix, and interruptions that the user asked for."""
+"""Exceptions that are not bugs: mistakes that the user can fix, interruptions that the user asked for, and what libraries raise."""
 
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -46,3 +48,27 @@ class MissingDependency(EnvironmentFault):
 
 class Interrupted(Exception):
     """A signal stopped the run early, after everything was saved; the message says how to continue."""
+
+
+@contextmanager
+def given_to_library(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises into one line: while it is given a foreign file's content, or a service fails behind it.
+
+    Args:
+        what: What is wrong then, and where.
+        remedy: What the user should do.
+
+    Raises:
+        UserError: If the library raises anything.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    # Every exception, as nowhere else: damaged content, or a network that fails, may fail anywhere in the library. tokenizers raises plain
+    # `Exception`, and where its Rust code panics a `BaseException` of a type that has no module to import it from.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{what} ({reason}); {remedy}") from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ditkit_core.errors import MissingDependency, UserError
+from ditkit_core.errors import MissingDependency, UserError, given_to_library
 from ditkit_core.io.console import say
 from ditkit_core.io.files import read_json_object, write_text
 from ditkit_core.io.run_dir import RunFolder
@@ -87,11 +87,14 @@ class Trackers:
 
     def _unless_it_fails(self, what: str, act: Callable[[], None]) -> None:
         try:
-            act()
-        # Whatever a library raises: no curve is worth hours of training.
-        except Exception as error:  # noqa: BLE001
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-            self._warn(f"{what}: {reason[:300]}; the run goes on, and its numbers are in metrics.jsonl")
+            # Whatever a library raises: no curve is worth hours of training.
+            with given_to_library("it failed", "it gets no more numbers"):
+                try:
+                    act()
+                except OSError as error:  # a full disk says enough by itself
+                    raise UserError(error.strerror or str(error)) from error
+        except UserError as error:
+            self._warn(f"{what}: {error}; the run goes on, and its numbers are in metrics.jsonl")
             self._open.pop(what, None)
 
 

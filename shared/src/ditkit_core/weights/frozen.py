@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
@@ -81,30 +81,6 @@ def find_weights(
     if kind and (found := config.get("_class_name", kind)) != kind:
         raise UserError(f"{source.path} contains {found}, not {kind}; {remedy}")
     return source, config
-
-
-@contextmanager
-def given_to_library(what: str, remedy: str) -> Iterator[None]:
-    """Turn whatever a library raises while it is given a foreign file's content into one line.
-
-    Args:
-        what: What is wrong then, and in which file.
-        remedy: What the user should do.
-
-    Raises:
-        UserError: If the library raises anything.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    # Every exception, as nowhere else: damaged content may fail anywhere in the library. tokenizers raises plain `Exception`, and where its
-    # Rust code panics a `BaseException` of a type that has no module to import it from.
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{what} ({reason}); {remedy}") from error
 
 
 def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:

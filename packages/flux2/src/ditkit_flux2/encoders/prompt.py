@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.errors import UserError
-from ditkit_core.weights.frozen import given_to_library
+from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.weights.tokenizer import added_tokens
 
 TEXT_TOKENS = 512

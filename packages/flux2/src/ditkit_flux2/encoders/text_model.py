@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import without_scales
-from ditkit_core.weights.frozen import given_to_library, read_config
+from ditkit_core.weights.frozen import read_config
 from ditkit_core.weights.load import Advice, match
 from ditkit_flux2.encoders.prompt import MISTRAL, QWEN, TextFamily
 

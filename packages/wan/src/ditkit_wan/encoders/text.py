@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.console import NullProgress, warn
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, given_to_library, load_frozen
+from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
 from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
