@@ -1,4 +1,4 @@
-"""tools/gpu_truth.py without a GPU: how parts are run and told, the clock of a GPU with stand-ins, and, slowly, every part on a CPU."""
+"""tools/gpu_truth.py without a GPU: how parts are run and reported, the clock of a GPU with stand-ins, and, slowly, every part on a CPU."""
 
 import json
 import subprocess

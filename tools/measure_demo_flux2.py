@@ -158,8 +158,8 @@ def main() -> None:
             looks = [look for each in asked.values() for look in each]
             minutes.append(run_demo(folder, seed, looks, options.images, ["--sample.every_steps", "1000", *flags]))
             print("\n".join(rows(folder, seed, asked)), flush=True)
-    told = ", ".join(f"{each:.1f}" for each in minutes)
-    print(f"\nMinutes of each run, with {len(looks) * options.images} samples before and after: {told}")
+    each_run = ", ".join(f"{each:.1f}" for each in minutes)
+    print(f"\nMinutes of each run, with {len(looks) * options.images} samples before and after: {each_run}")
 
 
 if __name__ == "__main__":

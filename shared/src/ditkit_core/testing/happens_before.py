@@ -45,7 +45,7 @@ class _Memory:
 
 
 class HappensBefore:
-    """Is told what streams do, in the order of the host's calls.
+    """Records what streams do, in the order of the host's calls.
 
     Attributes:
         races: What nothing orders, one line for each pair of accesses.

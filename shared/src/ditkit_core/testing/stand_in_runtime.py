@@ -1,7 +1,7 @@
 """What `torch.cuda` is to a GPU, for the pretended devices `cpu:1`, `cpu:2`, …: streams, events, page-locking, generators, memory counters.
 
 It has the names that the core asks of `torch.cuda`, and no others: what else is asked of it raises AttributeError. Nothing runs on these
-streams; `HappensBefore` is told what a GPU would have run on them.
+streams; `HappensBefore` records what a GPU would have run on them.
 """
 
 import mmap
@@ -57,7 +57,7 @@ class StandInStream:
 
 
 class StandInRuntime:
-    """Stands for `torch.cuda`; its devices are counted by their memory, and told apart by their index.
+    """Stands for `torch.cuda`; counts the memory of its devices, which differ in their index.
 
     Attributes:
         log: What ran on which stream, and its `races`.
