@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -236,23 +237,38 @@ def _kind(func: Any, args: Any) -> str:
 
 def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that an operation reads and writes; 0 where it only makes a view or reserves memory."""
-    arguments = {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    written, read, overwrites = list[Tensor](), list[Tensor](), func._overloadpacket.__name__ in _OVERWRITE
-    for spec in func._schema.arguments:
-        tensors = [leaf for leaf in tree_leaves(arguments.get(spec.name)) if isinstance(leaf, Tensor)]
-        is_written = spec.alias_info is not None and spec.alias_info.is_write
+    if (roles := _roles(func)) is None:
+        return 0
+    written, read = list[Tensor](), list[Tensor]()
+    for position, (name, is_written, is_read) in enumerate(roles):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        if given is None or isinstance(given, (bool, int, float, torch.dtype)):
+            continue
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         written += tensors if is_written else []
-        # What is only written: a result that was passed in, and the target of a copy.
-        read += [] if is_written and (spec.kwarg_only or overwrites) else tensors
+        read += tensors if is_read else []
     known = {x.untyped_storage()._cdata for x in (*written, *read)}
     written += [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known]
-    if not written or func._overloadpacket.__name__ in _WITHOUT_CONTENTS:
+    if not written:
         return 0
     if func._overloadpacket.__name__ in _FROM_A_VALUE:
         read = []
     # An input that is given twice is read once.
     unique = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in read}
     return sum(map(_touched, (*written, *unique.values())))
+
+
+@cache
+def _roles(func: Any) -> list[tuple[str, bool, bool]] | None:
+    """For each argument of an operation its name, whether it is written, and whether it is read; None if no contents are."""
+    name, roles = func._overloadpacket.__name__, []
+    if name in _WITHOUT_CONTENTS or func.is_view:
+        return None
+    for spec in func._schema.arguments:
+        is_written = spec.alias_info is not None and spec.alias_info.is_write
+        # What is only written: a result that was passed in, and the target of a copy.
+        roles.append((spec.name, is_written, not (is_written and (spec.kwarg_only or name in _OVERWRITE))))
+    return roles
 
 
 _OVERWRITE = ("copy_", "fill_", "zero_")
