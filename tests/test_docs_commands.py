@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from sphinx.cmd import build as sphinx_build
+from torch.distributed.run import get_args_parser
 
 from ditkit_core.commands.cli import start
 from ditkit_core.commands.options import OPTIONS
@@ -33,7 +35,7 @@ from workspace import MEMBERS, ROOT, read_toml
 FAMILIES = {family.name: family for family in (FLUX2, WAN)}
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
 PROGRAMS = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:nohup |uv |uvx |pip |git |python3? |\.ci/run|(?:wan|flux2)-(?:train|encode|sample|export)\b)"
+    r"(?:[A-Z_]+=\S+ )*(?:nohup |torchrun |srun |uv |uvx |pip |git |python3? |\.ci/run|(?:wan|flux2)-(?:train|encode|sample|export)\b)"
 )
 PROJECT = read_toml(ROOT / "pyproject.toml")
 READ_LATER = {"gpus": parse_gpus, "host": lambda text: parse_size(text, "--host"), "prune_cache": parse_rule}
@@ -46,6 +48,7 @@ ENDINGS = (".md", ".py", ".json", ".safetensors", ".toml")
 OWN = {f"--{field.name.replace('_', '-')}" for kind in (CommonOptions, *OPTIONS.values()) for field in fields(kind)}
 OTHERS = {
     *("--pdb", "--frozen", "--locked"),  # of pytest and uv
+    *("--max-restarts", "--shutdown-timeout", "--nproc-per-node"),  # of torchrun
     *("--dataset_base_path", "--data_file_keys", "--extra_inputs", "--train_data_meta"),  # of DiffSynth and VideoX-Fun
     *(f"--{word}" for word in FOREIGN_WORDS),
     *(
@@ -117,6 +120,10 @@ class Checker:
         family, _, command = words[0].partition("-")
         if family in FAMILIES and command in OPTIONS:
             self.of_family(family, command, words[1:])
+        elif words[0] == "srun":
+            self.check(words[words.index("torchrun") :])
+        elif words[0] == "torchrun":
+            self.of_torchrun(words[1:])
         elif words[:2] == ["uv", "run"]:
             if rest := self.without_options_of_uv(words[2:]):  # else it names `uv run` itself
                 self.check(rest)
@@ -151,6 +158,16 @@ class Checker:
         for option, read in READ_LATER.items():
             if text := getattr(given, option, ""):
                 read(text)
+
+    def of_torchrun(self, words: list[str]) -> None:
+        """By torchrun's own parser, and then the module's command."""
+        try:
+            given = get_args_parser().parse_args([re.sub(r"^\$\w+$", "2", word) for word in words])
+        except SystemExit as stopped:
+            raise Refused(self.capture().strip()) from stopped
+        expect(given.module and re.fullmatch(r"ditkit_\w+\.train", given.training_script), "starts no module of ours")
+        assert importlib.util.find_spec(given.training_script)
+        self.of_family(given.training_script.split(".")[0].removeprefix("ditkit_"), "train", given.training_script_args)
 
     def without_options_of_uv(self, words: list[str]) -> list[str]:
         """What `uv run` runs."""

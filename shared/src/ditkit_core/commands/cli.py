@@ -25,6 +25,7 @@ from ditkit_core.config.toml import changes_to_toml, to_toml
 from ditkit_core.errors import UserError
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
+from ditkit_core.io.ranks import complain_once, launched
 from ditkit_core.io.signals import terminated_like_interrupted
 from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
@@ -119,6 +120,10 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             say(json_schema(RunConfig, title, {"model.preset": family.presets}).rstrip("\n"))
             return 0
         check_combination(flags.options)
+        if launched() is not None and (command, verb_of(command, flags.options)) != ("train", ""):
+            raise UserError(
+                f"this command works in one process, and only training in several; start {prog} without torchrun"
+            )
         config = _resolve(family, command, flags)
     except UserError as error:
         return _complain(error, 2)
@@ -155,5 +160,5 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
 
 
 def _complain(error: UserError, status: int) -> int:
-    warn(f"error: {error}")
+    complain_once(str(error))
     return status

@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 
+import ditkit_core
 from ditkit_core.commands.options import STAGES, verb_of
+from ditkit_core.config.schema import config_values
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import warn
+from ditkit_core.io.files import json_hash
 from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
+from ditkit_core.io.ranks import joined
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -26,8 +30,14 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
     compute_fp32_in_fp32()
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    about = {
+        "configuration": json_hash(config_values(config)),
+        "ditkit version": ditkit_core.__version__,
+        "torch version": torch.__version__,
+    }
     try:
-        status = _stage(command, options)(spec, config, options)
+        with joined(config.ranks, about):
+            status = _stage(command, options)(spec, config, options)
     except UserError as error:
         warn(f"error: {error}")
         return 1

@@ -8,9 +8,8 @@ contains what belongs to all of them: the configuration, the adapters, the sampl
 Each step only does what is missing, so the same command starts a run, continues it, and reports that it is complete.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,9 @@ from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.files import json_hash
 from ditkit_core.io.memory import release_memory
+from ditkit_core.io.ranks import present_ranks
 from ditkit_core.io.run_dir import RunFolder, open_run
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
@@ -42,6 +43,7 @@ from ditkit_core.previews.stages import denoiser_stages, generate_trained
 from ditkit_core.run.checks import (
     check_components,
     check_preview_device,
+    check_ranks,
     check_run,
     check_training,
     say_where_previews_could_be,
@@ -49,9 +51,17 @@ from ditkit_core.run.checks import (
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_arch
 from ditkit_core.run.encoding import Encoded, encode_all, encode_prior
-from ditkit_core.run.expert_runs import folder_of, is_joint, resolve_arch, runs_of
+from ditkit_core.run.expert_runs import (
+    Component,
+    ComponentRuns,
+    components_of,
+    folder_of,
+    is_joint,
+    resolve_arch,
+    runs_of,
+)
 from ditkit_core.run.experts import describe_expert
-from ditkit_core.run.init_from import check_start, start_from, start_of_expert
+from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, load_model, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
 from ditkit_core.run.train_data import check_data, training_data
@@ -64,40 +74,6 @@ from ditkit_core.training.validation import Validator
 _NUM_STAGES = 5
 
 
-@dataclass(frozen=True)
-class Component:
-    """A run of one transformer."""
-
-    run: RunContext
-    init_from: str
-    """Another run whose trained weights initialize this one; empty for none."""
-
-    @property
-    def folder(self) -> RunFolder:
-        """The folder of its saves, metrics and exports."""
-        return folder_of(self.run, None)
-
-    @property
-    def completed_step(self) -> int | None:
-        """Number of optimizer steps if the component is complete, else None."""
-        done = self.folder.completed_step()
-        return done if done is not None and done >= self.run.config.train.steps else None
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """The run that was asked for, with its components."""
-
-    run: RunContext
-    """The run of all components; if there is only one, the run of that one."""
-    components: list[Component]
-
-    @property
-    def experts(self) -> list[RunContext]:
-        """The component runs whose results are collected in the run's folder; none if the only component is the run itself."""
-        return [component.run for component in self.components] if is_joint(self.run) else []
-
-
 def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     """Do everything that is missing between clips and verified exports.
 
@@ -105,40 +81,43 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         UserError: For mistakes that the user can fix, before anything slow where possible.
         Stopped: If a signal ended it early.
     """
-    run = create_run(spec, config)
+    run, ranks = create_run(spec, config), present_ranks()
     # Only families with experts need the architecture this early; a demo's checkpoint does not exist yet.
     if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
         run = resolve_arch(run)
-    whole = _divided_into_components(run, options.init_from)
+    whole = components_of(run, options.init_from)
     _check(whole)
-    with open_run(Path(config.run.folder), whole.run.given.config) as (folder, stated):
-        rename_exports(whole.run, folder)
-        done, left = folder.completed_step(), [each for each in whole.components if each.completed_step is None]
-        if not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts):
+    with open_run(Path(config.run.folder), whole.run.given.config, ranks) as (folder, stated):
+        if ranks.is_first:
+            rename_exports(whole.run, folder)
+        done, left = folder.completed_step(), _left(whole)
+        if ranks.as_first(
+            not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts)
+        ):
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
-            generate_left(whole.run, folder, write_report)
-            log_left_samples(folder.path, config.log, tracked_run(whole.run, folder), warn)
+            if ranks.is_first:
+                generate_left(whole.run, folder, write_report)
+                log_left_samples(folder.path, config.log, tracked_run(whole.run, folder), warn)
         else:
-            folder.store(whole.run.given.config)
+            if ranks.is_first:
+                folder.store(whole.run.given.config)
             if options.demo:
                 say(f"writing the demo's checkpoint and media into {folder.inputs}")
-                spec.demo.write(folder.inputs)
+                ranks.first(lambda: spec.demo.write(folder.inputs))
                 # create_run again: the architecture is read from the checkpoint, which did not exist before
-                whole = _divided_into_components(create_run(spec, config), options.init_from)
+                whole = components_of(create_run(spec, config), options.init_from)
             _train_what_is_left(whole, folder, stated)
-        say_results(whole.run, whole.experts, folder)
+        if ranks.is_first:
+            say_results(whole.run, whole.experts, folder)
 
 
-def _divided_into_components(run: RunContext, init_from: str) -> _Whole:
-    """The component runs of a run, each with the run that initializes it."""
-    if not is_joint(run):
-        alone, *_ = runs_of(run)
-        return _Whole(alone, [Component(alone, init_from)])
-    starts = [(each, each.expert) for each in runs_of(run)]
-    return _Whole(run, [Component(each, start_of_expert(init_from, expert)) for each, expert in starts if expert])
+def _left(whole: ComponentRuns) -> list[Component]:
+    """The components that are still to be trained, as the first rank sees them."""
+    incomplete = [place for place, each in enumerate(whole.components) if each.completed_step is None]
+    return [whole.components[place] for place in present_ranks().as_first(incomplete)]
 
 
-def _check(whole: _Whole) -> None:
+def _check(whole: ComponentRuns) -> None:
     """Refuse settings that cannot work, before anything is written.
 
     Raises:
@@ -165,31 +144,36 @@ def _check(whole: _Whole) -> None:
     for component in whole.components:
         check_run(component.run)
         check_training(component.run)
+        check_ranks(component.run, present_ranks().size)
     # The run's own folder has no saves to compare the configuration with: each expert's folder checks its own.
     for each in whole.experts:
         folder_of(each, None).check(each.given.config)
 
 
-def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
+def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
     """Train one transformer after the other, then generate the samples that need all of them."""
-    run, left = whole.run, [each for each in whole.components if each.completed_step is None]
+    run, left, ranks = whole.run, _left(whole), present_ranks()
     if whole.experts and left:
         names = ", then ".join(each.run.expert.name for each in left if each.run.expert)
         say(f"{len(whole.components)} experts, one in memory at a time: {names}")
-        _prepare(run, left)
-    with previews_of(run, folder, write_report) as previews:
+        ranks.first_then_others(lambda: _prepare(run, left))
+    with previews_of(run, folder, write_report) if ranks.is_first else nullcontext() as previews:
         steps = [each.completed_step or 0 for each in whole.components]
         for component in left:
             with _opened(component, folder, stated) as (own, changes):
                 result = _train_component(component, own, changes, previews)
                 steps.append(result.step)
                 release_memory()  # before the next transformer, and before samples that take all of them
+                if not ranks.is_first:
+                    continue
                 if whole.experts:
                     own.mark_complete(result.step)
                     write_report(own.path)
                     write_report(folder.path)
                 for line in held_out_lines(result, own):
                     say(line)
+        if not ranks.is_first:
+            return
         for each in whole.experts:
             copy_expert_adapters(each, folder)
         if run.experts:
@@ -233,8 +217,9 @@ def _opened(
         yield folder, stated
         return
     config = component.run.given.config
-    with open_run(component.folder.path, config) as (own, changes):
-        own.store(config)
+    with open_run(component.folder.path, config, present_ranks()) as (own, changes):
+        if present_ranks().is_first:
+            own.store(config)
         yield own, changes
 
 
@@ -246,14 +231,14 @@ def _train_component(
     Raises:
         Stopped: If a signal ended it early.
     """
-    run = component.run
+    run, ranks = component.run, present_ranks()
     _say_beginning(run, changes)
     _stage(1, "check data and model")
     assert run.data.dataset.samples  # reads the dataset: a missing caption is reported before gigabytes are downloaded
-    is_started = _is_started(folder)
+    is_started = ranks.as_first(_is_started(folder))
     if not is_started:
         check_start(component.init_from, folder)
-    num_images = num_missing_class_images(run, started=is_started)
+    num_images = ranks.first(lambda: num_missing_class_images(run, started=is_started))
 
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
@@ -262,14 +247,15 @@ def _train_component(
     # before hours of encoding: a model that does not fit its devices is reported now
     placement = place(run, unloaded, training=True)
     _stage(2, "encode")
-    data = _encode(run, unloaded, num_images)
+    data = ranks.first_then_others(lambda: _encode(run, unloaded, num_images))
     _stage(3, "load the model")
     prepared, data = _load(run, unloaded, placement, data, num_images)
+    ranks.check_same({"data": json_hash({sample.id: sample.keys for sample in [*data.samples, *data.prior]})})
     start_from(component.init_from, prepared, folder)
     if not run.config.train.steps:
         warn("train.steps = 0: nothing is trained; exports and samples are of the initial weights")
     samples = _split(run, folder, prepared, data)
-    callbacks = _callbacks(run, folder, prepared, data, previews)
+    callbacks = _callbacks(run, folder, prepared, data, previews) if ranks.is_first else []
     model = TrainModel(
         module=prepared.model,
         engine=engine_of(run, prepared, placement.checkpointing),
@@ -367,25 +353,32 @@ def _load(
     at a time, so the images are generated before the expert that is trained gets loaded.
     """
     if num_images and run.expert is not None:
-        data = data._replace(prior=_class_images(run, denoiser_stages(run, {}), num_images))
+        data = data._replace(prior=_class_images(run, lambda: denoiser_stages(run, {}), num_images))
     if run.auxiliary.conditioning and any(
         conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
     ):
         kinds = ", ".join(each.kind for each in run.auxiliary.conditioning.conditioners if each.optional)
         share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
-    prepared = load_model(run, unloaded, placement)
+    if run.config.base.quantized_cache:  # the first rank writes it, and the others read it
+        prepared = present_ranks().first_then_others(lambda: load_model(run, unloaded, placement))
+    else:
+        prepared = load_model(run, unloaded, placement)
     if num_images and run.expert is None:
-        data = data._replace(
-            prior=_class_images(run, single_stage(prepared.model, engine_of(run, prepared)), num_images)
-        )
+        stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
+        data = data._replace(prior=_class_images(run, stages, num_images))
     return prepared, data
 
 
-def _class_images(run: RunContext, stages: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
+def _class_images(run: RunContext, stages: Callable[[], Sequence[DenoiserStage]], count: int) -> list[EncodedSample]:
     """Generate class images, and encode them."""
-    generate_class_images(run, stages, count, class_conditions(run))
-    return encode_prior(run)
+
+    def made() -> list[EncodedSample]:
+        if present_ranks().is_first:
+            generate_class_images(run, stages(), count, class_conditions(run))
+        return encode_prior(run)
+
+    return present_ranks().first_then_others(made)
 
 
 class _Samples(NamedTuple):
@@ -401,10 +394,11 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     config, files = run.config, files_of(run.data.dataset.samples)
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
-    check_data(folder, [*data.samples, *data.prior], prepared)
-    summary = data_summary(run.data.dataset, by_id.keys(), held_out)
-    model = model_summary(run.spec.name, prepared)
-    write_about(folder, environment=describe_environment(run.devices, _precision(run)), data=summary, model=model)
+    if present_ranks().is_first:
+        check_data(folder, [*data.samples, *data.prior], prepared)
+        summary = data_summary(run.data.dataset, by_id.keys(), held_out)
+        model = model_summary(run.spec.name, prepared)
+        write_about(folder, environment=describe_environment(run.devices, _precision(run)), data=summary, model=model)
     validator = None
     if held_out:
         clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])
@@ -444,5 +438,12 @@ def _trainer(
     )
     data = training_data(run, samples.trained, samples.prior)
     return Trainer(
-        model, data, sections, folder=folder.path, validator=samples.validator, callbacks=callbacks, warn=warn
+        model,
+        data,
+        sections,
+        folder=folder.path,
+        validator=samples.validator,
+        callbacks=callbacks,
+        ranks=present_ranks(),
+        warn=warn,
     )

@@ -6,7 +6,9 @@ So a resumed run continues with exactly the samples and captions that the uninte
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +28,30 @@ class Batch:
     """One micro-batch."""
 
     ids: list[str]
-    items: list[dict[str, Tensor]]
+    items: Sequence[dict[str, Tensor]]
     """For each sample, `latents` and the model's own tensors, on the CPU."""
     weights: Sequence[float] = ()
     """Factor of each sample's loss; empty means 1 each."""
     counted: float | None = None
     """Number of samples that it counts as in the step's mean; None means its own number of samples."""
+
+
+class LazyItems(Sequence[dict[str, Tensor]]):
+    """Items that are read when the first of them is used: a rank knows every micro-batch of a step, and reads only its own."""
+
+    def __init__(self, read: Callable[[], list[dict[str, Tensor]]], count: int):
+        """Read nothing yet; `read` returns `count` items."""
+        self._read, self._count = read, count
+
+    @cached_property
+    def _items(self) -> list[dict[str, Tensor]]:
+        return self._read()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._items[place]
 
 
 def files_of(samples: Iterable[Sample]) -> dict[str, str]:
@@ -167,11 +187,14 @@ class TrainDataLoader:
         samples = [self._samples[place] for place in self._order.places(index).samples]
         return Batch(
             ids=[sample.id for sample in samples],
-            items=[
-                # A micro-batch of a small dataset can contain a sample several times: each use gets its own caption.
-                self._captions.item(sample, index, sum(other is sample for other in samples[:place]))
-                for place, sample in enumerate(samples)
-            ],
+            items=LazyItems(
+                lambda: [
+                    # A micro-batch of a small dataset can contain a sample several times: each use gets its own caption.
+                    self._captions.item(sample, index, sum(other is sample for other in samples[:place]))
+                    for place, sample in enumerate(samples)
+                ],
+                len(samples),
+            ),
             counted=self.mean_size if self._grouped else None,
         )
 

@@ -13,7 +13,15 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
 from ditkit_core.encoding.batch_sampler import BatchSampler
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import Batch, BatchSize, CaptionSampler, Shapes, TrainDataLoader, grouped_by_shape
+from ditkit_core.encoding.loader import (
+    Batch,
+    BatchSize,
+    CaptionSampler,
+    LazyItems,
+    Shapes,
+    TrainDataLoader,
+    grouped_by_shape,
+)
 from ditkit_core.io.rng import seed_of
 
 PRIOR_MARK = "prior: "
@@ -77,7 +85,7 @@ class PriorDataLoader:
         samples = [self._samples[place] for place in places]
         return Batch(
             ids=[sample.id for sample in samples],
-            items=[self._captions.item(sample, index) for sample in samples],
+            items=LazyItems(lambda: [self._captions.item(sample, index) for sample in samples], len(samples)),
             weights=[self._weight] * len(samples),
             counted=0.0,  # the step's mean divides by the instance's samples only, as in DreamBooth's sum of two means
         )

@@ -9,20 +9,23 @@ from pathlib import Path
 import torch
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.ranks import local_rank
 
 ALL = "all"
 """Stands for all GPUs of the machine."""
 
 
 def choose_device(name: str, key: str) -> torch.device:
-    """The device of the setting `key`; `auto` is the first GPU, or the CPU if there is none. A GPU always has an index.
+    """The device of the setting `key`; `auto` is the first GPU, that of this rank where there are several, or the CPU if there is no GPU.
+
+    A GPU always has an index.
 
     Raises:
         UserError: If this machine has no such device, or `auto` would be a CPU because torch cannot use the GPU.
     """
     if name == "auto":
         if torch.cuda.is_available():
-            return torch.device("cuda", 0)
+            return torch.device("cuda", local_rank())
         if reason := why_unusable():
             raise UserError(f"{key} = auto: {reason}; or set {key} = cpu")
         return torch.device("cpu")
@@ -35,7 +38,7 @@ def choose_device(name: str, key: str) -> torch.device:
     if device.type == "cpu":
         return device
     # `cuda` is the current device wherever it is used, which differs from thread to thread: autograd has one for each device.
-    device = torch.device("cuda", device.index or 0)
+    device = torch.device("cuda", local_rank() if device.index is None else device.index)
     if device.index >= torch.cuda.device_count():
         raise UserError(f"{key} = {name!r}: {why_unusable() or f'this machine has {_num_gpus()}; choose another'}")
     return device

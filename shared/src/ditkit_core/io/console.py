@@ -85,6 +85,8 @@ _FORMATS = {
     "tokens_per_second": "{:.0f} tokens/s",
     "peak_memory_bytes": "peak {:.2f} GiB",
     "peak_reserved_bytes": "with gaps {:.2f} GiB",
+    "wait_seconds": "waited {:.2f} s",
+    "sent_bytes": "sent {:.2f} GiB",
 }
 
 
@@ -118,8 +120,19 @@ class _Hushed(logging.Filter):
         return self.message not in record.getMessage()
 
 
+_muted = False
+
+
+def mute(muted: bool = True) -> None:
+    """Print nothing more but errors, for a process that works alongside one that prints; or print again."""
+    global _muted
+    _muted = muted
+
+
 def say(text: str) -> None:
     """Print lines to stdout without wrapping and markup, so that paths and TOML can be copied; control characters are escaped."""
+    if _muted:
+        return
     text = "\n".join(map(printable, text.split("\n")))
     if CONSOLE.is_terminal:
         CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -129,6 +142,12 @@ def say(text: str) -> None:
 
 def warn(text: str) -> None:
     """Print one line to stderr; control characters are escaped."""
+    if not _muted:
+        complain(text)
+
+
+def complain(text: str) -> None:
+    """Print the line that says why the process ends, which is never muted."""
     print(printable(" ".join(text.split("\n"))), file=_STDERR, flush=True)
 
 
@@ -148,8 +167,8 @@ class Bar(Protocol):
     def update(self, **fields: SupportsFloat) -> None:
         """Set figures to show with the bar, before the advance that they belong to; other figures stay.
 
-        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second, peak_memory_bytes and
-        peak_reserved_bytes.
+        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second, peak_memory_bytes,
+        peak_reserved_bytes, wait_seconds (for other ranks) and sent_bytes (to them).
         """
         ...
 
@@ -187,6 +206,9 @@ def progress(stage: str, total: int, completed: int = 0) -> Iterator[Bar]:
     Yields:
         The bar.
     """
+    if _muted:
+        yield NullProgress()
+        return
     if not CONSOLE.is_terminal:
         yield _PlainBar(stage, total, completed)
         return

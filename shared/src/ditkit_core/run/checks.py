@@ -93,6 +93,37 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         warn(unused)
 
 
+def check_ranks(run: RunContext, size: int) -> None:
+    """Refuse settings that do not go with several ranks, each of which has the whole model on a GPU of its own.
+
+    Raises:
+        UserError: Naming the setting and a value that works.
+    """
+    if size == 1:
+        return
+    config, train = run.config, run.config.train
+    several = f"this run has {size} ranks, each with the whole model"
+    if train.devices:
+        raise UserError(f"train.devices = {list(train.devices)} divides the model, and {several}; leave it out")
+    if train.device not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            f"train.device = {train.device!r} is one GPU, and {several}; leave it out: each rank takes its own"
+        )
+    if train.pipelined:
+        raise UserError(f"train.pipelined overlaps the devices of a divided model, and {several}; leave it out")
+    if config.optim.fused_backward:
+        raise UserError(
+            f"optim.fused_backward updates weights before the gradients of all ranks are added, and {several}; set it to false"
+        )
+    if config.micro_batches < size:
+        most = config.micro_batches
+        raise UserError(
+            f"train.accumulation = {train.accumulation} makes {most} micro-batch{'es' * (most > 1)} a step in all, too few for {size} ranks; set "
+            f"train.accumulation to {size} or a multiple of it (train.batch_size is of one micro-batch), or start at most {most} "
+            f"process{'es' * (most > 1)}"
+        )
+
+
 def check_preview_device(run: RunContext) -> None:
     """Refuse a `sample.device` that is missing or trains, and warn of one that has no effect.
 

@@ -8,6 +8,7 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.config.field import setting
 from ditkit_core.data.config import DataConfig
 from ditkit_core.encoding.config import EncodeConfig, PriorConfig
+from ditkit_core.io.ranks import RanksConfig
 from ditkit_core.io.run_dir import RunFolderConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import PrecisionConfig
@@ -61,6 +62,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     log: LogConfig = field(default_factory=LogConfig)

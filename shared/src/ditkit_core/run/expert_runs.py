@@ -1,7 +1,7 @@
 """The runs of single experts that make up a run of several."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.context import RunContext, with_arch, with_config
 from ditkit_core.run.experts import own_settings
+from ditkit_core.run.init_from import start_of_expert
 from ditkit_core.run.prepare import arch_here
 from ditkit_core.training.checkpoint import latest
 
@@ -92,3 +93,48 @@ def saved_step(run: RunContext, passed_over: Callable[[str], None] = warn) -> in
 def folder_of(run: RunContext, expert: Expert | None) -> RunFolder:
     """The folder that an expert is trained in; for a model with one transformer the run's folder."""
     return RunFolder(Path((run.config if expert is None else config_of(run, expert)).run.folder))
+
+
+@dataclass(frozen=True)
+class Component:
+    """A run of one transformer."""
+
+    run: RunContext
+    init_from: str
+    """Another run whose trained weights initialize this one; empty for none."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder of its saves, metrics and exports."""
+        return folder_of(self.run, None)
+
+    @property
+    def completed_step(self) -> int | None:
+        """Number of optimizer steps if the component is complete, else None."""
+        done = self.folder.completed_step()
+        return done if done is not None and done >= self.run.config.train.steps else None
+
+
+@dataclass(frozen=True)
+class ComponentRuns:
+    """The run that was asked for, with its components."""
+
+    run: RunContext
+    """The run of all components; if there is only one, the run of that one."""
+    components: list[Component]
+
+    @property
+    def experts(self) -> list[RunContext]:
+        """The component runs whose results are collected in the run's folder; none if the only component is the run itself."""
+        return [component.run for component in self.components] if is_joint(self.run) else []
+
+
+def components_of(run: RunContext, init_from: str) -> ComponentRuns:
+    """The component runs of a run, each with the run that initializes it."""
+    if not is_joint(run):
+        alone, *_ = runs_of(run)
+        return ComponentRuns(alone, [Component(alone, init_from)])
+    starts = [(each, each.expert) for each in runs_of(run)]
+    return ComponentRuns(
+        run, [Component(each, start_of_expert(init_from, expert)) for each, expert in starts if expert]
+    )

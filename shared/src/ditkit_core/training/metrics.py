@@ -149,6 +149,27 @@ class MetricsLog:
         return UserError(f"cannot write {self.path}: {error.strerror or error}; free some space")
 
 
+class NoMetrics:
+    """Takes the metrics of a rank that writes none, in place of `MetricsLog`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write nothing."""
+
+    def saved(self) -> str:
+        """No digest."""
+        return ""
+
+    def due(self, step: int) -> bool:
+        """No step gets a line."""
+        return False
+
+
 def log_left_samples(folder: Path, config: LogConfig, tracked: TrackedRun, warn: Callable[[str], None]) -> None:
     """Give the tracker the samples that were written when training had ended: by another process, or with all experts."""
     if config.tracker != "none" and has_new_samples(folder, config.tracker):
@@ -159,7 +180,14 @@ def log_left_samples(folder: Path, config: LogConfig, tracked: TrackedRun, warn:
         trackers.close(failed=False)
 
 
-_OF_THE_MACHINE = ("seconds", "tokens_per_second", "peak_memory_bytes", "peak_reserved_bytes")
+_OF_THE_MACHINE = (
+    "seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "peak_reserved_bytes",
+    "wait_seconds",
+    "sent_bytes",
+)
 
 
 def _lasting(row: Mapping[str, Any]) -> bytes:

@@ -142,10 +142,14 @@ class StatsRecorder(BlockHooks):
                 start = end
         return stacked
 
-    def read(self, numbers: Sequence[float]) -> None:
-        """Receive the packed numbers on the host."""
-        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
-        activations = dict(zip(self._found, pairs, strict=False))
+    def read(self, of_ranks: Sequence[Sequence[float]]) -> None:
+        """Receive the packed numbers of every rank on the host: activations of its micro-batches, and gradients, which all have."""
+        ranks = [list(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in of_ranks]
+        pairs = ranks[0]
+        activations = {
+            made: (max(largest for largest, _ in each), sum(count for _, count in each))
+            for made, each in zip(self._found, zip(*ranks, strict=True), strict=False)
+        }
         shares, lost, total = {}, 0.0, 0
         for (name, (size, *_)), (small, zero) in zip(self._gradients.items(), pairs[len(self._found) :], strict=True):
             if zero < size:

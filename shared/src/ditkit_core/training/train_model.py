@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -25,6 +26,11 @@ class TrainModel:
     """Streams weights of the model, for the engine; None if all stay on their devices."""
     matmul_dtype: torch.dtype = torch.float32
     """Matmul dtype of the blocks: the loop warns of activations near its largest number."""
+
+    @cached_property
+    def adapts(self) -> bool:
+        """Whether adapters are trained, which are small next to the frozen base; False if all weights are."""
+        return any(not parameter.requires_grad for parameter in self.module.parameters())
 
 
 @runtime_checkable

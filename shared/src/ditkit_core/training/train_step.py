@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.training.config import FlowConfig
@@ -23,6 +24,7 @@ from ditkit_core.training.flow_matching import (
     velocity_errors,
     velocity_target,
 )
+from ditkit_core.training.gradient_sum import GradientSum
 from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
 from ditkit_core.training.optimizer import NamedOptimizer, OptimizerInBackward
 from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks
@@ -52,12 +54,16 @@ class StepContext:
     backwards of different devices in parallel, so the devices of a split model work at the same time. The activations of all
     micro-batches are alive at once. Gradients are summed in another order, which is bitwise identical for two micro-batches if a
     forward uses each parameter once."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that share the step's micro-batches. How many there are changes no bit of an adapter's training."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Samples, noise levels and losses of a step's micro-batches, which explain a failure."""
+    """Samples, noise levels and losses of this rank's micro-batches, which explain a failure."""
 
+    first: int
+    """Number of the first of them within the step."""
     ids: list[Sequence[str]]
     sigmas: list[Tensor]
     weighted: list[Tensor]
@@ -119,28 +125,48 @@ def training_step(
         if optimizer.fused_backward:
             assert len(micro_batches) == 1 and not clip_norm, "refused before anything was loaded"
             return _fused_step(accumulate, optimizer, step=context.step, lr=lr, watch=watch)
-        num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
         losses = accumulate()
-        return _finish_step(losses, optimizer, num_samples, step=context.step, lr=lr, clip_norm=clip_norm, watch=watch)
+        loss = _mean_loss(losses, micro_batches, context.ranks)
+        return _finish_step(losses, loss, optimizer, context, lr=lr, clip_norm=clip_norm, watch=watch)
     except NonFiniteLoss as error:
         evidence = error.evidence
     # Outside of the handler: the error refers to the step's graph, whose memory the second forward needs.
+    evidence["samples"] = [sample for each in context.ranks.gathered(evidence["samples"]) for sample in each]
+    found = context.ranks.gathered(_origin(model, micro_batches, evidence, context))
+    # The first micro-batch with an origin, else with a reason why none was found.
+    raise NonFiniteLoss(evidence | max(found, key=lambda each: (each["where"] is not None, len(each))))
+
+
+def _mean_loss(losses: Losses, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Tensor:
+    """The step's loss from every sample's, summed in their order, whichever rank computed them."""
+    weighted = torch.cat(losses.weighted)
+    if ranks.size > 1:
+        sizes = [len(batch.ids) for batch in micro_batches]
+        start, every = sum(sizes[: losses.first]), torch.zeros(sum(sizes), dtype=torch.float64)
+        every[start : start + len(weighted)] = weighted.cpu()
+        weighted = ranks.summed(every).to(weighted.device)
+    return weighted.double().sum() / sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
+
+
+def _origin(
+    model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
+) -> dict[str, Any]:
+    """Where the first value that is not finite arose, or why that was not found, as entries of the evidence."""
     try:
-        evidence["where"] = _first_not_finite(model, micro_batches, evidence, context)
+        return {"where": _first_not_finite(model, micro_batches, evidence, context)}
     except (RuntimeError, MemoryError, UserError) as error:
         # Out of memory, or an operation without a check: report the failure without its origin, not this error.
         if not (is_out_of_memory(error) or isinstance(error, (NotImplementedError, UserError))):
             raise
-        evidence |= {"where": None, "where_not_found": str(error).partition("\n")[0] or type(error).__name__}
-    raise NonFiniteLoss(evidence)
+        return {"where": None, "where_not_found": str(error).partition("\n")[0] or type(error).__name__}
 
 
 def _finish_step(
     losses: Losses,
+    loss: Tensor,
     optimizer: NamedOptimizer,
-    num_samples: int,
+    context: StepContext,
     *,
-    step: int,
     lr: float,
     clip_norm: float,
     watch: StatsRecorder | None,
@@ -151,23 +177,23 @@ def _finish_step(
         for name, gradient in gradients.items():
             watch.gradient(name, gradient)
     norm = total_norm(list(gradients.values()))
-    result = StepResult(*_to_host(torch.cat(losses.weighted).double().sum() / num_samples, norm, watch))
+    result = StepResult(*_to_host(loss, norm, watch, context.ranks))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-        evidence = _evidence(step, losses, broken, result)
+        evidence = _evidence(context.step, losses, broken, result)
         optimizer.zero_grad()
         raise NonFiniteLoss(evidence)
     update(optimizer, norm, lr=lr, clip_norm=clip_norm)
     return result
 
 
-def _to_host(loss: Tensor, norm: Tensor, watch: StatsRecorder | None) -> tuple[float, float]:
+def _to_host(loss: Tensor, norm: Tensor, watch: StatsRecorder | None, ranks: Ranks) -> tuple[float, float]:
     """Send loss, norm and watched statistics to the host in one transfer, because each transfer waits for all work on the device."""
     pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
     sent = [piece.double().to(loss.device, non_blocking=True) for piece in pieces]
     total, *others = torch.cat([loss.reshape(1), *sent]).cpu().tolist()
     if watch is not None:
-        watch.read(others[1:])
+        watch.read(ranks.gathered(others[1:]))
     return total, others[0]
 
 
@@ -191,7 +217,7 @@ def _fused_step(
     with OptimizerInBackward(optimizer, lr, watch=None if watch is None else watch.gradient) as updates:
         losses = accumulate(before_backward=check)
     norm = joined_norm(updates.norms())
-    result = StepResult(loss, _to_host(norm.new_zeros((), dtype=torch.float64), norm, watch)[1])
+    result = StepResult(loss, _to_host(norm.new_zeros((), dtype=torch.float64), norm, watch, Ranks())[1])
     if not math.isfinite(result.grad_norm):
         before = len(updates.updated)
         updated = {"num_parameters_updated_before": before, "weights_were_updated": before > 0}
@@ -251,17 +277,23 @@ def accumulate_gradients(
 
     Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is
     in. The place is included because a small dataset can have one sample several times in a step. Dropout uses (seed,
-    step, micro-batch).
+    step, micro-batch). Places and micro-batches are counted over all ranks, of which each computes its share.
+
+    Gradients of adapters are added in one order for any number of ranks (`GradientSum`). Those of all weights are added as they come, which
+    needs no second set of them, and then over ranks.
 
     `before_backward` is called before each backward with the losses so far, including its own.
     """
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
-    losses = Losses(ids=[batch.ids for batch in micro_batches], sigmas=[], weighted=[])
+    ranks, share = context.ranks, context.ranks.share(len(micro_batches))
+    losses = Losses(first=share.start, ids=[micro_batches[micro].ids for micro in share], sigmas=[], weighted=[])
     parts: list[Tensor] = []
+    adapts = model.adapts
+    gradients = GradientSum(model.trainable, len(micro_batches) if adapts else ranks.size, ranks)
     sent = _sent(model, micro_batches, context)
     # A copy waits for all earlier work on both its devices. Between two forwards it would prevent the overlap that pipelining is
     # for, so everything but the carry is sent to its device before the first forward.
-    for micro, batch in enumerate(list(sent) if context.pipelined else sent):
+    for micro, batch in zip(share, list(sent) if context.pipelined else sent, strict=True):
         weighted = _weighted_errors(model, batch, micro, context)
         losses.sigmas.append(batch.sigma)
         # Detached, so that the backward frees the graph of its micro-batch.
@@ -270,9 +302,15 @@ def accumulate_gradients(
         if not context.pipelined:
             before_backward(losses)
             _backward(parts.pop())
+            if adapts:
+                gradients.add(micro)
     if context.pipelined:
         before_backward(losses)
         _backward(torch.stack(parts).sum())
+    elif adapts or ranks.size > 1:
+        if not adapts:
+            gradients.add(ranks.rank)
+        gradients.finish()
     return losses
 
 
@@ -301,17 +339,16 @@ class _Sent(NamedTuple):
 
 
 def _sent(model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext) -> Iterator[_Sent]:
-    """Sample each micro-batch's noise, and send the inputs of its forward to the first and the last device."""
+    """Sample the noise of this rank's micro-batches, and send the inputs of their forwards to the first and the last device."""
     spec, flow = model.spec, context.flow
     first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
-    place = 0
-    for batch in micro_batches:
+    for micro in context.ranks.share(len(micro_batches)):
+        batch, place = micro_batches[micro], sum(len(before.ids) for before in micro_batches[:micro])
         shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
         sampled = [
             sample_noise(item["latents"], flow, shift, context.seed, "noise", context.step, place + i, name)
             for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
         ]
-        place += len(sampled)
         sigma, noise = torch.stack([level for level, _ in sampled]), [eps for _, eps in sampled]
         factors = batch.weights or [1.0] * len(sampled)
         weights = [
@@ -333,7 +370,7 @@ def _sent(model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepC
 def _first_not_finite(
     model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
 ) -> dict[str, Any] | None:
-    """Rerun the failed micro-batches and check every operation; all micro-batches if a gradient failed.
+    """Rerun this rank's failed micro-batches and check every operation; all its micro-batches if a gradient failed.
 
     Returns:
         As `find_first_nonfinite`, with the micro-batch and the ids of its samples that failed, or of all. None if
@@ -345,7 +382,7 @@ def _first_not_finite(
         model = replace(model, engine=replace(model.engine, backend="sdpa"))
     failed = [sample for sample in evidence["samples"] if not isinstance(sample["loss"], float)]
     suspects = {sample["micro_batch"] for sample in failed} or set(range(len(micro_batches)))
-    for micro, batch in enumerate(_sent(model, micro_batches, context)):
+    for micro, batch in zip(context.ranks.share(len(micro_batches)), _sent(model, micro_batches, context), strict=True):
         if micro not in suspects:
             continue
 
@@ -364,7 +401,9 @@ def _evidence(step: int, losses: Losses, broken: Sequence[str], result: StepResu
     """The details of a failure; non-finite numbers are written as text, because JSON has none."""
     samples = [
         {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(loss))}
-        for micro, (ids, sigma, weighted) in enumerate(zip(losses.ids, losses.sigmas, losses.weighted, strict=True))
+        for micro, (ids, sigma, weighted) in enumerate(
+            zip(losses.ids, losses.sigmas, losses.weighted, strict=True), losses.first
+        )
         for name, level, loss in zip(ids, sigma, weighted, strict=True)
     ]
     return {

@@ -15,12 +15,13 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import Bar
 from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
-from ditkit_core.training.metrics import LogConfig, MetricsLog
+from ditkit_core.training.metrics import LogConfig, MetricsLog, NoMetrics
 from ditkit_core.training.optimizer import learning_rate
 from ditkit_core.training.optimizers import OptimConfig, optimizers_that
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
@@ -177,6 +178,7 @@ class Trainer:
         folder: Path,
         validator: Validator | None = None,
         callbacks: Sequence[Callback] = (),
+        ranks: Ranks | None = None,
         warn: Callable[[str], None] = _LOGGER.warning,
     ):
         """Make optimizer and average.
@@ -185,7 +187,8 @@ class Trainer:
             folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
                 finite.
             validator: Measures the validation loss; None disables validation.
-            callbacks: Called at fixed points of the loop, in this order.
+            callbacks: Called at fixed points of the loop, in this order; on the first rank alone.
+            ranks: The processes that train the run together; None for this one alone.
             warn: Called with one line if something of an earlier part is damaged, and if activations drift.
 
         Raises:
@@ -193,7 +196,8 @@ class Trainer:
         """
         check_fused_backward(config.train, config.optim)
         self._model, self._data, self._config, self._folder = model, data, config, folder
-        self._validator, self._callbacks, self._warn = validator, callbacks, warn
+        self._ranks = ranks or Ranks()
+        self._validator, self._callbacks, self._warn = validator, callbacks if self._ranks.is_first else (), warn
         self._state = TrainState(model.module, model.trainable, config.optim, config.ema, model.streamer)
         self._devices = {parameter.device for parameter in model.module.parameters()}
         self._last_save: Path | None = None
@@ -211,15 +215,7 @@ class Trainer:
         start = state.step
         if self._last_save is not None:
             self._call(lambda callback: callback.resumed(start))
-        log = MetricsLog(
-            self._folder,
-            self._config.log,
-            start_step=start,
-            digest=self._metrics_digest,
-            tracked=self._config.tracked,
-            warn=self._warn,
-        )
-        with log as metrics, ExitStack() as handlers:
+        with self._log() as metrics, ExitStack() as handlers:
             interrupts = handlers.enter_context(Interrupts())
             saved_at = time.monotonic()
             # A resumed run has the loss before training in its save.
@@ -229,7 +225,7 @@ class Trainer:
             for step in range(start, steps):
                 self._train_step(metrics, count_attention=step == start)
                 last = state.step == steps
-                saving = last or save.due(state.step, time.monotonic() - saved_at)
+                saving = self._ranks.as_first(last or save.due(state.step, time.monotonic() - saved_at))
                 # Before the save, which stores the validation loss of its step.
                 if last or (self._validator is not None and self._validator.due(state.step, saving=saving)):
                     self._validate(metrics)
@@ -237,14 +233,14 @@ class Trainer:
                     self._save(metrics)
                     saved_at = time.monotonic()
                 # Read once: a signal that comes during the preview ends the loop after the next step.
-                stopping = interrupts.requested
+                stopping = self._ranks.any(interrupts.requested)
                 if stopping and not saving:
                     self._save(metrics)
                 self._preview(stopping=stopping)
                 if stopping:
                     break
             handlers.close()  # from here on a signal ends the process, as before training
-            if state.step >= steps:
+            if state.step >= steps and self._ranks.is_first:
                 prune_saves(self._folder / "state", state.step, save)  # a kill after the last save may have left some
                 self._call(lambda callback: callback.finished(state.step))
         return TrainResult(
@@ -256,9 +252,22 @@ class Trainer:
             save=self._last_save,
         )
 
+    def _log(self) -> MetricsLog | NoMetrics:
+        if not self._ranks.is_first:
+            return NoMetrics()
+        return MetricsLog(
+            self._folder,
+            self._config.log,
+            start_step=self._state.step,
+            digest=self._metrics_digest,
+            tracked=self._config.tracked,
+            warn=self._warn,
+        )
+
     def _resume(self) -> None:
         """Load the newest save, if there is one."""
-        self._last_save = latest(self._folder / "state", self._warn)
+        name = self._ranks.first(lambda: _name_of(latest(self._folder / "state", self._warn)))
+        self._last_save = self._folder / "state" / name if name else None
         if self._last_save is not None:
             saved = load_state(self._last_save)
             self._state.load_state_dict(saved, self._last_save)
@@ -271,7 +280,7 @@ class Trainer:
         for callback in self._callbacks:
             callback.started(self._state.step)
 
-    def _train_step(self, metrics: MetricsLog, *, count_attention: bool) -> None:
+    def _train_step(self, metrics: MetricsLog | NoMetrics, *, count_attention: bool) -> None:
         """Run one optimizer step, and report it."""
         began = time.perf_counter()
         state, config = self._state, self._config.train
@@ -281,21 +290,30 @@ class Trainer:
         lr = learning_rate(state.step, self._config.optim, config.steps)
         looks = config.sentinels and (state.step == 0 or (state.step + 1) % config.sentinels == 0)
         watch = StatsRecorder() if looks else None
-        context = StepContext(step=state.step, seed=config.seed, flow=self._config.flow, pipelined=config.pipelined)
+        context = StepContext(
+            step=state.step, seed=config.seed, flow=self._config.flow, pipelined=config.pipelined, ranks=self._ranks
+        )
+        waited, sent = self._ranks.seconds_waited, self._ranks.bytes_sent
         try:
             with counted_calls(AttentionCalls() if count_attention else None):
                 result = training_step(
                     self._model, batches, state.optimizer, context, lr=lr, clip_norm=config.clip_norm, watch=watch
                 )
         except NonFiniteLoss as error:
-            raise _failure(error, self._folder, lr, self._last_save, self._model.spec.name) from error
+            failed, family = error, self._model.spec.name
+            raise self._ranks.first_then_others(
+                lambda: _failure(failed, self._folder, lr, self._last_save, family)
+            ) from error
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
         # A validation loss belongs to the step that it was measured at.
         state.step, state.held_out = state.step + 1, None
         if watch is not None and watch.reading is not None:
             metrics.write(state.step, self._drift.take(state.step, watch.reading))
         state.average.update(state.step)
-        tokens = sum(self._model.spec.training.num_tokens(item) for batch in batches for item in batch.items)
+        share = (batches[micro] for micro in self._ranks.share(len(batches)))
+        tokens = self._ranks.total(
+            self._model.spec.training.num_tokens(item) for batch in share for item in batch.items
+        )
         seconds = time.perf_counter() - began  # includes reading data, excludes validation and saving
         numbers = {
             "loss": result.loss,
@@ -307,24 +325,29 @@ class Trainer:
         }
         if (reserved := peak_reserved_bytes(self._devices)) is not None:
             numbers["peak_reserved_bytes"] = reserved
+        if self._ranks.size > 1:
+            numbers["wait_seconds"] = self._ranks.seconds_waited - waited
+            numbers["sent_bytes"] = self._ranks.bytes_sent - sent
         for callback in self._callbacks:
             callback.after_step(state.step, numbers)
         if metrics.due(state.step):
             metrics.write(state.step, numbers)
 
-    def _validate(self, metrics: MetricsLog) -> None:
+    def _validate(self, metrics: MetricsLog | NoMetrics) -> None:
         """Measure the validation loss, if there is a validator."""
         validator, state = self._validator, self._state
         if validator is None:
             return
         with state.used():
-            loss = validator.measure(self._model, state.step, self._last_save)
+            loss = validator.measure(self._model, state.step, self._last_save, self._ranks)
         state.held_out = loss.mean
         metrics.write(state.step, state.history.take(loss, first=state.step == 0, files=validator.files))
         for callback in self._callbacks:
             callback.after_validation(state.step, loss)
 
-    def _save(self, metrics: MetricsLog) -> None:
+    def _save(self, metrics: MetricsLog | NoMetrics) -> None:
+        if not self._ranks.is_first:
+            return
         state = replace(self._state.state_dict(), metrics=metrics.saved())
         self._last_save = save_state(self._folder / "state", state, self._config.save)
         self._call(lambda callback: callback.on_save(self._state.step))
@@ -343,6 +366,10 @@ class Trainer:
             with self._state.used():
                 for callback in chosen:
                     act(callback)
+
+
+def _name_of(save: Path | None) -> str:
+    return "" if save is None else save.name
 
 
 def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> UserError:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.training.config import HeldOutConfig
@@ -134,6 +135,7 @@ def validation_loss(
     items: Sequence[Mapping[str, Tensor]],
     sigmas: Sequence[float],
     guidance: float = 1.0,
+    ranks: Ranks | None = None,
 ) -> ValidationResult:
     """Validate the model without side effects: no gradients, no dropout, no shared random generator.
 
@@ -142,20 +144,22 @@ def validation_loss(
         items: Their training items.
         sigmas: Noise levels, at least one.
         guidance: Guidance that a guidance-embedded model is conditioned on, as in training.
+        ranks: The processes that share the clips; None for this one alone.
     """
-    device = next(model.module.embed.parameters()).device
-    errors: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
+    device, ranks = next(model.module.embed.parameters()).device, ranks or Ranks()
+    errors = torch.zeros(len(sigmas), len(ids), dtype=torch.float64)
     with torch.no_grad(), _evaluating(model.module):
-        for name, item in zip(ids, items, strict=True):
+        for clip in ranks.share(len(ids)):
+            name, item = ids[clip], items[clip]
             moved = [to_device(item, device)]
-            for sigma, values in errors.items():
+            for place, sigma in enumerate(sigmas):
                 # Noise by clip and level, so that adding clips or levels does not change the noise of the others.
                 random = generator(_SEED, "held-out", name, str(float(sigma)))
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # One sample at a time, so that a clip's error does not depend on the other clips of a batch.
-                values.append(float(velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0]))
-    return ValidationResult.of(errors)
+                errors[place, clip] = float(velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0])
+    return ValidationResult.of(dict(zip(sigmas, ranks.summed(errors).tolist(), strict=True)))
 
 
 class Validator:
@@ -172,14 +176,16 @@ class Validator:
         """Whether to validate after `step` optimizer steps, given whether the run saves there."""
         return self._config.due(step, saving=saving)
 
-    def measure(self, model: TrainModel, step: int, last_save: Path | None) -> ValidationResult:
-        """Measure the held-out loss of the model.
+    def measure(
+        self, model: TrainModel, step: int, last_save: Path | None, ranks: Ranks | None = None
+    ) -> ValidationResult:
+        """Measure the held-out loss of the model, of whose clips each rank takes its share.
 
         Raises:
             UserError: If the loss is not finite; names `last_save` to resume from.
         """
         clips = self._clips
-        loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance)
+        loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance, ranks)
         if (broken := loss.broken()) is not None:
             sigma, place = broken
             raise UserError(_cannot_measure(step, clips.ids[place], sigma, last_save, model.spec.name))

@@ -1,0 +1,12 @@
+"""FLUX.2 trained by several ranks as replicas."""
+
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.testing.conformance_replicas import ReplicaConformance
+
+
+@pytest.mark.slow
+class TestReplicas(ReplicaConformance):
+    script = Path(__file__).parent / "support" / "replicas_of_flux2.py"

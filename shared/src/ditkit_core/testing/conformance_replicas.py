@@ -1,0 +1,79 @@
+"""Checks of a model that several ranks train as replicas: their number changes no bit of an adapter's training."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from ditkit_core.testing.ranks import once
+from ditkit_core.testing.replicas import CASES, STEPS
+
+
+class ReplicaConformance:
+    """Inherit, and set `script`."""
+
+    script: ClassVar[Path]
+    """Calls `replicas.main`."""
+    worlds: ClassVar[Sequence[int]] = (1, 3)
+    continued: ClassVar[Sequence[tuple[int, int]]] = ((3, 1),)
+
+    @pytest.fixture
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """What the script wrote; it runs once for all cases."""
+        return Path(once(tmp_path_factory.getbasetemp(), self.script.stem, self._run))
+
+    @classmethod
+    def _run(cls, folder: Path) -> str:
+        folder.mkdir()
+        done = subprocess.run(
+            [sys.executable, str(cls.script), str(folder)], capture_output=True, text=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return str(folder)
+
+    def test_any_number_of_ranks_trains_the_same_bits(self, folder: Path) -> None:
+        """The index of a save has the digests of weights, optimizer, average and metrics, and the validation losses."""
+        ranks = json.loads((folder / "ranks.json").read_text())
+        names = [name for name in ranks["1"][0] if CASES[name].trained != "full"]
+        assert names
+        for name, num in itertools.product(names, self.worlds):
+            assert _index(folder / f"{name} on {num}") == _index(folder / f"{name} on 1"), (name, num)
+            for each in ranks[str(num)]:
+                assert each[name] | {"exchanges": 0} == ranks["1"][0][name], (name, num)
+
+    def test_a_full_fine_tune_differs_by_the_order_of_sums_alone(self, folder: Path) -> None:
+        """Losses and norms of six steps. A gradient that is zero but for rounding moves its weight by a whole AdamW step, so weights say less."""
+        ranks = json.loads((folder / "ranks.json").read_text())
+        expected = _losses(folder / "full on 1")
+        assert len(expected) == STEPS
+        for num in self.worlds[1:]:
+            assert len({each["full"]["weights"] for each in ranks[str(num)]}) == 1, "ranks differ from each other"
+            found = _losses(folder / f"full on {num}")
+            assert found[0][0] == expected[0][0], "the first loss is of the same weights"
+            for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+                assert other == pytest.approx(one, rel=1e-4), (num, step)
+
+    def test_a_run_goes_on_with_another_number_of_ranks(self, folder: Path) -> None:
+        """The save of a run that changed its number of ranks is that of a run that never did."""
+        for pair in self.continued:
+            self.check_continued(folder, *pair)
+
+    @staticmethod
+    def check_continued(folder: Path, first: int, second: int) -> None:
+        """Check a run of two numbers of ranks."""
+        name = "lora with dropout"
+        assert _index(folder / f"{name} on {first} then {second}") == _index(folder / f"{name} on 1"), (first, second)
+
+
+def _losses(run: Path) -> list[tuple[float, float]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def _index(run: Path) -> object:
+    return json.loads((run / "state" / f"step-{STEPS:06d}" / "state.json").read_text())
