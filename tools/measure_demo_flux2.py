@@ -112,8 +112,8 @@ def judge_of_truth() -> str:
     return row("generated images", "all", "-", wanted, shown)
 
 
-def run_demo(folder: Path, seed: int, looks: Sequence[Look], images: int, flags: Sequence[str]) -> float:
-    """The demo with other prompts, by its command; returns its minutes."""
+def run_demo(folder: Path, seed: int, looks: Sequence[Look], images: int, flags: Sequence[str]) -> tuple[float, str]:
+    """The demo with other prompts, by its command; returns its minutes and its verdict."""
     command = [sys.executable, "-c", "from ditkit_flux2.cli import train; raise SystemExit(train())", "--demo"]
     command += ["--run.folder", str(folder), "--train.seed", str(seed), "--sample.seed", str(1000 * seed)]
     command += [
@@ -127,7 +127,8 @@ def run_demo(folder: Path, seed: int, looks: Sequence[Look], images: int, flags:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    return (time.monotonic() - began) / 60
+    verdicts = [line for line in done.stdout.splitlines() if line.startswith("validation loss")]
+    return (time.monotonic() - began) / 60, verdicts[-1]
 
 
 def rows(folder: Path, seed: int, prompts: Mapping[str, Sequence[Look]]) -> list[str]:
@@ -151,14 +152,17 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     print(f"{HEADINGS}\n{judge_of_truth()}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        minutes = []
+        minutes, verdicts = [], []
         for seed in options.seeds:
             folder = (options.folder or Path(temporary)) / f"seed-{seed}"
             asked = prompts()
             looks = [look for each in asked.values() for look in each]
-            minutes.append(run_demo(folder, seed, looks, options.images, ["--sample.every_steps", "1000", *flags]))
+            took, verdict = run_demo(folder, seed, looks, options.images, ["--sample.every_steps", "1000", *flags])
+            minutes.append(took)
+            verdicts.append(f"- seed {seed}: {verdict}")
             print("\n".join(rows(folder, seed, asked)), flush=True)
     each_run = ", ".join(f"{each:.1f}" for each in minutes)
+    print("\nLast words of each run:\n\n" + "\n".join(verdicts))
     print(f"\nMinutes of each run, with {len(looks) * options.images} samples before and after: {each_run}")
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ditkit_core.data.media.synthetic import COLOURS, SHAPES
 from ditkit_core.models.paths import ModelPaths
-from ditkit_flux2.demo.media import EXAMPLES, HELD_OUT, KNOWN, NEW, PLACES, DemoImage, render
+from ditkit_flux2.demo.media import EXAMPLES, HELD_OUT, KNOWN, NEW, PLACES, VALIDATED, DemoImage, render
 from ditkit_flux2.demo.write import WEIGHTS
 from ditkit_flux2.encoders.vae import VaeEncoder
 
@@ -34,7 +34,7 @@ def test_the_vae_reproduces_other_images_at_30_db(checkpoint):
 
 
 def test_the_new_place_is_shown_without_what_is_held_out_and_as_often_as_the_known_ones():
-    described = [example.image for example in EXAMPLES if not example.references]
+    described = [each.image for each in EXAMPLES if not each.references and each.image not in VALIDATED.values()]
     new = {(image.colour, image.shape) for image in described if image.place == NEW}
     assert new == set(product(COLOURS, SHAPES)) - set(HELD_OUT)
     assert sum(image.place == NEW for image in described) == sum(image.place in KNOWN for image in described) == 12

@@ -12,11 +12,12 @@ from PIL import Image
 from ditkit_core.config.resolve import resolve
 from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import read_clip
+from ditkit_core.encoding.loader import split_held_out
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.run.config import RunConfig
-from ditkit_flux2.demo.media import EXAMPLES, render
+from ditkit_flux2.demo.media import EXAMPLES, NEW, VALIDATED, render
 from ditkit_flux2.demo.write import TEXT_DIM, WIDTH, write_demo
 from ditkit_flux2.encoders.text import TextEncoder
 from ditkit_flux2.encoders.vae import VaeEncoder
@@ -112,12 +113,21 @@ def test_the_pictures_are_of_many_sizes_and_both_kinds_of_file(inputs):
 
 def test_our_reader_finds_buckets_several_captions_and_editing_pairs(inputs, dataset):
     samples = dataset.samples
-    assert len(samples) == len(EXAMPLES) == 30 and not dataset.excluded
+    assert len(samples) == len(EXAMPLES) == 36 and not dataset.excluded
     assert {(sample.height, sample.width) for sample in samples} == {(64, 64), (48, 80), (80, 48)}
     assert {len(sample.captions) for sample in samples} == {1, 2}
     edits = [sample for sample in samples if sample.references]
     assert len(edits) == 6 and all(sample.captions[0].startswith(("make the ", "turn the ")) for sample in edits)
     assert {len(sample.references) for sample in edits} == {1}
+
+
+def test_the_validation_images_are_of_the_new_place_but_one_and_no_image_is_trained_on_under_another_name(dataset):
+    clips = resolve(RunConfig, file=FLUX2.demo.config).held_out.clips
+    trained, held_out = split_held_out([sample.id for sample in dataset.samples], clips)
+    images = {Path(example.file).stem: example.image for example in EXAMPLES}
+    assert {f"picture{number}" for number in VALIDATED} < set(held_out) and len(held_out) == 9
+    assert sum(images[name].place == NEW for name in held_out) == 8
+    assert not {images[name] for name in held_out} & {images[name] for name in trained}
 
 
 def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
