@@ -127,6 +127,8 @@ def test_eight_bit_weights_in_another_form_are_refused_at_once(qwen: Path, tmp_p
 def test_another_model_is_refused_at_once(qwen: Path, tmp_path: Path) -> None:
     other = changed_config(qwen, tmp_path / "other", model_type="umt5")
     refused(made, "contains a model of type umt5, not a Mistral 3 or Qwen3", base=str(qwen), text_encoder=other)
+    strange = changed_config(qwen, tmp_path / "strange", model_type=["qwen3"])
+    refused(made, r"contains a model of type \['qwen3'\], not a Mistral 3", base=str(qwen), text_encoder=strange)
     save_file({"vision_model.post_layernorm.bias": torch.zeros(2)}, tmp_path / "clip.safetensors")
     refused(
         made, "clip.safetensors is not a Mistral 3 or Qwen3 text encoder", text_encoder=str(tmp_path / "clip.safetensors"),

@@ -112,6 +112,14 @@ def test_a_patch_becomes_channels_in_the_order_channel_row_column() -> None:
     assert torch.equal(unpatchify(patches), probe)
 
 
+def test_a_number_of_groups_that_is_none_is_found_when_loading(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "vae")
+    config = json.loads((tmp_path / "vae" / "config.json").read_text())
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | {"norm_num_groups": True}))
+    with pytest.raises(UserError, match="vae: its configuration has a damaged value .*norm_num_groups is True"):
+        loaded(tmp_path / "vae")
+
+
 def test_the_statistics_are_read_and_never_updated(folder: Path) -> None:
     encoder = loaded(folder)
     first = encoder.encode([image()])[0]["latents"]

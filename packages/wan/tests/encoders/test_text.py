@@ -255,6 +255,14 @@ def test_a_tokenizer_without_padding_is_one_line(checkpoint: Path, tmp_path: Pat
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
+def test_a_padding_that_the_encoder_does_not_know_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    folder = changed(checkpoint / "tokenizer", tmp_path, "tokenizer_config.json", "pad_token", value="<other>")
+    encoder = loaded(base=str(checkpoint), tokenizer=folder)
+    with pytest.raises(UserError, match="and the text encoder knows .*: they do not belong together") as caught:
+        encoder.encode(["a red circle"])
+    assert "\n" not in str(caught.value) and folder in str(caught.value)
+
+
 @pytest.mark.parametrize("part", ["text_encoder", "tokenizer"])
 def test_a_missing_part_is_found_at_once(checkpoint: Path, tmp_path: Path, part: str) -> None:
     base = tmp_path / "base"

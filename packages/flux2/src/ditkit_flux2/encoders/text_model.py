@@ -112,7 +112,7 @@ def _of_folder(source: SafetensorsSource, config: Mapping[str, Any]) -> tuple[Te
         config = config["text_config"]
     families = {"mistral": MISTRAL, "qwen3": QWEN}
     kind = config.get("model_type")
-    if kind not in families:
+    if not isinstance(kind, str) or kind not in families:
         raise UserError(f"{source.path} contains a model of type {kind}, not a Mistral 3 or Qwen3; {_GET}")
     return families[kind], config
 

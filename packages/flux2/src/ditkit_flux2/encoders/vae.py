@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
@@ -96,7 +96,7 @@ class VaeEncoder:
             torch.float32,
             key="model.vae",
             ignore=frozenset({"bn.num_batches_tracked"}),
-            finish=_statistics,
+            finish=_finish,
         )
         self.load, self.unload = self._vae.load, self._vae.unload
 
@@ -151,6 +151,13 @@ def build(config: Mapping[str, Any]) -> Any:
     vae = AutoencoderKLFlux2.from_config(dict(config))
     vae.bn.register_buffer("num_batches_tracked", None)  # used in training alone, and not in every file
     return vae
+
+
+def _finish(vae: Any) -> None:
+    _statistics(vae)
+    for norm in vae.modules():
+        if isinstance(norm, nn.GroupNorm) and type(norm.num_groups) is not int:
+            raise ValueError(f"norm_num_groups is {norm.num_groups}")
 
 
 def encode_image(

@@ -176,17 +176,19 @@ class TextEncoder:
         """
         (item,) = items
         ids = self._tokenizer(clean(item), verbose=False).input_ids
-        if max(ids) >= self._model.config.vocab_size:
-            raise UserError(
-                f"{self._tokenizer_path} has token {max(ids)}, and the text encoder knows {self._model.config.vocab_size}: they do "
-                "not belong together; set model.tokenizer to the one that came with the text encoder"
-            )
         if len(ids) > TEXT_TOKENS:
             self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
             warn(self.truncated[-1])
         tokens = self._tokenizer(
             clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
-        ).to(self._device)
+        )
+        used, known = tokens.input_ids.unique().tolist(), self._model.config.vocab_size  # padding included
+        if used[0] < 0 or used[-1] >= known:
+            raise UserError(
+                f"{self._tokenizer_path} has token {used[0] if used[0] < 0 else used[-1]}, and the text encoder knows {known}: they do "
+                "not belong together; set model.tokenizer to the one that came with the text encoder"
+            )
+        tokens = tokens.to(self._device)
         features = read(self._model, tokens.input_ids, tokens.attention_mask)
         features = features[: int(tokens.attention_mask.sum())].to("cpu", self._dtype, copy=True)
         advance(1.0)

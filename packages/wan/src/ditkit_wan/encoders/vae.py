@@ -91,9 +91,11 @@ class VaeEncoder:
     def _finish(self, vae: Any) -> None:
         for statistic in _statistics(vae, self._device):
             statistic.expand(self.channels, 1, 1, 1)
-        patch = vae.config.patch_size
-        for size in (*self.strides, 1 if patch is None else patch):
+        patch = 1 if vae.config.patch_size is None else vae.config.patch_size
+        for size in (*self.strides, patch):
             Fraction(1, size)
+        if vae.config.in_channels != 3 * patch**2:
+            raise ValueError(f"patch_size is {patch}, and in_channels {vae.config.in_channels}")
 
     @torch.no_grad()
     def encode(
