@@ -162,7 +162,7 @@ def main() -> None:
             verdicts.append(f"- seed {seed}: {verdict}")
             print("\n".join(rows(folder, seed, asked)), flush=True)
     each_run = ", ".join(f"{each:.1f}" for each in minutes)
-    print("\nLast words of each run:\n\n" + "\n".join(verdicts))
+    print("\nWhat each run said at its end:\n\n" + "\n".join(verdicts))
     print(f"\nMinutes of each run, with {len(looks) * options.images} samples before and after: {each_run}")
 
 
