@@ -29,7 +29,30 @@ NIGHTLY_FOR_VARIANTS = (
 variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, policies and offloading what they
 repeat and send, and all of them, quantized bases too, the levers together."""
 
-ONE_IN_TWO = {"test_levers_together_change_no_number": 2, "test_no_policy_changes_a_bit": 2}
+ONE_IN_TWO = dict.fromkeys(
+    (
+        "test_levers_together_change_no_number",
+        "test_no_policy_changes_a_bit",
+        "test_no_policy_changes_a_bit_over_a_quantized_base",
+        "test_a_gpu_trains_as_the_cpu_does",
+        "test_no_layout_changes_a_number_of_training",
+        "test_streams_wait_for_each_other",
+        "test_pipelined_micro_batches_equal_one_backward_over_their_sum",
+        "test_pipelining_changes_the_order_of_summation_alone",
+        "test_offloading_changes_no_bit",
+        "test_nothing_waits_or_crosses_but_the_carry_while_micro_batches_are_launched",
+        "test_no_cut_changes_a_bit",
+        "test_a_carry_crosses_a_boundary_once",
+        "test_training_on_another_device_changes_no_number",
+        "test_streaming_changes_no_bit",
+        "test_what_a_forward_keeps_holds_no_streamed_weight",
+        "test_a_streamed_model_trains_and_measures_alike_on_two_devices",
+        "test_streaming_trained_weights_changes_no_bit",
+        "test_one_backward_over_several_streamed_forwards",
+        "test_updating_in_the_backward_changes_no_bit",
+    ),
+    2,
+)
 """Checks of which a family runs half of the combinations daily, and the core's own model all: levers meet in the engine, not in a model."""
 
 
