@@ -42,14 +42,14 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
     out = tmp_path / "rows.jsonl"
     out.write_text(json.dumps({"part": "fine", "name": "of an earlier run", "ok": False}) + "\n")
     names = ("fine", "wrong", "broken", "hanging", "last")
-    parts = [truth.Part(name=name, seconds=5 if name == "hanging" else 200, about=f"About {name}") for name in names]
+    parts = [truth.Part(name=name, seconds=1 if name == "hanging" else 200, about=f"About {name}") for name in names]
     failed = truth.run(parts, out, 2000, lambda part: [sys.executable, "-c", WORKS, str(out), part.name])
     ends = {row["part"]: row for row in truth.read(out) if "status" in row}
     assert failed == 3
     assert {name: end["status"] for name, end in ends.items()} == {
         "fine": "ok", "wrong": "failed", "broken": "failed", "hanging": "failed", "last": "ok",
     }  # fmt: skip
-    assert ends["broken"]["error"] == "for a reason (status 1)" and ends["hanging"]["error"] == "ended after 5 s"
+    assert ends["broken"]["error"] == "for a reason (status 1)" and ends["hanging"]["error"] == "ended after 1 s"
     there = {row["part"] for row in truth.read(out) if row.get("name") == "first"}
     assert there >= {"fine", "wrong", "broken", "last"}, "a part's rows are there however it ended"
     assert capsys.readouterr().out.count("failed") == 3
@@ -60,7 +60,7 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
 def test_when_the_time_is_up_the_rest_is_skipped_and_a_running_part_ended(truth, tmp_path):
     out = tmp_path / "rows.jsonl"
     parts = [truth.Part(name=name, seconds=5000, about="") for name in ("hanging", "fine")]
-    assert truth.run(parts, out, 3, lambda part: [sys.executable, "-c", WORKS, str(out), part.name]) == 1
+    assert truth.run(parts, out, 1, lambda part: [sys.executable, "-c", WORKS, str(out), part.name]) == 1
     assert [row["status"] for row in truth.read(out) if "status" in row] == ["failed", "skipped"]
 
 

@@ -52,7 +52,9 @@ def test_a_run_file_names_its_own_folder_and_the_base_of_its_preset(file):
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, marks=[] if file.stem == "klein_base_4b_lora" else pytest.mark.exhaustive, id=file.stem)
+        pytest.param(
+            file, marks=pytest.mark.slow if file.stem == "klein_base_4b_lora" else pytest.mark.exhaustive, id=file.stem
+        )
         for file in CONFIGS
     ],
 )

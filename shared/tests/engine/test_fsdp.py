@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,11 +158,18 @@ def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path: Path) -> None
     assert time.monotonic() - begin < 40
 
 
-def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
-    body = f"open(rf'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))\nprint('waiting', flush=True)\ntime.sleep(60)"
+def test_ranks_that_take_too_long_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that passes the limit once both ranks wait, however long starting them takes."""
+    body = f"print('waiting', flush=True)\nopen(rf'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     script = _script(tmp_path, body)
-    with pytest.raises(RanksFailed, match=r"(?s)not done after 8 s.*waiting"):
-        run_ranks(script, folder=tmp_path / "ranks", seconds=8.0)
+    pids = [tmp_path / str(rank) for rank in range(2)]
+
+    def clock() -> float:
+        return 300.0 * all(pid.exists() and pid.read_text() for pid in pids)
+
+    monkeypatch.setattr("ditkit_core.testing.ranks.time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    with pytest.raises(RanksFailed, match=r"(?s)not done after 280 s.*waiting"):
+        run_ranks(script, folder=tmp_path / "ranks")
     for rank in range(2):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / str(rank)).read_text()), 0)

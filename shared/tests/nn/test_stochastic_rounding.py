@@ -15,7 +15,6 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.stochastic_rounding import joined, random_bits, write_split, write_stochastic
-from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
@@ -262,8 +261,7 @@ def test_the_plan_is_what_a_step_holds(rounding, fused, streamed):
     if fused:
         changed["clip_norm"] = 0.0
     job = toy_job("full", arch=ToyArch(dim=256, depth=6), size=(1, 32, 32), **changed)
-    agree(job, (), streamed)
-    found = profile(job)
+    found = agree(job, (), streamed)
     block = found.blocks[2]
     count = block.adapters // 2
     assert block.gradients == (0 if fused else 4 * count)

@@ -185,15 +185,21 @@ def test_a_device_that_is_too_small_says_what_it_lacks():
     assert replace(plan, purposes={"weights": 90}).fits
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_profile_like_another_is_the_one_that_is_made_alone(method):
+@pytest.mark.parametrize(
+    ("method", "policies"),
+    [
+        ("lora", ("none", "attn_only")),
+        pytest.param("lora", ("full+offload",), marks=pytest.mark.slow),
+        pytest.param("full", ("none", "attn_only", "full+offload"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_profile_like_another_is_the_one_that_is_made_alone(method, policies):
     """Updates, and the backward of stages on devices of their own, depend neither on the policy nor on the format of the weights."""
     optimizer = OptimConfig(name="muon" if method == "full" else "adamw")
     of = toy_job(method, policy="full", ema=EMAConfig(decay=0.9), micro_batches=2, optim=optimizer)
     first = profile(of)
-    quantized = {"quantize": "nf4"} if method == "lora" else {}
-    for changed in ({"policy": "none"}, {"policy": "attn_only", **quantized}, {"policy": "full+offload"}):
-        other = replace(of, **changed)
-        assert profile(other, like=first) == profile(other), changed
+    for policy in policies:
+        other = replace(of, policy=policy, quantize="nf4" if (method, policy) == ("lora", "attn_only") else "none")
+        assert profile(other, like=first) == profile(other), policy
     fused = replace(of, optim=OptimConfig(fused_backward=True), policy="none", clip_norm=0.0)
     assert method == "lora" or profile(fused, like=first) == profile(fused)

@@ -14,7 +14,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.planner.memory import Partition, Workload
+from ditkit_core.planner.memory import Partition, Profile, Workload
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import profile
@@ -93,9 +93,12 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
         return [meter.peak[device] for device in devices]
 
 
-def agree(of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False) -> None:
+def agree(of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False) -> Profile:
+    """Hold the plan against the step; returns the profile that the plan is made of."""
     division = divided(DEPTH, cuts, streamed)
-    plans = planned(profile(of), division, Workload(micro_batches=of.micro_batches, pipelined=pipelined))
+    found = profile(of)
+    plans = planned(found, division, Workload(micro_batches=of.micro_batches, pipelined=pipelined))
     plan, truth = [each.peak for each in plans], held(of, division, pipelined=pipelined)
     for device, (one, other) in enumerate(zip(plan, truth, strict=True)):
         assert one == pytest.approx(other, rel=TOLERANCE), (device, plan, truth)
+    return found

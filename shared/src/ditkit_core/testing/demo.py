@@ -13,7 +13,10 @@ from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
-_FEW = ("--train.steps", "2", "--held_out.clips", "1", "--sample.captions", "1", "--sample.steps", "2")
+_FEW = (
+    "--train.steps", "2", "--train.batch_size", "2", "--held_out.clips", "1", "--held_out.sigmas", "[0.3, 0.7]",
+    "--sample.captions", "1", "--sample.steps", "2",
+)  # fmt: skip
 _NO_PREVIEWS = ("--sample.prompts", "[]", "--sample.every_steps", "0")
 
 LEVERS: tuple[tuple[str, ...], ...] = (

@@ -1,9 +1,11 @@
 """The tiny models that a demo's checkpoint is made of: the structure of a real one, few and narrow layers, random weights."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -144,10 +146,15 @@ def build_image_encoder() -> Any:
 
 
 def build_vae(variant: Variant) -> Any:
-    """A Wan VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel."""
+    """A Wan VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel; only to be read."""
+    return _vae(json.dumps({**variant.vae, **VAE_DIMS}))
+
+
+@cache  # encoding the clips takes most of the time in which a checkpoint is written
+def _vae(config: str) -> Any:
     from diffusers import AutoencoderKLWan
 
-    vae = random_model("vae", AutoencoderKLWan, **{**variant.vae, **VAE_DIMS}).requires_grad_(False)
+    vae = random_model("vae", AutoencoderKLWan, **json.loads(config)).requires_grad_(False)
     latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
     vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
     return vae
