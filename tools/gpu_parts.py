@@ -40,7 +40,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.pinned_memory import PinnedPool, host_memory
 from ditkit_core.models.precision import PrecisionConfig, set_precision
 from ditkit_core.nn.attention import attend
-from ditkit_core.nn.context import AttentionSettings, attention_settings
+from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -179,7 +179,7 @@ def bitwise(device: torch.device, tiny: bool) -> Rows:
         q, k, v = (
             torch.randn(1, 4096, 16, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         )
-        with attention_settings(AttentionSettings(backend="sdpa_flash")):
+        with block_settings(BlockSettings(backend="sdpa_flash")):
             runs = [
                 torch.autograd.grad(attend(q, k, v, name="self").float().square().mean(), (q, k, v)) for _ in range(5)
             ]

@@ -13,7 +13,7 @@ from ditkit_core.engine.run_block import run_block
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend
-from ditkit_core.nn.context import AttentionSettings, attention_settings, settings_in_force
+from ditkit_core.nn.context import BlockSettings, block_settings, settings_in_force
 from ditkit_core.nn.remat import recompute_boundary
 
 
@@ -56,7 +56,7 @@ def test_sdpa_is_softmax_of_scaled_products_and_sees_no_masked_key():
 @pytest.mark.parametrize("keep", [None, ()])
 def test_what_a_backend_cannot_take_is_refused_before_it_runs(monkeypatch, fake, can, given, dtype, message, keep):
     monkeypatch.setitem(BACKENDS, "fake", replace(fake, **can))
-    with attention_settings(AttentionSettings(backend="fake", keep=keep)), pytest.raises(UserError) as refused:
+    with block_settings(BlockSettings(backend="fake", keep=keep)), pytest.raises(UserError) as refused:
         attend(*qkv(dtype), name="self", **given)
     assert str(refused.value) == message
 
@@ -72,7 +72,7 @@ def test_what_a_backend_cannot_take_is_refused_before_it_runs(monkeypatch, fake,
 )
 def test_what_a_backend_can_take_reaches_it(monkeypatch, fake, can, given, dtype):
     monkeypatch.setitem(BACKENDS, "fake", replace(fake, **can))
-    with attention_settings(AttentionSettings(backend="fake")), pytest.raises(Called):
+    with block_settings(BlockSettings(backend="fake")), pytest.raises(Called):
         attend(*qkv(dtype), name="self", **given)
 
 
@@ -80,14 +80,14 @@ def test_what_a_backend_can_take_reaches_it(monkeypatch, fake, can, given, dtype
 
 
 def test_settings_hold_inside_their_block_and_are_restored_also_after_an_error():
-    outer, inner = AttentionSettings(backend="flash2"), AttentionSettings(keep=())
-    assert settings_in_force() == AttentionSettings()
-    with attention_settings(outer):
-        with pytest.raises(Called), attention_settings(inner):
+    outer, inner = BlockSettings(backend="flash2"), BlockSettings(keep=())
+    assert settings_in_force() == BlockSettings()
+    with block_settings(outer):
+        with pytest.raises(Called), block_settings(inner):
             assert settings_in_force() is inner
             raise Called
         assert settings_in_force() is outer
-    assert settings_in_force() == AttentionSettings(backend="sdpa", keep=None)
+    assert settings_in_force() == BlockSettings(backend="sdpa", keep=None)
 
 
 # recompute_boundary
@@ -154,5 +154,5 @@ def test_outside_a_recompute_that_keeps_regions_a_boundary_is_a_plain_call(monke
     monkeypatch.setattr(module, "remat", None)
     layer, h = matmul(), torch.randn(4, 6)
     assert torch.equal(recompute_boundary(layer, h), layer(h))
-    with attention_settings(AttentionSettings(keep=())), pytest.raises(AttributeError):
+    with block_settings(BlockSettings(keep=())), pytest.raises(AttributeError):
         recompute_boundary(layer, h)

@@ -22,7 +22,7 @@ from ditkit_core.nn import attention_backends
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, check_backend
 from ditkit_core.nn.attention_support import support_matrix
-from ditkit_core.nn.context import AttentionSettings, attention_settings
+from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.testing.toy import TOY
 
 
@@ -86,7 +86,7 @@ def test_a_library_gets_tokens_before_heads_and_what_it_returns_is_handed_on(
     q, k, v = qkv(torch.bfloat16)
     out, seen = torch.full((2, 5, 3, 8), 0.5, dtype=torch.bfloat16), []
     install(monkeypatch, backend, stand_in(seen, returns=(out, torch.zeros(2, 3, 5)) if wrapped else out))
-    with attention_settings(AttentionSettings(backend=backend)):
+    with block_settings(BlockSettings(backend=backend)):
         assert attend(q, k, v, name="self", dropout=dropout) is out
     ((*shapes, given_q, given_k, given_v, given_options),) = seen
     assert shapes == [(2, 5, 3, 8), (2, 7, 3, 8), (2, 7, 3, 8)]  # batch, tokens, heads, head_dim
@@ -113,7 +113,7 @@ def test_a_library_is_called_with_the_device_of_its_tensors_current(monkeypatch,
         return q
 
     install(monkeypatch, backend, kernel)
-    with FakeTensorMode(), attention_settings(AttentionSettings(backend=backend)):
+    with FakeTensorMode(), block_settings(BlockSettings(backend=backend)):
         attend(*(torch.empty(2, 5, 3, 8, dtype=torch.bfloat16, device="cuda:1") for _ in range(3)), name="self")
     assert seen == [torch.device("cuda", 1)] and entered == [torch.device("cuda", 1), None]
 
@@ -124,7 +124,7 @@ def test_a_kernel_is_not_asked_for_what_it_has_not(monkeypatch, on_any_device, b
     monkeypatch.setitem(BACKENDS, backend, entry)
     asked = [] if entry.takes_mask else [{"padding_mask": torch.ones(2, 7, dtype=torch.bool)}]
     asked += [] if entry.takes_dropout else [{"dropout": 0.1}]
-    with attention_settings(AttentionSettings(backend=backend)):
+    with block_settings(BlockSettings(backend=backend)):
         for given in asked:
             with pytest.raises(UserError, match=f"{backend}.*use sdpa"):
                 attend(*qkv(torch.bfloat16), name="self", **given)
@@ -146,7 +146,7 @@ def test_sdpa_is_held_to_one_kernel_and_let_go_again(monkeypatch, on_any_device,
 
     monkeypatch.setattr(attention_backends, "sdpa_kernel", seen)
     before = enabled_kernels()
-    with attention_settings(AttentionSettings(backend=backend)):
+    with block_settings(BlockSettings(backend=backend)):
         if which is SDPBackend.MATH:
             assert torch.allclose(attend(*qkv(), name="self"), attention_backends._sdpa(*qkv(), None, 0.0), atol=1e-6)
         elif which is SDPBackend.FLASH_ATTENTION:
@@ -170,7 +170,7 @@ def test_devices_that_recompute_at_once_do_not_undo_each_others_choice_of_a_kern
     before = enabled_kernels()
 
     def work(name: str) -> None:
-        with attention_settings(AttentionSettings(backend=name)):
+        with block_settings(BlockSettings(backend=name)):
             for _ in range(200):
                 attend(*qkv(torch.bfloat16), name="self")
 
@@ -193,7 +193,7 @@ def test_varlen_gets_the_keys_that_may_be_seen_packed(monkeypatch, on_any_device
     q, k, v = (t.requires_grad_() for t in qkv(torch.float64))
     mask = torch.tensor([[True] * 7, [False, True, True, True, True, False, False]]) if masked else None
     out, expected = None, attend(q, k, v, name="self", padding_mask=mask)
-    with attention_settings(AttentionSettings(backend="varlen")):
+    with block_settings(BlockSettings(backend="varlen")):
         out = attend(q, k, v, name="self", padding_mask=mask)
     assert torch.allclose(out, expected, rtol=0, atol=1e-14)
     gradients = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
@@ -209,7 +209,7 @@ def test_flex_sees_no_masked_key(monkeypatch, on_any_device, masked):
     q, k, v = (t.contiguous() for t in qkv())
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3]) if masked else None
     expected = attend(q, k, v, name="self", padding_mask=mask)
-    with torch.no_grad(), attention_settings(AttentionSettings(backend="flex")):
+    with torch.no_grad(), block_settings(BlockSettings(backend="flex")):
         assert torch.allclose(attend(q, k, v, name="self", padding_mask=mask), expected, rtol=0, atol=1e-6)
 
 
@@ -221,7 +221,7 @@ def test_flex_never_runs_eagerly_behind_the_last_graph_that_it_may_make(monkeypa
     monkeypatch.setattr(attention_backends, "_compiled_flex", lambda: kernel)
     torch._dynamo.reset()
     try:
-        with torch.no_grad(), attention_settings(AttentionSettings(backend="flex")):
+        with torch.no_grad(), block_settings(BlockSettings(backend="flex")):
             q, k, v = (t.contiguous() for t in qkv())
             attend(q, k, v, name="self")
             assert torch._dynamo.config.recompile_limit == 8
@@ -249,12 +249,12 @@ def test_on_a_gpu_every_installed_backend_agrees_with_the_math_kernel_in_fp32(ba
     given = [torch.randn(shape, generator=random).bfloat16().to(dtype) for _ in range(3)]
     mask = torch.arange(160)[None] < torch.tensor([[160], [96]]) if masked else None
     truth = [t.float().requires_grad_() for t in given]
-    with attention_settings(AttentionSettings(backend="sdpa_math")):
+    with block_settings(BlockSettings(backend="sdpa_math")):
         expected = attend(*truth, name="self", padding_mask=mask)
     expected_gradients = torch.autograd.grad(expected.square().mean(), truth)
     there = [t.to(gpu.device).requires_grad_() for t in given]
     try:
-        with attention_settings(AttentionSettings(backend=backend)):
+        with block_settings(BlockSettings(backend=backend)):
             out = attend(*there, name="self", padding_mask=None if mask is None else mask.to(gpu.device))
     except UserError as refused:
         pytest.skip(str(refused))  # this GPU has no such kernel

@@ -21,7 +21,7 @@ from ditkit_core.engine.run_block import Body, run_block
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend, Kernel
-from ditkit_core.nn.context import AttentionCalls, AttentionSettings, counted_calls
+from ditkit_core.nn.context import AttentionCalls, BlockSettings, counted_calls
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 from ditkit_core.training.checkpoint import latest
@@ -149,7 +149,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Seen]
                 block,
                 carry,
                 policy=parse_policy(policy),
-                settings=AttentionSettings(backend="counted"),
+                settings=BlockSettings(backend="counted"),
                 name=f"block {index}",
             )
         forward = count

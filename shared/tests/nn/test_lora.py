@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.nn import lora as lora_linear
-from ditkit_core.nn.context import AttentionSettings, as_on, attention_settings
+from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.lora import _cross_terms, _on_tensor_cores, _parts, low_rank_sum
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
@@ -210,7 +210,7 @@ class DtypesOfLarge(TorchDispatchMode):
 def test_a_result_that_a_checkpoint_keeps_by_name_is_not_overwritten(keeps, monkeypatch):
     result, x = torch.randn(6, 8).bfloat16(), torch.randn(6, 4).bfloat16()
     before = result.clone()
-    with as_on_a_gpu(monkeypatch), attention_settings(AttentionSettings(keeps_results=keeps)):
+    with as_on_a_gpu(monkeypatch), block_settings(BlockSettings(keeps_results=keeps)):
         out = low_rank_sum(x, torch.randn(2, 4), torch.randn(8, 2), 1.0, lambda: result)
     assert torch.equal(result, before) == keeps and (out.data_ptr() != result.data_ptr()) == keeps
 

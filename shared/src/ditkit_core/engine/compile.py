@@ -38,7 +38,7 @@ from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.selective_ac import KeptOps, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention_backends import BACKENDS, MOST_GRAPHS
-from ditkit_core.nn.context import AttentionSettings, calls_in_force, traced_settings
+from ditkit_core.nn.context import BlockSettings, calls_in_force, traced_settings
 
 KEY = "train.compile"
 DEFAULT = "inductor"
@@ -144,10 +144,9 @@ class CompiledRunner:
         # is run once without memory.
         if (calls := calls_in_force()) is not None and (type(block), policy) not in calls.traced:
             calls.traced.add((type(block), policy))
-            check_traced(
-                block, carry, partial(replace(self.eager, attention="sdpa"), index, policy=policy, device=device)
-            )
-        attention = self.eager.attention
+            plain = EagerRunner(replace(self.eager.settings, backend="sdpa"))
+            check_traced(block, carry, partial(plain, index, policy=policy, device=device))
+        attention = self.eager.settings.backend
         after = run_compiled(block, carry, policy=policy, attention=attention, backend=self.backend, device=device)
         return eager(block, carry) if after is None else after
 
@@ -169,7 +168,7 @@ def run_compiled(
     Raises:
         UserError: If torch cannot compile the block, or would compile it for too many kinds of input.
     """
-    settings = AttentionSettings(backend=attention, keep=policy.kept_attention)
+    settings = BlockSettings(backend=attention, keep=policy.kept_attention)
     kind: Any = type(block)
     function, places = _compiled(kind, policy, backend, device), tuple(_crossing(carry))
     try:

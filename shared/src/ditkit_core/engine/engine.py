@@ -28,7 +28,7 @@ from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compile
 from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.models.precision import autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.context import calls_in_force
+from ditkit_core.nn.context import BlockSettings, calls_in_force
 
 POLICIES = ("none", "full", "attn_only")
 """The policies that every other lever is tested with; `ac_schedule` has all of them."""
@@ -66,7 +66,7 @@ class BlockEngine:
     @cached_property
     def runner(self) -> BlockRunner:
         """Runs a single block."""
-        eager = EagerRunner(self.backend, self.kernels)
+        eager = EagerRunner(BlockSettings(backend=self.backend, kernels=self.kernels))
         return CompiledRunner(eager, backend_of(self.compile)) if self.compile else eager
 
     def __call__(self, model: StagedModel, inputs: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.engine.selective_ac import GeneratorHook, Region, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.context import AttentionSettings, attention_settings, calls_in_force, scope_set
+from ditkit_core.nn.context import BlockSettings, block_settings, calls_in_force, scope_set
 from ditkit_core.nn.remat import RecomputeDone, RecomputeScope
 
 Body = Callable[..., tuple[Tensor, ...]]
@@ -139,20 +139,16 @@ class Replayed:
 class EagerRunner:
     """Runs a block operation by operation."""
 
-    attention: str
-    """The attention backend."""
-    kernels: str = "torch"
-    """What runs elementwise work: `torch` or `triton`."""
+    settings: BlockSettings
 
     def __call__(
         self, index: int, block: nn.Module, carry: Any, *, policy: BlockPolicy, device: torch.device | None
     ) -> Any:
-        settings = AttentionSettings(backend=self.attention, kernels=self.kernels)
-        return run_block(block, carry, policy=policy, settings=settings, name=f"block {index}")
+        return run_block(block, carry, policy=policy, settings=self.settings, name=f"block {index}")
 
 
 def run_block(
-    block: nn.Module, carry: Any, *, policy: BlockPolicy, settings: AttentionSettings | None = None, name: str
+    block: nn.Module, carry: Any, *, policy: BlockPolicy, settings: BlockSettings | None = None, name: str
 ) -> Any:
     """Run one block under a policy: carry in, carry out.
 
@@ -167,9 +163,9 @@ def run_block(
     Returns:
         The block's carry. Tensors that the block passed on unchanged keep their identity.
     """
-    settings = settings or AttentionSettings()
+    settings = settings or BlockSettings()
     if not policy.recomputes or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
-        with attention_settings(settings):
+        with block_settings(settings):
             return block(carry)
     calls = calls_in_force()
     if calls is not None and policy.kept_attention is not None:
@@ -193,7 +189,7 @@ class _BlockBody:
         after: The leaves of the block's output carry, with markers in place of tensors.
     """
 
-    def __init__(self, block: nn.Module, settings: AttentionSettings, outline: Sequence[Any], spec: TreeSpec):
+    def __init__(self, block: nn.Module, settings: BlockSettings, outline: Sequence[Any], spec: TreeSpec):
         self._block, self._settings, self._outline, self._spec = block, settings, outline, spec
         # The hooks below the checkpoint's own: they may offload a result, and `RecomputeScope` has to pass results through them itself.
         self._scope = RecomputeScope(torch._C._autograd._top_saved_tensors_default_hooks(True))
@@ -214,7 +210,7 @@ class _BlockBody:
     def _forward(self, inner: Any, tensors: Sequence[Tensor]) -> list[Any]:
         # The settings are entered inside the body: autograd recomputes on threads of its own, which do not see a setting that was made
         # around the forward.
-        with attention_settings(self._settings), scope_set(self._scope), self._scope:
+        with block_settings(self._settings), scope_set(self._scope), self._scope:
             after, self.after_spec = tree_flatten(self._block(inner))
         # Tensors that the block passed on unchanged keep their identity and do not cross the checkpoint: as results of it they
         # would be new tensors, and offloading could not tell that the carry still has them.
@@ -228,7 +224,7 @@ class _BlockBody:
     def _recompute(self, inner: Any) -> list[Any] | None:
         """The leaves again; None where the recompute was left at its declared end."""
         try:
-            with attention_settings(replace(self._settings, recomputing=True)), scope_set(self._scope):
+            with block_settings(replace(self._settings, recomputing=True)), scope_set(self._scope):
                 return tree_flatten(self._block(inner))[0]
         except RecomputeDone:
             return None

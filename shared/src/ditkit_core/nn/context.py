@@ -3,8 +3,8 @@
 A block gets its inputs in the carry, and a layer in its arguments. Five things cannot travel that way: they belong to the engine or the
 planner, and are read in calls of `attend`, or of a product, deep inside model code that has no access to an engine.
 
-- How attention and elementwise work run, and whether a checkpoint keeps attention. A ContextVar that the engine sets *inside* the function that it checkpoints:
-  autograd recomputes on threads of its own, which do not see a setting that was made outside.
+- How attention and elementwise work run, and whether a checkpoint keeps attention. A ContextVar that the engine sets *inside* the
+  function that it checkpoints: autograd recomputes on threads of its own, which do not see a setting that was made outside.
 - What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set in the same place.
 - The counter of attention calls in a first step. A ContextVar that is set around a step.
 - CUDA's current device, which kernels that are not torch's own are launched on. It belongs to a thread, so it is set around each launch.
@@ -106,7 +106,7 @@ def scope_set(scope: Any) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSettings:
+class BlockSettings:
     """How attention and elementwise work run in a block."""
 
     backend: str = "sdpa"
@@ -125,25 +125,25 @@ class AttentionSettings:
         return self.keep is not None and (not self.keep or name in self.keep)
 
 
-_DEFAULT = AttentionSettings()
-_settings: ContextVar[AttentionSettings] = ContextVar("attention_settings", default=_DEFAULT)
+_DEFAULT = BlockSettings()
+_settings: ContextVar[BlockSettings] = ContextVar("block_settings", default=_DEFAULT)
 _traced = [_DEFAULT]
 """A stack of settings for compiled code, which reads the last: up to torch 2.11 the compiler cannot read a ContextVar. It runs no Python in a
 backward, so other threads never read this."""
 
 
-def settings_in_force() -> AttentionSettings:
-    """The settings of the enclosing `attention_settings`, in compiled code those of `traced_settings`, or else the defaults."""
+def settings_in_force() -> BlockSettings:
+    """The settings of the enclosing `block_settings`, in compiled code those of `traced_settings`, or else the defaults."""
     # The compiler guards on the list's value, so other settings make another graph.
     return _traced[-1] if torch.compiler.is_compiling() else _settings.get()
 
 
-def traced_settings(settings: AttentionSettings) -> AbstractContextManager[None]:
+def traced_settings(settings: BlockSettings) -> AbstractContextManager[None]:
     """Set the settings of compiled code that is called inside the `with` block."""
     return _pushed(_traced, settings)
 
 
-def attention_settings(settings: AttentionSettings) -> AbstractContextManager[None]:
+def block_settings(settings: BlockSettings) -> AbstractContextManager[None]:
     """Set the settings of `attend` calls inside the `with` block."""
     return _set(_settings, settings)
 

@@ -36,7 +36,7 @@ from ditkit_core.models.protocol import StagedModel, run_plain
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import attention
 from ditkit_core.nn.attention_backends import BACKENDS
-from ditkit_core.nn.context import AttentionSettings, attention_settings
+from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.run.prepare import check_item
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.combinations import NIGHTLY_FOR_VARIANTS, ONE_IN_TWO, every_pair, every_value
@@ -152,7 +152,7 @@ class CoreChecks:
             )
             for block in model.blocks():
                 names.clear()
-                with attention_settings(AttentionSettings(keep=())):
+                with block_settings(BlockSettings(keep=())):
                     carry = block(carry)
                 assert len(names) == len(set(names)), names
 

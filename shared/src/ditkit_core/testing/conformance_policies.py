@@ -25,7 +25,7 @@ from ditkit_core.engine.op_names import SETS
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import attention
-from ditkit_core.nn.context import AttentionSettings, attention_settings
+from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
@@ -288,8 +288,8 @@ def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection
 
     ends = [layer for name, layer in block.named_modules() if name in last_layers]
     hooks = [hook for x in ends for hook in (x.register_forward_pre_hook(entered), x.register_forward_hook(left))]
-    settings = AttentionSettings(backend=backend, keep=())
-    with pytest.MonkeyPatch.context() as patch, Arithmetic() as count, attention_settings(settings):
+    settings = BlockSettings(backend=backend, keep=())
+    with pytest.MonkeyPatch.context() as patch, Arithmetic() as count, block_settings(settings):
         patch.setattr(attention, "remat", Regions)
         with saved_tensors_hooks(note, lambda tensor: tensor):
             carry = block(carry)

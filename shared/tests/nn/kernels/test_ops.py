@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ditkit_core.errors import UserError
-from ditkit_core.nn.context import AttentionSettings, attention_settings
+from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.functional import gated_unit
 from ditkit_core.nn.kernels import launch, ops
 from ditkit_core.planner.memory_tracker import fake_tensors
@@ -34,13 +34,13 @@ def test_fake_tensors_get_the_kernels_results():
         assert (out.shape, out.dtype) == ((2, 5, 2, 12), torch.bfloat16)
         out.sum().backward()
         assert (x.grad.dtype, weight.grad.dtype, weight.grad.shape) == (torch.bfloat16, torch.float32, (24,))
-        with attention_settings(AttentionSettings(kernels="triton")):
+        with block_settings(BlockSettings(kernels="triton")):
             assert "GatedUnit" in gated_unit(x).grad_fn.name()
             assert gated_unit(x).shape == (2, 5, 12)
 
 
 def test_a_cpu_runs_torch_whatever_the_setting():
-    with attention_settings(AttentionSettings(kernels="triton")):
+    with block_settings(BlockSettings(kernels="triton")):
         y = gated_unit(torch.ones(2, 4, requires_grad=True))
     assert torch.equal(y, torch.nn.functional.silu(torch.ones(2, 2)))
 
