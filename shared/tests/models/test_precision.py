@@ -29,6 +29,7 @@ from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
+from ditkit_core.testing.world import make_model, outcome
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.optimizers import OPTIMIZERS, OptimConfig
@@ -270,6 +271,6 @@ def test_an_engine_has_matmuls_sum_in_fp32() -> None:
     torch.backends.cudnn.allow_tf32 = True
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
     matmul.allow_fp16_accumulation = True
-    BlockEngine()
+    outcome(TOY, make_model(TOY, ToyArch(depth=1)), toy_items(1), BlockEngine())
     assert not (matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction)
     assert not (matmul.allow_fp16_accumulation or matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)

@@ -56,7 +56,6 @@ class BlockEngine:
 
     def __post_init__(self) -> None:
         check_compiled(backend_of(self.compile), self.schedule.distinct, attention=self.backend)
-        compute_fp32_in_fp32()
 
     @cached_property
     def schedule(self) -> ACSchedule:
@@ -70,6 +69,7 @@ class BlockEngine:
         return CompiledRunner(eager, backend_of(self.compile)) if self.compile else eager
 
     def __call__(self, model: StagedModel, inputs: Any) -> Any:
+        compute_fp32_in_fp32()  # of the process: another's training loop, or a benchmark, calls no command that does
         blocks = model.blocks()
         devices = [device_of(block) for block in blocks]
         # Without a backward nothing is kept. A schedule may also name devices of the training that this machine lacks.

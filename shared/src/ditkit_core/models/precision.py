@@ -257,7 +257,7 @@ def compute_fp32_in_fp32() -> None:
 
     TF32 keeps only ten bits of the mantissa. torch enables it for convolutions by default, which would round every latent, and any library
     may enable it for matmuls. Where cuBLAS divides a long sum among several blocks of threads, torch lets it add the parts in the
-    matrices' own dtype. `BlockEngine` and the commands call this, once per process, because autograd's threads share it. It uses the
+    matrices' own dtype. `BlockEngine` calls this before each forward and a command at its start; autograd's threads share it. It uses the
     older of torch's two interfaces: after the newer one is written, torch's own reads of the older one raise.
     """
     import torch
