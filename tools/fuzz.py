@@ -11,6 +11,7 @@ is 1 if there was a fault.
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import os
@@ -34,10 +35,11 @@ sys.path[:0] = [str(ROOT / "tools"), *map(str, (ROOT / "shared/tests/support", R
 if __name__ == "__main__":  # before the libraries read it
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+import av
 import torch
 from hostile import CommandFailed, Kind
 
-from ditkit_core.errors import UserError, printable
+from ditkit_core.errors import EnvironmentFault, UserError, printable
 from ditkit_core.io.memory import is_host_allocation
 from fuzz_models import ALL_KINDS
 
@@ -64,7 +66,14 @@ class Row:
 def is_shortage(error: BaseException | None) -> bool:
     """Whether memory was asked for that is not there, perhaps within another error."""
     while error is not None:
-        if isinstance(error, MemoryError) or is_host_allocation(str(error)) or "out of memory" in str(error):
+        if type(error) is EnvironmentFault:  # not of a dependency that is missing
+            return True
+        # Of libav's error, the reader judges whether memory is short.
+        if (
+            (isinstance(error, MemoryError) and not isinstance(error, av.FFmpegError))
+            or is_host_allocation(str(error))
+            or "out of memory" in str(error)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -106,6 +115,7 @@ def child(name: str, seeds: range, folder: Path, pipe: int) -> None:
     torch.set_num_threads(1)
     kind = ALL_KINDS[name]()
     kind.prepare(folder)
+    gc.freeze()  # releasing memory would go through all that is imported, at every case
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))

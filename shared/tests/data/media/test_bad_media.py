@@ -15,9 +15,9 @@ from media_files import noisy_video, numbered_video, picture, sound_only, trunca
 from one_line import assert_one_line
 from PIL import Image
 
-from ditkit_core.data.media import clip
+from ditkit_core.data.media import clip, files
 from ditkit_core.data.media.clip import available, probe, read_clip
-from ditkit_core.errors import EnvironmentFault
+from ditkit_core.errors import EnvironmentFault, UserError
 
 
 def missing(path: Path) -> None:
@@ -177,9 +177,23 @@ def test_a_shortage_of_the_machine_is_no_fault_of_the_file(
             av.error.err_check(-number, str(path))  # as PyAV reports what libav returns
         raise OSError(number, os.strerror(number))
 
+    monkeypatch.setattr(files, "can_allocate", lambda num_bytes: False)
     monkeypatch.setattr(*((av, "open") if name == "clip.mp4" else (Image, "open")), short)
     with pytest.raises(EnvironmentFault, match=r"not because of its content; (stop other programs|check the disk)"):
         read_clip(path, frames=1, fps=16.0, height=16, width=16)
+
+
+@pytest.mark.parametrize("count", [2**28 - 1, 2**32 - 1])
+def test_a_table_that_no_memory_could_hold_is_a_fault_of_the_file(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "clip.mp4"
+    data = bytearray(numbered_video(path).read_bytes())
+    place = data.index(b"stts") + 8  # the number of entries of the table of times
+    data[place : place + 4] = count.to_bytes(4, "big")
+    path.write_bytes(data)
+    assert_one_line(lambda: probe(path), "clip.mp4 cannot be read as a video", "re-encode it")
+    with pytest.raises(UserError) as caught:
+        probe(path)
+    assert not isinstance(caught.value, EnvironmentFault)
 
 
 @pytest.mark.parametrize("size", [(1, 1500), (30000, 2)])

@@ -1,6 +1,7 @@
 """Opening the files of a dataset: each is a regular file inside its folder, and no larger than a file of its kind can be."""
 
 import errno
+import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,15 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
         raise EnvironmentFault(
             f"{path} cannot be read because {what} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
         ) from error
+
+
+def can_allocate(num_bytes: int) -> bool:
+    """Whether the system grants this much memory, which is not touched."""
+    try:
+        mmap.mmap(-1, num_bytes).close()
+    except OSError:
+        return False
+    return True
 
 
 def status(path: Path) -> os.stat_result | None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ditkit_core.data.media import files
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import tonemap as hdr
 from ditkit_core.data.media.decoder import decoder
-from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.keyframes import SeekPoint, find_entry
 from ditkit_core.data.media.timestamps import SLACK_SECONDS, Timeline
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _MOST_PIXELS = 2**26
 """Largest frame: twice 8K. Lower than for still images, because decoding keeps several copies of a frame, with 16 bits per channel for HDR."""
+_LIBAV_BYTES = 2**31
+"""What libav allocates at once, unless a program allows more."""
 _LONGEST_SHOWN = 600.0
 """Longest average display time of a frame in seconds: with damaged timestamps a file could seem days long and give millions of windows."""
 
@@ -67,8 +69,9 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
             stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except (av.FFmpegError, OSError) as error:
-        if isinstance(error, OSError | MemoryError):
-            refuse_shortage(path, error)
+        # libav says the same of a count in the file that no memory could hold: it allocates at most 2 GiB at once.
+        if isinstance(error, OSError) or (isinstance(error, MemoryError) and not files.can_allocate(_LIBAV_BYTES)):
+            files.refuse_shortage(path, error)
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
         raise UserError(f"{path} {reason}; re-encode it (ffmpeg -i IN OUT.mp4) or remove it") from error
 
