@@ -188,7 +188,7 @@ def test_identity_follows_the_weights_and_needs_no_loading(narrow_vae: Path, tmp
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("latents_mean", "x"), ("latents_std", [1.0] * 3), ("latents_std", None), ("patch_size", {}), ("patch_size", "x"), ("patch_size", 2**63), ("scale_factor_spatial", 0)],
+    [("latents_mean", "x"), ("latents_std", [1.0] * 3), ("latents_std", None), ("patch_size", {}), ("patch_size", "x"), ("patch_size", 2**63), ("patch_size", -1), ("scale_factor_spatial", 0)],
 )  # fmt: skip
 def test_a_value_that_the_library_reads_only_in_use_is_found_when_loading(
     narrow_vae: Path, tmp_path: Path, key: str, value: Any

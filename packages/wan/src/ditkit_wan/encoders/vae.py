@@ -94,7 +94,7 @@ class VaeEncoder:
         patch = 1 if vae.config.patch_size is None else vae.config.patch_size
         for size in (*self.strides, patch):
             Fraction(1, size)
-        if vae.config.in_channels != 3 * patch**2:
+        if patch < 1 or vae.config.in_channels != 3 * patch**2:
             raise ValueError(f"patch_size is {patch}, and in_channels {vae.config.in_channels}")
 
     @torch.no_grad()
