@@ -1,12 +1,10 @@
 """tools/measure_demo_flux2.py: its judge on generated images, and one seed of its measurement."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from ditkit_flux2.demo.media import DemoImage, paint_shapes, render
+from measured_demos import check_taught
 from workspace import ROOT
 
 
@@ -29,10 +27,4 @@ def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkey
 
 @pytest.mark.slow
 def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "measure_demo_flux2.py"), "--seeds", "0", "--images", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| 0 ")]
-    right = {(row[1], row[2]): int(row[4].removesuffix(" %")) for row in rows}
-    assert right["new", "before"] <= 10 and right["new", "after"] >= 80
-    assert right["known", "before"] >= 80 and right["known", "after"] >= 80
+    check_taught("measure_demo_flux2.py", images=4)

@@ -1,12 +1,10 @@
 """tools/measure_demo_wan.py: its judge on generated clips, and one seed of its measurement."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from ditkit_wan.demo.media import FRAMES, SIDE, caption, moving
+from measured_demos import check_taught
 from workspace import ROOT
 
 
@@ -26,10 +24,4 @@ def test_the_judge_is_right_about_generated_clips_and_sees_what_is_wrong(monkeyp
 
 @pytest.mark.slow
 def test_the_demo_teaches_the_new_motion_and_keeps_the_known_ones() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "measure_demo_wan.py"), "--seeds", "0", "--images", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| 0 ")]
-    motion = {(row[1], row[2]): int(row[4].removesuffix(" %")) for row in rows}
-    assert motion["new", "before"] <= 10 and motion["new", "after"] >= 80
-    assert motion["known", "before"] >= 80 and motion["known", "after"] >= 80
+    check_taught("measure_demo_wan.py", images=3)

@@ -4,13 +4,8 @@ For each seed it runs the demo as it is, but with other prompts and more samples
 training. No image of the demo shows what these prompts ask for. A sample is right in a part if `judge` finds what the prompt says.
 """
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -22,6 +17,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
+from demo_runs import measure
 from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
 from ditkit_flux2.demo.media import EXAMPLES, HELD_OUT, KNOWN, NEW, PLACES, SIDE, DemoImage, paint_shapes, render
 
@@ -112,30 +108,11 @@ def judge_of_truth() -> str:
     return row("generated images", "all", "-", wanted, shown)
 
 
-def run_demo(folder: Path, seed: int, looks: Sequence[Look], images: int, flags: Sequence[str]) -> tuple[float, str]:
-    """The demo with other prompts, by its command; returns its minutes and its verdict."""
-    command = [sys.executable, "-c", "from ditkit_flux2.cli import train; raise SystemExit(train())", "--demo"]
-    command += ["--run.folder", str(folder), "--train.seed", str(seed), "--sample.seed", str(1000 * seed)]
-    command += [
-        "--sample.prompts",
-        json.dumps([look.caption for look in looks]),
-        "--sample.images",
-        str(images),
-        *flags,
-    ]
-    began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    verdicts = [line for line in done.stdout.splitlines() if line.startswith("validation loss")]
-    return (time.monotonic() - began) / 60, verdicts[-1]
-
-
-def rows(folder: Path, seed: int, prompts: Mapping[str, Sequence[Look]]) -> list[str]:
+def rows(folder: Path, seed: int) -> list[str]:
     """The rows of one run: each kind of place, before and after training."""
     files = sorted((folder / "samples").glob("step-*.json"))
     lines = []
-    for (place, looks), (training, file) in product(prompts.items(), (("before", files[0]), ("after", files[-1]))):
+    for (place, looks), (training, file) in product(prompts().items(), (("before", files[0]), ("after", files[-1]))):
         asked = {look.caption: look for look in looks}
         samples = [each for each in json.loads(file.read_text(encoding="utf-8"))["samples"] if each["prompt"] in asked]
         images = [np.array(Image.open(folder / "samples" / each["file"])) for each in samples]
@@ -144,27 +121,6 @@ def rows(folder: Path, seed: int, prompts: Mapping[str, Sequence[Look]]) -> list
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--images", type=int, default=6, help="samples of each prompt, before and after training")
-    parser.add_argument("--folder", type=Path, help="where to keep the runs")
-    options, flags = parser.parse_known_args()
-    print(f"{HEADINGS}\n{judge_of_truth()}", flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        minutes, verdicts = [], []
-        for seed in options.seeds:
-            folder = (options.folder or Path(temporary)) / f"seed-{seed}"
-            asked = prompts()
-            looks = [look for each in asked.values() for look in each]
-            took, verdict = run_demo(folder, seed, looks, options.images, ["--sample.every_steps", "1000", *flags])
-            minutes.append(took)
-            verdicts.append(f"- seed {seed}: {verdict}")
-            print("\n".join(rows(folder, seed, asked)), flush=True)
-    each_run = ", ".join(f"{each:.1f}" for each in minutes)
-    print("\nWhat each run said at its end:\n\n" + "\n".join(verdicts))
-    print(f"\nMinutes of each run, with {len(looks) * options.images} samples before and after: {each_run}")
-
-
 if __name__ == "__main__":
-    main()
+    texts = [look.caption for looks in prompts().values() for look in looks]
+    measure(str(__doc__), "flux2", texts, lambda: f"{HEADINGS}\n{judge_of_truth()}", rows)

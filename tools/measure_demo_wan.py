@@ -7,13 +7,8 @@ outline in the middle frame covers the caption's shape best, by an intersection 
 generated clips first.
 """
 
-import argparse
 import json
 import math
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from demo_runs import measure
 from ditkit_core.data.media.clip import stored_images
 from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
 from ditkit_wan.demo.media import CLIPS, DIRECTIONS, FPS, FRAMES, NEW, SIDE, UNSEEN, Scene, caption, moving
@@ -118,19 +114,6 @@ def judge_of_truth() -> dict[str, float]:
     return rates(looks, [judge(np.round(clip)) for clip in clips])
 
 
-def run_demo(folder: Path, seed: int, images: int, flags: Sequence[str]) -> float:
-    """The demo with the measured prompts, by its command; returns its minutes."""
-    texts = json.dumps([caption(*look) for looks in prompts() for look in looks])
-    command = [sys.executable, "-c", "from ditkit_wan.cli import train; raise SystemExit(train())", "--demo"]
-    command += ["--run.folder", str(folder), "--train.seed", str(seed), "--sample.seed", str(1000 * seed)]
-    command += ["--sample.prompts", texts, "--sample.images", str(images), *flags]
-    began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    return (time.monotonic() - began) / 60
-
-
 def samples_of(folder: Path, step: int) -> dict[str, list[Look]]:
     """What the samples of a step show, by prompt."""
     listed = json.loads((folder / "samples" / f"step-{step:06d}.json").read_text(encoding="utf-8"))["samples"]
@@ -155,27 +138,14 @@ def rows(folder: Path, seed: int) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--images", type=int, default=6, help="samples of each of the eight prompts, before and after")
-    parser.add_argument("--folder", type=Path, help="where to keep the runs")
-    options, flags = parser.parse_known_args()
-    truth = judge_of_truth()
-    print("The judge on generated clips: " + ", ".join(f"{name} {100 * rate:.0f} %" for name, rate in truth.items()))
-    print("\n| seed | motion | samples | number | motion right | colour right | shape right | all right |")
-    print("|---|---|---|---:|---:|---:|---:|---:|", flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        minutes = []
-        for seed in options.seeds:
-            folder = (options.folder or Path(temporary)) / f"seed-{seed}"
-            minutes.append(run_demo(folder, seed, options.images, flags))
-            print("\n".join(rows(folder, seed)), flush=True)
-    print(
-        f"\nMinutes of each run, with its {16 * options.images} samples: "
-        + ", ".join(f"{each:.1f}" for each in minutes)
-    )
+def head() -> str:
+    """The judge's own rates, and the table's head."""
+    rates_of_truth = ", ".join(f"{name} {100 * rate:.0f} %" for name, rate in judge_of_truth().items())
+    return f"""The judge on generated clips: {rates_of_truth}
+
+| seed | motion | samples | number | motion right | colour right | shape right | all right |
+|---|---|---|---:|---:|---:|---:|---:|"""
 
 
 if __name__ == "__main__":
-    main()
+    measure(str(__doc__), "wan", [caption(*look) for looks in prompts() for look in looks], head, rows)

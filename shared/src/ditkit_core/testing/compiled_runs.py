@@ -17,10 +17,15 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 0.1}
 eager blocks round between operations where a fused loop stays in fp32, so that values differ by a few of bf16's steps of 2^-8."""
 
 
-def printed(script: Path | str, *arguments: str, folder: Path | None = None, timeout: int = 280) -> Any:
-    """Run a script, or a module by name, and parse the last line that it prints as JSON; `folder` is its working folder and import path."""
+def printed(
+    script: Path | str, *arguments: str, folder: Path | None = None, timeout: int = 280, **variables: str
+) -> Any:
+    """Run a script, or a module by name, and parse the last line that it prints as JSON; `folder` is its working folder and import path.
+
+    `variables` are those of its environment besides this process's own.
+    """
     named = ["-m", script] if isinstance(script, str) else [str(script)]
-    env = os.environ if folder is None else os.environ | {"PYTHONPATH": str(folder / SUPPORT)}
+    env = os.environ | variables | ({} if folder is None else {"PYTHONPATH": str(folder / SUPPORT)})
     command = [sys.executable, *named, *arguments]
     ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, cwd=folder, env=env)
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -41,15 +46,25 @@ def variants_of(folder: Path) -> dict[str, str]:
     }
 
 
-def by_variant(work: str, folder: Path, names: Collection[str], **options: Any) -> dict[str, Any]:
-    """The results of one of `compiled_conformance`'s works, by variant."""
+def by_variant(
+    work: str, folder: Path, names: Collection[str], *, module: str = "compiled_conformance", **options: Any
+) -> dict[str, Any]:
+    """The results of one of the works of a module of `ditkit_core.testing`, by variant; no work's name is needed where there is one."""
     modules = variants_of(folder)
     wanted = dict.fromkeys(modules[name] for name in names)
-    found = printed(
-        "ditkit_core.testing.compiled_conformance", work, ",".join(wanted), ",".join(names), folder=folder, **options
-    )
+    arguments = [*([work] if work else []), ",".join(wanted), ",".join(names)]
+    found = printed(f"ditkit_core.testing.{module}", *arguments, folder=folder, **options)
     assert found.keys() == set(names)
     return dict(found)
+
+
+def check_kernels(folder: Path, names: Collection[str]) -> None:
+    """Check the Triton kernels in the blocks of some variants: numbers close to torch's, and bitwise the same under every policy."""
+    found = by_variant("", folder, names, module="kernel_conformance", timeout=1200, TRITON_INTERPRET="1")
+    for name, trained in found.items():
+        for under in trained.values():
+            # Other last bits show that the kernels ran.
+            assert under["equal"] and under["differs"] and under["from_torch"] <= TOLERANCES["float32"], (name, found)
 
 
 def check_variants(folder: Path, names: Collection[str]) -> None:
