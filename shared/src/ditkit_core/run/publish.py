@@ -1,6 +1,5 @@
 """Uploads exported files with a model card and samples, or shows the card."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ def _rows(about: Mapping[str, Any]) -> list[dict[str, str]]:
 def _num_samples(run: RunFolder) -> int | None:
     """Number of samples that the run trained on; None if nothing says so."""
     try:
-        found = json.loads(run.about.read_text(encoding="utf-8"))["data"]
+        found = read_json_object(run.about)["data"]
         return int(found["samples"]) - len(found["held_out"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, ValueError, KeyError, TypeError):
         return None
