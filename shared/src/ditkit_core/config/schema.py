@@ -11,6 +11,7 @@ import itertools
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from ditkit_core.config.field import Holds, Resume
@@ -36,6 +37,11 @@ class ConfigField:
 
 def config_fields(tree: type) -> Mapping[str, ConfigField]:
     """The keys of a tree, in order of declaration."""
+    return _config_fields(tree)
+
+
+@functools.cache
+def _config_fields(tree: type) -> Mapping[str, ConfigField]:
     described = {}
     for section, section_type in config_sections(tree).items():
         hints, docs = get_type_hints(section_type), field_docs(section_type)
@@ -53,7 +59,7 @@ def config_fields(tree: type) -> Mapping[str, ConfigField]:
                 formerly=tuple(f"{section}.{name}" for name in field.metadata["formerly"]),
                 doc=docs.get(field.name, ""),
             )
-    return described
+    return MappingProxyType(described)
 
 
 def renamed_keys(tree: type) -> Mapping[str, str]:

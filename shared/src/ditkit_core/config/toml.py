@@ -5,6 +5,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,15 @@ def to_toml(
     lines = {section: [f"[{section}]"] for section in config_sections(tree)}
     for key, field in config_fields(tree).items():
         section, name = key.split(".")
-        lines[section] += textwrap.wrap(field.doc, 110, initial_indent="# ", subsequent_indent="# ")
+        lines[section] += _comment(field.doc)
         # TOML has no null: an optional value that is not set becomes a comment.
         lines[section].append(f"# {name} =" if values[key] is None else f"{name} = {_toml_value(values[key])}")
     return "\n\n".join("\n".join(section) for section in lines.values()) + "\n"
+
+
+@cache
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ")
 
 
 def changes_to_toml(config: Any) -> str:

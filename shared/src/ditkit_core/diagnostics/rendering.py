@@ -8,7 +8,7 @@ import base64
 import hashlib
 import html
 import json
-import unicodedata
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -48,8 +48,10 @@ def join_html(*parts: str) -> Html:
 
 def escape_html(text: str) -> str:
     """Escape a text for HTML and SVG; control characters and lone surrogates become the replacement character."""
-    shown = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text)
-    return html.escape(shown, quote=True)
+    return html.escape(_UNSHOWN.sub("\ufffd", text), quote=True)
+
+
+_UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def html_table(table: Table, *, row_titles: bool = False, classes: Sequence[str] = ()) -> Html:
