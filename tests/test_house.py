@@ -68,13 +68,17 @@ os.fork()
     assert not [node for node in ast.walk(ast.parse(innocent)) if forbidden(node)]
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_library_code_does_nothing_forbidden(file):
-    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    found = [f"{where(file, node)}: {forbidden(node)}" for node in nodes if forbidden(node)]
-    if f"{file.parent.name}/{file.stem}" == LIBRARY_ERRORS:
-        assert "broad except" in found.pop()
+def test_library_code_does_nothing_forbidden():
+    found, allowed = [], []
+    for file in SOURCES:
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        of_file = [f"{where(file, node)}: {forbidden(node)}" for node in nodes if forbidden(node)]
+        if f"{file.parent.name}/{file.stem}" == LIBRARY_ERRORS:
+            allowed.append(of_file.pop())
+        found += of_file
     assert found == []
+    (only,) = allowed
+    assert "broad except" in only
 
 
 def test_no_file_outgrows_its_subject():

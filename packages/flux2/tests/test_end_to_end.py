@@ -41,7 +41,6 @@ class TestDemo(DemoConformance):
             "--sample.guidance",
             "1",
         ),
-        ("--prior.prompt", "a circle", "--prior.images", "2", "--prior.weight", "0.5"),
     )
     forms = BOTH
     init_from = "first_diffusers.safetensors"
@@ -90,7 +89,8 @@ def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):
         "--train.batch_size",
         "1",
     )
-    flags += ("--train.accumulation", "2", "--prior.prompt", "a circle", "--prior.images", "2", "--ema.decay", "0.9")
+    flags += ("--train.accumulation", "2", "--prior.prompt", "a circle", "--prior.images", "2")
+    flags += ("--prior.weight", "0.5", "--ema.decay", "0.9")
     assert demo.train(tmp_path / "whole", *flags, "--train.steps", "2") == 0
     for steps in ("1", "2"):
         assert demo.train(tmp_path / "parts", *flags, "--train.steps", steps) == 0

@@ -1,7 +1,7 @@
 """What waits on the host, when, with other levers and after failures. `OffloadChecks` and `LeverChecks` check the numbers."""
 
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing import conformance_swap
+from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.plans import check_sent
@@ -150,6 +151,7 @@ class Copies(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
 def counted(policy, depth):
     """Bytes of fake tensors: alive on the device and on the host after a forward, and most on the device in forward and backward."""
     with warnings.catch_warnings(), FakeTensorMode(), MemoryTracker() as ledger:
@@ -159,10 +161,8 @@ def counted(policy, depth):
             latents = [torch.empty(4, 2, 4, 4, requires_grad=True) for _ in range(2)]
             given = ToyInputs(latents, torch.empty(2), [torch.empty(5, 8) for _ in range(2)])
         ledger.restart_peak()
-        loss = sum(
-            output.square().sum()
-            for output in model(given, engine=BlockEngine(policy=policy, host=HostMemory(smallest=0)))
-        )
+        engine = BlockEngine(policy=policy, host=HostMemory(smallest=0))
+        loss = sum(output.square().sum() for output in model(given, engine=engine))
         alive, forward = [ledger.live[ONE]["activations"], ledger.total(HOST)], ledger.at_peak[ONE]["activations"]
         ledger.restart_peak()
         loss.backward()
@@ -409,7 +409,7 @@ def _fails_at_call(number, function):
 # On a GPU
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_a_gpu_offloads_to_the_bit_and_holds_less(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
     compute_fp32_in_fp32()

@@ -26,6 +26,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.conformance_quantized import KINDS, make_quantized
 from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.conformance_swap import SwapChecks, Watched, stream
@@ -49,7 +50,7 @@ class Four(SwapChecks):
         return toy_items(count, ragged=ragged)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_four_blocks_pass_what_every_model_passes(policy):
     checks = Four()
     checks.test_streaming_changes_no_bit(("lora with dropout", "every other"), policy)
@@ -415,7 +416,7 @@ def test_memory_that_cannot_be_locked_leaves_no_error_behind(gpu):
     unlock(locked)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_a_gpu_streams_without_changing_a_number(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for shows."""
     compute_fp32_in_fp32()

@@ -21,6 +21,7 @@ from ditkit_core.engine.pinned_memory import CopyLane
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import compute_fp32_in_fp32
+from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
@@ -277,7 +278,7 @@ def test_the_optimizer_of_another_run_holds_nothing():
 # On a GPU
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
 def test_a_gpu_updates_streamed_weights_to_the_bit(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
     compute_fp32_in_fp32()

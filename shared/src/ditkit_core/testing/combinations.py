@@ -24,6 +24,9 @@ NIGHTLY_FOR_VARIANTS = (
     "test_steps_on_one_batch_lower_its_loss",
     "test_streams_wait_for_each_other",
     "test_a_gpu_trains_as_the_cpu_does",
+    "test_nothing_waits_or_crosses_but_the_carry_while_micro_batches_are_launched",
+    "test_no_cut_changes_a_bit",
+    "test_what_a_forward_keeps_holds_no_streamed_weight",
 )
 """The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each feature has another check that every
 variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, policies and offloading what they
@@ -85,6 +88,11 @@ def every_value(*levers: Sequence[Any]) -> list[Any]:
 def every_pair(*levers: Sequence[Any]) -> list[Any]:
     """The product of some levers; the daily cases contain every pair of values of two levers."""
     return _marked(levers, pairwise({str(index): lever for index, lever in enumerate(levers)}))
+
+
+def daily(values: Sequence[Any], *chosen: Any) -> list[Any]:
+    """The values of one lever, of which only these are daily."""
+    return [pytest.param(value, marks=() if value in chosen else pytest.mark.exhaustive) for value in values]
 
 
 def _marked(levers: Sequence[Sequence[Any]], daily: Sequence[tuple[Any, ...]]) -> list[Any]:
