@@ -21,7 +21,7 @@ def test_annotations_of_modules_that_name_shapes_are_checked():
     with pytest.raises(jaxtyping.TypeCheckError, match="sigma"):
         shift_sigma("0.5", 3.0)  # type: ignore[arg-type]
     with pytest.raises(jaxtyping.TypeCheckError, match="down"):
-        low_rank_sum(torch.ones(2, 3), torch.ones(1, 4), torch.ones(5, 1), 1.0, lambda: torch.ones(2, 5))
+        low_rank_sum(torch.ones(2, 3), torch.ones(1, 4), torch.ones(5, 1), 1.0, lambda _: torch.ones(2, 5))
 
 
 def test_a_result_is_checked_too_by_the_dimensions_of_the_arguments():

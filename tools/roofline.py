@@ -331,7 +331,7 @@ HEAD = f"""# One training step on a GPU, counted
 
 A step is forward, loss and backward of a LoRA of rank {RANK} on the default targets, one sample, base in bf16, checkpointing `full`, eager;
 without the optimizer, which is the same for all. *ours* runs in the default precision; `kernels = triton` is `train.kernels`, whose norms,
-rotations and gated units pass over memory once. diffusers {{diffusers}} with peft {{peft}} has the same
+rotations, gated units and parts of LoRA factors pass over memory once. diffusers {{diffusers}} with peft {{peft}} has the same
 layers adapted, once without autocast (adapters and their products in fp32), once under `torch.autocast` to bf16, as its training scripts
 run. Assumptions:
 

@@ -1,10 +1,12 @@
 """Our product of a plain LoRA against peft's own forward, and the cases that stay peft's."""
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tensor_cores import TensorCores
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +16,8 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.nn import lora as lora_linear
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings
-from ditkit_core.nn.lora import _cross_terms, _on_tensor_cores, _parts, low_rank_sum
+from ditkit_core.nn.lora import _factor_parts, _parts, _product_parts, _split_for, low_rank_sum
+from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 
@@ -55,7 +58,7 @@ def test_gradcheck():
     torch.manual_seed(0)
     sizes = ((2, 3, 5), (2, 5), (4, 2), (4, 5))
     x, down, up, weight = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
-    assert torch.autograd.gradcheck(lambda *t: low_rank_sum(*t[:3], 1.5, lambda: t[0] @ t[3].T), (x, down, up, weight))
+    assert torch.autograd.gradcheck(lambda *t: low_rank_sum(*t[:3], 1.5, lambda x: x @ t[3].T), (x, down, up, weight))
 
 
 def test_a_sum_over_a_half_base_rounds_once():
@@ -67,7 +70,7 @@ def test_a_sum_over_a_half_base_rounds_once():
         torch.randn(4, 2),
     )
     delta = (x.float() @ down.T * 1.5) @ up.T
-    assert torch.equal(low_rank_sum(x, down, up, 1.5, lambda: result), (result.float() + delta).bfloat16())
+    assert torch.equal(low_rank_sum(x, down, up, 1.5, lambda _: result), (result.float() + delta).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +81,7 @@ def test_parts_change_no_bit(dtype, monkeypatch):
         torch.manual_seed(0)
         x, base = (torch.randn(23, size).to(dtype).requires_grad_() for size in (8, 13))
         down, up = torch.randn(4, 8, requires_grad=True), torch.randn(13, 4, requires_grad=True)
-        out = low_rank_sum(x, down, up, 0.5, lambda: base * 1)
+        out = low_rank_sum(x, down, up, 0.5, lambda _: base * 1)
         return [out, *torch.autograd.grad(out, (x, base, down, up), torch.randn(23, 13).to(dtype))]
 
     whole = run()
@@ -92,7 +95,7 @@ def test_a_fused_projection_is_never_held_wide():
     x, down, up = (tensor.requires_grad_() for tensor in (x, down, up))
     weight = torch.randn(8192, 8).bfloat16()
     with WidestTensor() as seen:
-        low_rank_sum(x, down, up, 1.0, lambda: F.linear(x, weight)).sum().backward()
+        low_rank_sum(x, down, up, 1.0, lambda x: F.linear(x, weight)).sum().backward()
     assert seen.bytes == 2 * 1024 * 8192
 
 
@@ -111,25 +114,12 @@ class WidestTensor(TorchDispatchMode):
         return out
 
 
-class TensorCores(TorchDispatchMode):
-    """A GPU's products of bf16 with sums that are not rounded before the end: the CPU has no kernel with a wider result."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mm.dtype:
-            a, b, dtype = args
-            return (a.double() @ b.double()).to(dtype)
-        if func is torch.ops.aten.addmm_.default:
-            out, a, b = args
-            return out.copy_(out.double() + a.double() @ b.double())
-        if func is torch.ops.aten.mm.default and args[0].dtype == torch.bfloat16:
-            return (args[0].double() @ args[1].double()).bfloat16()
-        return func(*args, **(kwargs or {}))
-
-
-def products(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> list[Tensor]:
-    """The sum, and the gradients of x, down and up."""
+def products(
+    result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float, weight: Tensor | None = None
+) -> list[Tensor]:
+    """The sum, and the gradients of x, down and up; with a weight, x goes through a frozen layer too."""
     x, down, up = (tensor.clone().requires_grad_() for tensor in (x, down, up))
-    out = low_rank_sum(x, down, up, scaling, lambda: result.clone())
+    out = low_rank_sum(x, down, up, scaling, lambda x: result.clone() if weight is None else F.linear(x, weight))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, (x, down, up), weights)]
 
@@ -152,9 +142,12 @@ def test_an_fp32_number_is_three_of_bf16():
 def test_what_the_cross_terms_leave_out_is_below_a_rounding():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(40, 32, generator=generator), torch.randn(32, 50, generator=generator)
-    left, right = (each.double() for each in _cross_terms(a, b))
-    a, b = a.double(), b.double()
-    assert ((left @ right - a @ b).abs() <= 2**-23 * (a.abs() @ b.abs())).all()
+    left = _product_parts(a, 32, 1.0)[1].double()
+    for right in _factor_parts(b, b)[0].double(), _factor_parts(b.T, b.T)[1].double().T:
+        a, b = a.double(), b.double()
+        assert ((left @ right - a @ b).abs() <= 2**-23 * (a.abs() @ b.abs())).all()
+        assert torch.equal(left[:, :96].unflatten(1, (3, 32)).sum(1), a)
+        assert torch.equal(right[:96].unflatten(0, (3, 32)).sum(0), b)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 0.75])
@@ -189,7 +182,7 @@ def test_on_a_gpu_no_input_output_or_gradient_is_ever_wide(monkeypatch):
         x = torch.empty(tokens, inside, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(outside, inside, dtype=torch.bfloat16)
         down, up = torch.empty(rank, inside, requires_grad=True), torch.empty(outside, rank, requires_grad=True)
-        low_rank_sum(x, down, up, 1.0, lambda: F.linear(x, weight)).sum().backward()
+        low_rank_sum(x, down, up, 1.0, lambda x: F.linear(x, weight)).sum().backward()
     assert seen.dtypes == {torch.bfloat16}
 
 
@@ -211,19 +204,67 @@ def test_a_result_that_a_checkpoint_keeps_by_name_is_not_overwritten(keeps, monk
     result, x = torch.randn(6, 8).bfloat16(), torch.randn(6, 4).bfloat16()
     before = result.clone()
     with as_on_a_gpu(monkeypatch), block_settings(BlockSettings(keeps_results=keeps)):
-        out = low_rank_sum(x, torch.randn(2, 4), torch.randn(8, 2), 1.0, lambda: result)
+        out = low_rank_sum(x, torch.randn(2, 4), torch.randn(8, 2), 1.0, lambda _: result)
     assert torch.equal(result, before) == keeps and (out.data_ptr() != result.data_ptr()) == keeps
+
+
+def test_the_gradient_of_the_input_is_rounded_once_with_that_of_the_frozen_layer(monkeypatch):
+    """As the output is: its distance to fp64 is that of one rounding, where fp32 products round either gradient and their sum."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*size, generator=generator).bfloat16() for size in ((96, 64), (80, 64)))
+    given = x, torch.randn(4, 64, generator=generator), torch.randn(80, 4, generator=generator), 0.75
+    today = products(x, *given, weight)
+    with as_on_a_gpu(monkeypatch):
+        split = products(x, *given, weight)
+    exact = products(x.double(), *(each.double() for each in given[:3]), 0.75, weight.double())
+    near, far = (((each[1].double() - exact[1]).norm() / exact[1].norm()).item() for each in (split, today))
+    assert near < far
+
+
+def test_an_input_without_a_gradient_costs_the_frozen_layer_no_backward(monkeypatch):
+    weight, factor = torch.randn(8, 4).bfloat16(), torch.randn(2, 4, requires_grad=True)
+    seen = []
+    with as_on_a_gpu(monkeypatch):
+        low_rank_sum(
+            torch.randn(6, 4).bfloat16(),
+            factor,
+            torch.randn(8, 2),
+            1.0,
+            lambda x: seen.append(x) or F.linear(x, weight),
+        ).sum().backward()
+    assert not seen[0].requires_grad and factor.grad is not None
 
 
 def test_small_products_and_other_dtypes_stay_fp32(monkeypatch):
     monkeypatch.setattr(lora_linear, "TENSOR_CORES_FROM", 40)
-    factor = torch.zeros(2, 8)
+    down, up = torch.zeros(2, 8), torch.zeros(4, 2)
+
+    def is_split(x: Tensor, down: Tensor = down) -> bool:
+        return _split_for(x, down, up) is not None
+
     with as_on("cuda"):
-        assert _on_tensor_cores(torch.zeros(5, 8).bfloat16(), factor)
-        assert not _on_tensor_cores(torch.zeros(4, 8).bfloat16(), factor)
-        assert not _on_tensor_cores(torch.zeros(5, 8).half(), factor)
-        assert not _on_tensor_cores(torch.zeros(5, 8).bfloat16(), factor.bfloat16())
-    assert not _on_tensor_cores(torch.zeros(5, 8).bfloat16(), factor)
+        assert is_split(torch.zeros(5, 8).bfloat16())
+        assert not is_split(torch.zeros(4, 8).bfloat16())
+        assert not is_split(torch.zeros(5, 8).half())
+        assert not is_split(torch.zeros(5, 8).bfloat16(), down.bfloat16())
+        with block_settings(BlockSettings(kernels="triton")):
+            assert is_split(torch.zeros(1, 8).bfloat16())
+            assert not is_split(torch.zeros(1, 8).half())
+    assert not is_split(torch.zeros(5, 8).bfloat16())
+
+
+def test_a_kernel_makes_the_parts_in_a_third_of_the_launches():
+    """All operations of a forward and a backward but views, the frozen layer's two included."""
+    launched = {}
+    for name in ("torch", "triton"):
+        with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=name)):
+            x = torch.empty(20_480, 512, dtype=torch.bfloat16, requires_grad=True)
+            down, up = torch.empty(4, 512, requires_grad=True), torch.empty(512, 4, requires_grad=True)
+            weight = torch.empty(512, 512, dtype=torch.bfloat16)
+            meter.kernels.clear()
+            low_rank_sum(x, down, up, 1.0, partial(F.linear, weight=weight)).backward(x.detach())
+            launched[name] = meter.kernels.total()
+    assert launched == {"torch": 49, "triton": 15}
 
 
 def test_what_is_kept_for_backward_is_the_input_as_it_came():

@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from tensor_cores import TensorCores
 from torch import Tensor
 
-from ditkit_core.nn.kernels.ops import AffineNorm, GatedUnit, NormRotation
+from ditkit_core.nn.context import BlockSettings, as_on, block_settings
+from ditkit_core.nn.kernels.ops import AffineNorm, GatedUnit, NormRotation, factor_parts, product_parts
+from ditkit_core.nn.lora import PARTS, low_rank_sum
 from ditkit_core.nn.rope import rotate
 
 STRIDED = 3
@@ -88,9 +91,51 @@ def gated_units() -> Iterator[tuple[str, list[float]]]:
         )
 
 
+def lora_parts() -> Iterator[tuple[str, list[float]]]:
+    """Of products of parts; 1 is added for parts that do not sum to the number, or are not in their order."""
+    for rank, num_in, num_out, rows in [(1, 5, 3, 2), (8, 300, 130, 9), (5, 33, 260, 211), (32, 64, 40, 70)]:
+        down, up = part(rank, num_in).detach(), part(num_out, rank).detach()
+        three = part(rows, 3 * rank).detach()
+        of_down, of_up = factor_parts(down, up)
+        low, left = product_parts(three, rank, 0.3)
+        again, left_again = product_parts(low, rank, 1.0)
+        sums = three.double().view(rows, 3, rank).sum(1) * 0.3
+        wrong = not torch.equal(low, again) or not torch.equal(left, left_again)
+        for made, wide, order in ((left, low, PARTS[0]), (of_down.T, down.T, PARTS[1]), (of_up, up, PARTS[1])):
+            columns = made.unflatten(1, (6, rank)).unbind(1)
+            parts = [columns[order.index(index)] for index in range(3)]
+            wrong = wrong or not all(torch.equal(columns[i], parts[order[i]]) for i in range(6))
+            wrong = wrong or not torch.equal(sum(each.double() for each in parts), wide.double())
+        exact = [sums @ down.double(), sums @ up.double().T]
+        found = [left.double() @ of_down.double(), left.double() @ of_up.double().T]
+        yield (
+            f"parts of rank {rank}, {num_in} to {num_out}, {rows} rows",
+            [wrong + float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True)],
+        )
+
+
+def lora_layers() -> Iterator[tuple[str, list[float]]]:
+    """Of the result and the input's gradient, and of the factors' gradients."""
+    for rank, num_in, num_out, rows in [(4, 48, 40, 7), (8, 130, 257, 33)]:
+        x, weight = part(2, rows, num_in, dtype=torch.bfloat16), torch.randn(num_out, num_in).bfloat16()
+        down, up = (torch.randn(*size, requires_grad=True) for size in ((rank, num_in), (num_out, rank)))
+
+        def exact(x: Tensor, down: Tensor, up: Tensor, weight: Tensor = weight) -> Tensor:
+            return F.linear(x, weight.double()) + F.linear(F.linear(x, down), up) * 0.75
+
+        def ours(x: Tensor, down: Tensor, up: Tensor, weight: Tensor = weight) -> Tensor:
+            return low_rank_sum(x, down, up, 0.75, lambda x: F.linear(x, weight))
+
+        settings = block_settings(BlockSettings(kernels="triton"))
+        with as_on("cuda"), TensorCores(), settings:
+            found = errors(ours, exact, [x, down, up], torch.randn(2, rows, num_out))
+        yield f"layer of rank {rank} and its input, {torch.bfloat16}", found[:2]
+        yield f"factors of rank {rank}", found[2:]
+
+
+KINDS = (norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers)
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    print(
-        json.dumps({name: found for kind in (norms_and_rotations, affine_norms, gated_units) for name, found in kind()})
-    )
+    print(json.dumps({name: found for kind in KINDS for name, found in kind()}))

@@ -111,7 +111,7 @@ class BlockSettings:
 
     backend: str = "sdpa"
     kernels: str = "torch"
-    """What runs norms, rotations and gated units: `torch`, or `triton` for the kernels of `nn/kernels/`."""
+    """What runs norms, rotations and gated units, and splits the factors of a LoRA: `torch`, or `triton` for the kernels of `nn/kernels/`."""
     keep: tuple[str, ...] | None = None
     """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""
     keeps_results: bool = False

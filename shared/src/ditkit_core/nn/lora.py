@@ -7,12 +7,13 @@ at the end.
 
 On a GPU, fp32 products miss the tensor cores, and an fp32 copy of a bf16 input is most of a LoRA's memory traffic. There each fp32 factor
 is written as a sum of three bf16 matrices, without loss, and tensor cores multiply those: products of bf16 are exact in fp32, and the sums
-are fp32. `_wide_product` and `_cross_terms` are all of it. fp16 lacks the exponents for such a sum, so fp16 runs take the other path.
+are fp32. `PARTS` says how; with `kernels = "triton"` in force, a kernel of `nn/kernels/` makes the parts. fp16 lacks the exponents for such
+a sum, so fp16 runs take the other path.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.nn.context import device_kind, settings_in_force
+from ditkit_core.nn.kernels import ops as kernels
 
 AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 """By kind of device: number of elements of a product that are in the adapter's wider dtype at once.
@@ -32,9 +34,15 @@ rows: that quarter of a GiB does not raise the step's peak (the complete copy do
 """
 
 TENSOR_CORES_FROM = 2**23
-"""Elements of a layer's input or gradient from which a GPU's tensor cores multiply. The split launches about 18 kernels more in a layer's
-forward, and as many in its backward, which a smaller product does not earn back: 1,536 tokens of width 3072 stay below, 20,280 of width
-5120 are far above. Counted, not timed."""
+"""Elements of a layer's input or output from which a GPU's tensor cores multiply parts that torch makes. Torch makes them in about 12 launches
+more than a layer's forward has otherwise, and 20 in its backward, which a smaller product does not earn back: 1,024 tokens of width 6144
+stay below, 20,280 of width 5120 are far above. Parts from a kernel serve every size, in fewer launches than fp32 products. Counted, not
+timed."""
+
+PARTS = (0, 1, 2, 0, 0, 1), (2, 1, 0, 0, 1, 0)
+"""Which of its three parts a left and a right matrix consist of, side by side along the rank. Their product has all pairs of parts but the
+three smallest, together at most 2**-24 of the largest, an fp32 rounding. The first three are the complete matrix, for a product with one
+that is bf16 already."""
 
 
 def low_rank_sum(
@@ -42,9 +50,9 @@ def low_rank_sum(
     down: Float[Tensor, "rank in"],
     up: Float[Tensor, "out rank"],
     scaling: float,
-    base: Callable[[], Float[Tensor, "*batch out"]],
+    base: Callable[[Tensor], Float[Tensor, "*batch out"]],
 ) -> Float[Tensor, "*batch out"]:
-    """base() + scaling · x Aᵀ Bᵀ, summed in the adapter's dtype and rounded once to the dtype of `base()`.
+    """base(x) + scaling · x Aᵀ Bᵀ, summed in the adapter's dtype and rounded once to the dtype of `base(x)`.
 
     Everything that the backward needs is saved before `base` runs, and nothing after it. So where this is a block's
     last layer, a checkpoint stops its recompute before the frozen matmul, the most expensive operation of the layer.
@@ -54,16 +62,21 @@ def low_rank_sum(
         down: A.
         up: B.
         scaling: alpha / rank.
-        base: Calls the frozen layer on its input. Its result is new, and may be overwritten.
+        base: Calls the frozen layer. Its result, and the gradient that it makes for its input, are new, and may be overwritten.
     """
     if torch.compiler.is_compiling():
         # The compiler finds by itself what the backward needs. That of torch 2.11 keeps everything that an autograd function returns, inside
         # a checkpoint too, so it gets the plain composition.
         low = F.linear(x.to(down.dtype), down) * scaling
-        result = base()
+        result = base(x)
         return (result + F.linear(low, up)).to(result.dtype)
-    low, placeholder = _LowRank.apply(x, down, up, scaling)
-    out: Tensor = _Sum.apply(base(), placeholder, low, up.detach())
+    out: Tensor
+    if (split := _split_for(x, down, up)) is not None:
+        shared, placeholder, left, right = _SplitLowRank.apply(x, down, up, scaling, split)
+        out = _SplitSum.apply(base(shared), placeholder, left, right)
+    else:
+        low, placeholder = _LowRank.apply(x, down, up, scaling)
+        out = _Sum.apply(base(x), placeholder, low, up.detach())
     return out
 
 
@@ -72,29 +85,29 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        rows = x.flatten(0, -2)
-        product = _wide_product(rows, down.T) if _on_tensor_cores(rows, down) else rows.to(down.dtype) @ down.T
+        product = x.flatten(0, -2).to(down.dtype) @ down.T
         low = product * scaling  # not in place: a checkpoint may have kept the product
         ctx.save_for_backward(x, down, up, low)
         ctx.scaling = scaling
         # Its gradient comes through the placeholder, which has the full width.
         ctx.mark_non_differentiable(low)
-        return low, x.new_zeros(()).expand(*x.shape[:-1], len(up))
+        ctx.set_materialize_grads(False)
+        return low, _placeholder(x, up)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: None, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # The gradient of the placeholder is that of the layer's output: `_Sum` passes it on as it is.
         x, down, up, low = ctx.saved_tensors
         rows, of_down, of_x = x.flatten(0, -2), ctx.needs_input_grad[1], ctx.needs_input_grad[0]
         d_low, d_up = _products(gradient.flatten(0, -2), up, low if ctx.needs_input_grad[2] else None)
         d_low.mul_(ctx.scaling)
-        if _on_tensor_cores(rows, down):
-            d_down = _wide_product(rows.T, d_low).T if of_down else None
-            d_x = torch.mm(*_cross_terms(d_low, down)).view_as(x) if of_x else None
-        else:
-            d_down = d_low.T @ rows.to(down.dtype) if of_down else None
-            d_x = (d_low @ down).to(x.dtype).view_as(x) if of_x else None
+        d_down = d_low.T @ rows.to(down.dtype) if of_down else None
+        d_x = (d_low @ down).to(x.dtype).view_as(x) if of_x else None
         return d_x, d_down, d_up, None
+
+
+def _placeholder(x: Tensor, up: Tensor) -> Tensor:
+    return x.new_empty(()).expand(*x.shape[:-1], len(up))
 
 
 class _Sum(torch.autograd.Function):
@@ -103,11 +116,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, placeholder: Tensor, low: Tensor, up: Tensor) -> Tensor:
         rows = result.flatten(0, -2)
-        if _on_tensor_cores(rows, up):
-            # The products are summed in fp32 and added to the result before that is rounded. In place, since nobody else reads the
-            # result, unless a checkpoint keeps it by its operation's name. Detached: a view would make autograd copy the gradient.
-            out = rows.clone() if settings_in_force().keeps_results else rows.detach()
-            return out.addmm_(*_cross_terms(low, up.T)).view(result.shape)
         # A part of the rows at a time: only that part exists in the adapter's wider dtype.
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         if out.dtype == low.dtype:
@@ -123,8 +131,6 @@ class _Sum(torch.autograd.Function):
 
 def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """gradient · B, and gradientᵀ · low, in the adapter's dtype. No sum is split, so the results do not depend on the spans."""
-    if _on_tensor_cores(gradient, up):
-        return _wide_product(gradient, up), None if low is None else _wide_product(gradient.T, low)
     if gradient.dtype == up.dtype:
         return gradient @ up, None if low is None else gradient.T @ low
     if _at_once(gradient, 0) == len(gradient):  # the complete matrix fits: one conversion serves both products
@@ -143,36 +149,6 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
     return d_low, d_up
 
 
-def _on_tensor_cores(rows: Tensor, factor: Tensor) -> bool:
-    """Whether the split serves a layer's input, output or gradient and an adapter's factor."""
-    is_split = rows.dtype == torch.bfloat16 and factor.dtype == torch.float32
-    return is_split and device_kind(rows) == "cuda" and rows.numel() >= TENSOR_CORES_FROM
-
-
-def _wide_product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "n m"]:
-    """a · b for `a` in bf16 and `b` in fp32, in fp32."""
-    parts = torch.mm(a, torch.cat(_parts(b), 1), out_dtype=torch.float32)
-    return parts.view(len(a), 3, -1).sum(1)
-
-
-def _cross_terms(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> tuple[Tensor, Tensor]:
-    """bf16 matrices [n, 6k] and [6k, m] with the product a · b of two fp32 matrices.
-
-    Of the nine products of parts, the three smallest are left out: together at most 2**-24 of the largest, an fp32
-    rounding.
-    """
-    (a1, a2, a3), (b1, b2, b3) = _parts(a), _parts(b)
-    return torch.cat((a1, a1, a2, a1, a2, a3), 1), torch.cat((b1, b2, b1, b3, b2, b1))
-
-
-def _parts(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three bf16 tensors whose sum is an fp32 tensor: each has 8 bits of the 24."""
-    first = wide.bfloat16()
-    rest = wide - first
-    second = rest.bfloat16()
-    return first, second, torch.sub(rest, second, out=torch.empty_like(second))
-
-
 def _at_once(x: Tensor, axis: int) -> int:
     """Number of rows (axis 0) or columns (axis 1) of a matrix that are in the adapter's wider dtype at once."""
     return min(max(1, AT_ONCE[device_kind(x)] // x.shape[1 - axis]), x.shape[axis])
@@ -183,6 +159,104 @@ def _spans(count: int, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, count, max(1, len(buffer))):
         stop = min(start + len(buffer), count)
         yield slice(start, stop), buffer[: stop - start]
+
+
+class _SplitLowRank(torch.autograd.Function):
+    """`_LowRank` on tensor cores: also the input for the frozen layer, whose gradient comes back here and takes up this one's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float, split: "_Split") -> tuple[Tensor, ...]:
+        rank, shared = len(down), x.view_as(x)
+        of_down, of_up = split.factors(down, up)
+        low, left = split.products(_wide(x.flatten(0, -2), of_down[: 3 * rank].T), rank, scaling)
+        ctx.save_for_backward(x, down, up, low)
+        ctx.scaling, ctx.split = scaling, split
+        ctx.mark_non_differentiable(left, of_up, *(() if x.requires_grad else (shared,)))
+        ctx.set_materialize_grads(False)
+        return shared, _placeholder(x, up), left, of_up
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor | None, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        x, down, up, low = ctx.saved_tensors
+        rank, split, d_down, d_up = len(down), ctx.split, None, None
+        rows, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
+        of_down, of_up = split.factors(down, up)
+        d_low = split.products(_wide(gradient, of_up[:, : 3 * rank]), rank, ctx.scaling)[1]
+        if ctx.needs_input_grad[2]:
+            left = split.products(low, rank, 1.0)[1]
+            d_up = _wide(gradient.T, left[:, : 3 * rank]).view(-1, 3, rank).sum(1)
+        if ctx.needs_input_grad[1]:
+            d_down = _wide(d_low[:, : 3 * rank].T, rows).view(3, *down.shape).sum(0)
+        if d_x is not None:  # summed in fp32, and rounded once
+            d_x = d_x.flatten(0, -2).addmm_(d_low, of_down).view_as(x)
+        elif ctx.needs_input_grad[0]:  # under dropout, the frozen layer has another input
+            d_x = torch.mm(d_low, of_down).view_as(x)
+        return d_x, d_down, d_up, None, None
+
+
+class _SplitSum(torch.autograd.Function):
+    """`_Sum` on tensor cores: they add the products in fp32 to the result before that is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, placeholder: Tensor, left: Tensor, up: Tensor) -> Tensor:
+        rows = result.flatten(0, -2)
+        # In place, since nobody else reads the result, unless a checkpoint keeps it by its operation's name. Detached: a view would make
+        # autograd copy the gradient.
+        out = rows.clone() if settings_in_force().keeps_results else rows.detach()
+        return out.addmm_(left, up.T).view(result.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, gradient, None, None
+
+
+def _wide(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "n m"]:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+class _Split(NamedTuple):
+    """What makes the parts."""
+
+    factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """A [rank, in] and B [out, rank] to right matrices in parts [6 · rank, in] and [out, 6 · rank]."""
+    products: Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
+    """scaling · sum of the terms of [n, terms · rank] in fp32, and the left matrix of its parts [n, 6 · rank]."""
+
+
+def _factor_parts(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return _in_order(down, PARTS[1], 0), _in_order(up, PARTS[1], 1)
+
+
+def _product_parts(products: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+    low = products if products.shape[1] == rank else products.view(len(products), -1, rank).sum(1) * scaling
+    return low, _in_order(low, PARTS[0], 1)
+
+
+def _in_order(wide: Tensor, order: Sequence[int], axis: int) -> Tensor:
+    parts = _parts(wide)
+    return torch.cat([parts[index] for index in order], axis)
+
+
+def _parts(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three bf16 tensors whose sum is an fp32 tensor: each has 8 bits of the 24."""
+    first = wide.bfloat16()
+    rest = wide - first
+    second = rest.bfloat16()
+    return first, second, torch.sub(rest, second, out=torch.empty_like(second))
+
+
+_IN_TORCH = _Split(_factor_parts, _product_parts)
+_IN_KERNELS = _Split(kernels.factor_parts, kernels.product_parts)
+
+
+def _split_for(x: Tensor, down: Tensor, up: Tensor) -> _Split | None:
+    """What makes the parts of these factors; None if fp32 products serve the layer better."""
+    if x.dtype != torch.bfloat16 or device_kind(x) != "cuda" or {down.dtype, up.dtype} != {torch.float32}:
+        return None
+    if settings_in_force().kernels == "triton":
+        return _IN_KERNELS
+    wider = max(down.shape[1], len(up))
+    return _IN_TORCH if x.numel() // x.shape[-1] * wider >= TENSOR_CORES_FROM else None
 
 
 class KeepsOnlyItsInput:
@@ -234,8 +308,9 @@ def lora_linear_class() -> type:
                 return result
             down: Any = self.lora_A[name]
             up: Any = self.lora_B[name]
-            dropout = self.lora_dropout[name]
-            return low_rank_sum(dropout(x), down.weight, up.weight, self.scaling[name], lambda: self.base_layer(x))
+            given = self.lora_dropout[name](x)
+            base = self.base_layer if given is x else lambda _: self.base_layer(x)
+            return low_rank_sum(given, down.weight, up.weight, self.scaling[name], base)
 
     return LoraLinear
 

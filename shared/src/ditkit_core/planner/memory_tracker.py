@@ -24,6 +24,8 @@ from ditkit_core.nn.context import as_on
 
 _HOST = torch.device("cpu")
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+"""Operations whose arithmetic torch counts under another name."""
 PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations")
 """Purposes of memory; tensors that are created outside of `purpose` are activations."""
 
@@ -208,7 +210,7 @@ class Meter(MemoryTracker):
         if func is _ATTENTION_BACKWARD and self._kind == "cuda":
             workspace = self._flash_workspace(args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
         flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
         if moved := _traffic(func, args, kwargs or {}, out):
             self.kernels[Kernel(_kind(func, args) if flops else "elementwise", flops, moved)] += 1

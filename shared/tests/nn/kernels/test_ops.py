@@ -19,7 +19,7 @@ def test_every_kernel_equals_fp64_forward_and_backward(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = printed(SUPPORT / "interpreted_kernels.py")
-    assert len(found) == 12
+    assert len(found) == 20
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
         limit = 2**-7 if "bfloat16" in name else 2e-6
@@ -56,11 +56,24 @@ def test_triton_is_refused_where_no_gpu_trains_or_it_is_missing(monkeypatch):
     launch.check_kernels("torch", ["cuda"])
 
 
-POINTERS = {"x", "weight", "rotary", "out", "inverse", "gradient", "d_x", "d_weight", "scale", "shift", "d_affine"}
-NARROW = {"x", "out", "gradient", "d_x"}
+NARROW = {"x", "out", "gradient", "d_x", "of_down", "of_up", "left"}
+POINTERS = NARROW | {
+    "weight",
+    "rotary",
+    "inverse",
+    "d_weight",
+    "scale",
+    "shift",
+    "d_affine",
+    "down",
+    "up",
+    "products",
+    "low",
+}
+SCALARS = {"eps", "scaling"}
 
 
-@pytest.mark.slow  # a second for each of 16 kernels
+@pytest.mark.slow  # a second for each of 13 kernels
 @pytest.mark.parametrize("capability", [86, 90])
 def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     pytest.importorskip("triton")
@@ -68,7 +81,7 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ditkit_core.nn.kernels import gated_unit, modulated_norm, norm_rotation
+    from ditkit_core.nn.kernels import gated_unit, lora_parts, modulated_norm, norm_rotation
 
     wan = {"WIDTH": 5120, "GROUPS": 1, "HEAD": 128, "ROTATES": True, "G": 1, "W": 8192}
     flux2 = {"WIDTH": 128, "GROUPS": 48, "HEAD": 128, "ROTATES": True, "G": 64, "W": 128}
@@ -83,16 +96,16 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
         (modulated_norm._forward, norm),
         *((modulated_norm._backward, norm | {"TRAINED": trained}) for trained in (False, True)),
         *((kernel, {"HALF": 24576, "BLOCK": 1024}) for kernel in (gated_unit._forward, gated_unit._backward)),
+        (lora_parts._factors, {"RANK": 32, "WIDTH": 32 * 5120, "BLOCK": 1024}),
+        *((lora_parts._products, {"TERMS": terms, "RANK": 32, "BLOCK": 1024}) for terms in (1, 3)),
     ]:
         types = {
             name: "*bf16" if name in NARROW else "*fp32" if name in POINTERS else "i32" for name in kernel.arg_names
         }
-        signature = types | dict.fromkeys(constants, "constexpr") | ({"eps": "fp32"} if "eps" in types else {})
+        signature = types | dict.fromkeys(constants, "constexpr") | dict.fromkeys(SCALARS & types.keys(), "fp32")
         places = {name: place for place, name in enumerate(kernel.arg_names)}
         # What the launcher finds of tensors as torch allocates them, and of widths that 16 divides.
-        aligned = {
-            (places[name],): [["tt.divisibility", 16]] for name in types if name not in constants and name != "eps"
-        }
+        aligned = {(places[name],): [["tt.divisibility", 16]] for name in types.keys() - constants.keys() - SCALARS}
         source = ASTSource(
             fn=kernel, signature=signature, constexprs={(places[name],): value for name, value in constants.items()}, attrs=aligned
         )  # fmt: skip

@@ -89,6 +89,21 @@ def _gated_unit_backward(gradient: Tensor, x: Tensor) -> Any:
     return x.new_empty(x.shape)
 
 
+@_declared("factor_parts(Tensor down, Tensor up) -> (Tensor, Tensor)", "lora_parts", "factors")
+def factor_parts(down: Tensor, up: Tensor) -> Any:
+    """The factors of a LoRA as right matrices of bf16 parts, see `nn/lora.py: PARTS`."""
+    (rank, width), num_out = down.shape, len(up)
+    of_up = up.new_empty(num_out, 6 * rank, dtype=torch.bfloat16)
+    return down.new_empty(6 * rank, width, dtype=torch.bfloat16), of_up
+
+
+@_declared("product_parts(Tensor products, int rank, float scaling) -> (Tensor, Tensor)", "lora_parts", "products")
+def product_parts(products: Tensor, rank: int, scaling: float) -> Any:
+    """scaling · sum of the terms of [n, terms · rank], and that as a left matrix of bf16 parts."""
+    rows = len(products)
+    return products.new_empty(rows, rank), products.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
+
+
 def _features_next_to_each_other(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
