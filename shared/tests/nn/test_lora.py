@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from ditkit_core.nn import lora as lora_linear
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.lora import _factor_parts, _parts, _product_parts, _split_for, low_rank_sum
 from ditkit_core.planner.memory_tracker import fake_tensors
+from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
+
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def layer_of(dtype: torch.dtype, **config: object) -> nn.Module:
@@ -265,6 +269,14 @@ def test_a_kernel_makes_the_parts_in_a_third_of_the_launches():
             low_rank_sum(x, down, up, 1.0, partial(F.linear, weight=weight)).backward(x.detach())
             launched[name] = meter.kernels.total()
     assert launched == {"torch": 49, "triton": 15}
+
+
+def test_a_plan_has_the_wide_copies_of_compiled_layers():
+    """Bytes that a forward keeps, and the peak of a step; eager layers keep much less."""
+    found = printed(SUPPORT / "compiled_lora.py")
+    kept, peak = found["counted"]
+    assert found["compiled"] == [pytest.approx(kept, rel=0.01), pytest.approx(peak, rel=0.1)]
+    assert found["torch"][0] < 0.7 * kept
 
 
 def test_what_is_kept_for_backward_is_the_input_as_it_came():

@@ -64,12 +64,12 @@ def low_rank_sum(
         scaling: alpha / rank.
         base: Calls the frozen layer. Its result, and the gradient that it makes for its input, are new, and may be overwritten.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or settings_in_force().kernels == "compiled":
         # The compiler finds by itself what the backward needs. That of torch 2.11 keeps everything that an autograd function returns, inside
-        # a checkpoint too, so it gets the plain composition.
+        # a checkpoint too, so it gets the plain composition. It fuses no matmul, so all wide copies here are memory, and it keeps that of x.
         low = F.linear(x.to(down.dtype), down) * scaling
         result = base(x)
-        return (result + F.linear(low, up)).to(result.dtype)
+        return F.linear(low, up).to(torch.promote_types(up.dtype, result.dtype)).add_(result).to(result.dtype)
     out: Tensor
     if (split := _split_for(x, down, up)) is not None:
         shared, placeholder, left, right = _SplitLowRank.apply(x, down, up, scaling, split)

@@ -125,7 +125,7 @@ def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:
     if config.train.attention != "sdpa":
         yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
     if config.train.compile:
-        yield f"train.compile = {config.train.compile}: this plan is for eager blocks; compiled ones need other memory and time"
+        yield f"train.compile = {config.train.compile}: this plan is for eager blocks with the memory of compiled adapters; compiled blocks need other memory and time"
     if config.base.quantize == "none" and run.stored_as == "fp8":
         yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
 

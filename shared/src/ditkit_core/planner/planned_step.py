@@ -67,7 +67,7 @@ class StepJob:
     policy: ScheduleLike = "none"
     """Policy of the blocks; devices are those of `measure`."""
     kernels: str = "torch"
-    """`train.kernels`."""
+    """`train.kernels`, or `compiled` under `train.compile`."""
     optim: OptimConfig
     ema: EMAConfig
     flow: FlowConfig
@@ -125,7 +125,7 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
         precision=run.precision,
         batch=bucket.items,
         policy=config.train.checkpointing,
-        kernels=config.train.kernels,
+        kernels="compiled" if config.train.compile else config.train.kernels,
         optim=config.optim,
         ema=config.ema,
         flow=config.flow,
