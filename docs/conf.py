@@ -32,6 +32,9 @@ html_title = "ditkit"
 html_theme = "furo"
 html_show_copyright = False
 html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+smartquotes_action = "qe"  # quotes and ellipses; two hyphens begin an option
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
 include_patterns = [
@@ -51,7 +54,7 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True}
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!ditkit_).*"),  # names of other libraries, whose indexes are on the network
-    (r"py:.*", r".*\.(_\w+|Item|Module|Number|Taken|Tree)"),  # private names, and variables of types
+    (r"py:.*", r".*\.(_\w+|Item|Module|Number|T|Taken|Tree)"),  # private names, and variables of types
 ]
 
 suppress_warnings = ["ref.python"]  # `bytes` in an annotation is the type, and not one of the attributes with this name
