@@ -49,5 +49,7 @@ def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
     assert [key for key in config_fields(RunConfig) if f">{key}<" not in settings] == []
     engine = (tmp_path / "docs" / "api" / "engine.html").read_text(encoding="utf-8")
     assert 'id="ditkit_core.engine.engine.BlockEngine"' in engine
+    commands = (tmp_path / "docs" / "commands.html").read_text(encoding="utf-8")
+    assert "use with --run" in commands and not re.findall(r"–[a-z]", commands), "an option begins with two hyphens"
     for page in tmp_path.rglob("*.html"):
         assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?:', page.read_text(encoding="utf-8")), page
