@@ -11,6 +11,7 @@ from torch import Tensor
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.kernels.ops import AffineNorm, GatedUnit, NormRotation, factor_parts, product_parts
 from ditkit_core.nn.lora import PARTS, low_rank_sum
+from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.nn.rope import rotate
 
 STRIDED = 3
@@ -133,7 +134,27 @@ def lora_layers() -> Iterator[tuple[str, list[float]]]:
         yield f"factors of rank {rank}", found[2:]
 
 
-KINDS = (norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers)
+def dequantized_layers() -> Iterator[tuple[str, list[float]]]:
+    """Of weights in 8 bits against fp64; 1 is added if a layer's product or its gradient is not bitwise that of torch, in any format."""
+    for num_out, num_in in [(3, 128), (36, 512), (65, 1088)]:
+        weight, found = torch.randn(num_out, num_in), []
+        for kind in LAYOUTS:
+            layer = QuantizedLinear(num_in, num_out, kind, bias=False)
+            layer.set_weight(weight.clone())
+            made = []
+            for name in ("torch", "triton"):
+                x = torch.eye(num_in).requires_grad_()
+                with block_settings(BlockSettings(kernels=name)):
+                    product = layer(x)
+                made.append([product, *torch.autograd.grad(product, x, torch.eye(num_in)[:, :num_out])])
+            wide = torch.empty(num_out, num_in, dtype=torch.float64)
+            LAYOUTS[kind].dequantize(layer.values(), wide)
+            error = float((made[1][0].detach().T.double() - wide).abs().max() / wide.abs().max())
+            found.append(error + (not all(map(torch.equal, *made))))
+        yield f"dequantized {num_out}x{num_in}", found
+
+
+KINDS = (norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers, dequantized_layers)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

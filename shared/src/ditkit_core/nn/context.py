@@ -111,8 +111,8 @@ class BlockSettings:
 
     backend: str = "sdpa"
     kernels: str = "torch"
-    """What runs norms, rotations and gated units, and splits the factors of a LoRA: `torch`, or `triton` for the kernels of `nn/kernels/`. In
-    plans also `compiled`: a LoRA then takes the memory that it takes in compiled code."""
+    """What runs norms, rotations and gated units, splits the factors of a LoRA, and converts quantized weights: `torch`, or `triton` for the
+    kernels of `nn/kernels/`. In plans also `compiled`: a LoRA then takes the memory that it takes in compiled code."""
     keep: tuple[str, ...] | None = None
     """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""
     keeps_results: bool = False

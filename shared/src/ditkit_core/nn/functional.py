@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.context import device_kind, settings_in_force
+from ditkit_core.nn.context import device_kind
 from ditkit_core.nn.kernels import ops as kernels
-from ditkit_core.nn.kernels.launch import INTERPRETED
+from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.rope import rotate
 
 
@@ -53,8 +53,7 @@ def normalised_heads(
 
 def _fused(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether a kernel of `nn/kernels/` computes in `dtype` what is to be computed of `x`."""
-    wanted = settings_in_force().kernels == "triton" and dtype == torch.float32 and x.dtype.itemsize <= 4
-    return wanted and (device_kind(x) == "cuda" or INTERPRETED)
+    return dtype == torch.float32 and x.dtype.itemsize <= 4 and kernels_in_force(x)
 
 
 def _norm_rotate(x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: Tensor | None) -> Tensor:

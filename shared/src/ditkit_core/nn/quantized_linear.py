@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import device_kind
+from ditkit_core.nn.kernels import ops as kernels
+from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 _FP8 = torch.float8_e4m3fn
@@ -87,14 +89,17 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
-        values = self.values()
         # The compiler decides by itself what it keeps for the backward, so compiled code gets the plain product.
-        if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return F.linear(x, self.dequantize(x.dtype), self.bias)
+        values, fused = self.values(), kernels_in_force(x)
+        if torch.is_grad_enabled() and x.requires_grad:
             product: Tensor = _Product.apply(
-                x, self.bias, self.kind, self.out_features, tuple(values), *values.values()
+                x, self.bias, self.kind, self.out_features, tuple(values), fused, *values.values()
             )
             return product
-        return F.linear(x, self.dequantize(x.dtype), self.bias)
+        shape = self.out_features, self.in_features
+        return F.linear(x, _dequantized(self.kind, values, shape, x.dtype, fused), self.bias)
 
     def extra_repr(self) -> str:
         """The layer's arguments in its printed form."""
@@ -111,19 +116,36 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, kind: str, num_out: int, names: tuple[str, ...], *tensors: Tensor
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        kind: str,
+        num_out: int,
+        names: tuple[str, ...],
+        fused: bool,
+        *tensors: Tensor,
     ) -> Tensor:
-        ctx.kind, ctx.shape, ctx.names, ctx.tensors = kind, (num_out, x.shape[-1]), names, tensors
-        return F.linear(x, _dequantized(kind, dict(zip(names, tensors, strict=True)), ctx.shape, x.dtype), bias)
+        ctx.kind, ctx.shape, ctx.names, ctx.tensors, ctx.fused = kind, (num_out, x.shape[-1]), names, tensors, fused
+        values = dict(zip(names, tensors, strict=True))
+        return F.linear(x, _dequantized(kind, values, ctx.shape, x.dtype, fused), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values = dict(zip(ctx.names, ctx.tensors, strict=True))
-        d_x = gradient @ _dequantized(ctx.kind, values, ctx.shape, gradient.dtype)
-        return d_x, *[None] * (4 + len(values))
+        d_x = gradient @ _dequantized(ctx.kind, values, ctx.shape, gradient.dtype, ctx.fused)
+        return d_x, *[None] * (5 + len(values))
 
 
-def _dequantized(kind: str, values: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+_KERNELS = {"int8": kernels.dequantize_rows, "nf4": kernels.dequantize_nf4}
+"""Not fp8: Triton converts it from Ada on only."""
+
+
+def _dequantized(
+    kind: str, values: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, fused: bool = False
+) -> Tensor:
+    if fused and kind in _KERNELS and dtype.itemsize <= 4:
+        matrix: Tensor = _KERNELS[kind](*values.values(), dtype)
+        return matrix
     out = torch.empty(shape, dtype=dtype, device=values["weight"].device)
     with torch.no_grad():
         LAYOUTS[kind].dequantize(values, out)

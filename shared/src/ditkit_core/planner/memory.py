@@ -23,6 +23,8 @@ class Workload:
     """Whether matrices are multiplied in fp32."""
     quantize: str = "none"
     """Format of the frozen matrices."""
+    kernels: str = "torch"
+    """`train.kernels`."""
 
     @property
     def waiting(self) -> int:

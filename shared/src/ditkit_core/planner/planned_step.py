@@ -143,6 +143,7 @@ def work_of(run: RunContext) -> Workload:
         pipelined=run.config.train.pipelined,
         fp32=run.precision.matmul == torch.float32,
         quantize=run.config.base.quantize,
+        kernels=run.config.train.kernels,
     )
 
 

@@ -32,9 +32,12 @@ MEMORY_SHARE = 0.8
 """The same for a GPU's own memory."""
 BUFFERS = 2
 """Streamed blocks on a device at a time, including the one that runs."""
-CONVERSION_TRAFFIC = {"none": 0, "int8": 7, "fp8": 7, "nf4": 45}
-"""Bytes read and written for each stored byte when quantized weights are converted to bf16 by separate operations: 8 bits are
-copied and scaled; a byte of two 4-bit codes is widened, looked up, scaled and copied."""
+CONVERSION_TRAFFIC = {
+    "torch": {"none": 0, "int8": 7, "fp8": 7, "nf4": 45},
+    "triton": {"none": 0, "int8": 3, "fp8": 7, "nf4": 5},
+}
+"""By `train.kernels`, bytes read and written for each stored byte when quantized weights are converted to bf16. By separate operations of
+torch, 8 bits are copied and scaled; a byte of two 4-bit codes is widened, looked up, scaled and copied. A kernel reads and writes once."""
 CONVERSIONS_FORWARD, CONVERSIONS_BACKWARD = 1, 2
 
 
@@ -242,7 +245,7 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
 def compute_time(stage: StageCost, gpu: GPU, flops: int, conversions: int, work: Workload) -> int:
     """Nanoseconds of a stage's arithmetic, with its quantized weights converted so many times."""
     rate = (gpu.fp32_flops if work.fp32 else gpu.bf16_flops) * UTILISATION
-    converted = stage.weights * CONVERSION_TRAFFIC[work.quantize] * conversions
+    converted = stage.weights * CONVERSION_TRAFFIC[work.kernels][work.quantize] * conversions
     return int(flops / rate * 1e9) + int(converted / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9)
 
 

@@ -9,6 +9,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.functional import gated_unit
 from ditkit_core.nn.kernels import launch, ops
+from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.compiled_runs import printed
 
@@ -19,7 +20,7 @@ def test_every_kernel_equals_fp64_forward_and_backward(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = printed(SUPPORT / "interpreted_kernels.py")
-    assert len(found) == 20
+    assert len(found) == 23
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
         limit = 2**-7 if "bfloat16" in name else 2e-6
@@ -37,6 +38,21 @@ def test_fake_tensors_get_the_kernels_results():
         with block_settings(BlockSettings(kernels="triton")):
             assert "GatedUnit" in gated_unit(x).grad_fn.name()
             assert gated_unit(x).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize(("kind", "launches"), [("int8", (6, 4)), ("fp8", (6, 6)), ("nf4", (16, 4))])
+def test_a_quantized_layer_is_converted_in_one_launch(kind, launches):
+    """Forward and backward: a conversion and a product each; Triton does not convert fp8 on all GPUs."""
+    found = []
+    for name in ("torch", "triton"):
+        with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=name)):
+            layer = QuantizedLinear(128, 64, kind, bias=False)
+            x = torch.empty(5, 128, dtype=torch.bfloat16, requires_grad=True)
+            meter.kernels.clear()
+            out = layer(x)
+            out.backward(torch.empty_like(out))
+            found.append(meter.kernels.total())
+    assert tuple(found) == launches
 
 
 def test_a_cpu_runs_torch_whatever_the_setting():
@@ -69,11 +85,15 @@ POINTERS = NARROW | {
     "up",
     "products",
     "low",
+    "codes",
+    "factor",
+    "mean",
+    "levels",
 }
 SCALARS = {"eps", "scaling"}
 
 
-@pytest.mark.slow  # a second for each of 13 kernels
+@pytest.mark.slow  # a second for each of 15 kernels
 @pytest.mark.parametrize("capability", [86, 90])
 def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     pytest.importorskip("triton")
@@ -81,7 +101,7 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ditkit_core.nn.kernels import gated_unit, lora_parts, modulated_norm, norm_rotation
+    from ditkit_core.nn.kernels import dequantized, gated_unit, lora_parts, modulated_norm, norm_rotation
 
     wan = {"WIDTH": 5120, "GROUPS": 1, "HEAD": 128, "ROTATES": True, "G": 1, "W": 8192}
     flux2 = {"WIDTH": 128, "GROUPS": 48, "HEAD": 128, "ROTATES": True, "G": 64, "W": 128}
@@ -97,11 +117,15 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
         *((modulated_norm._backward, norm | {"TRAINED": trained}) for trained in (False, True)),
         *((kernel, {"HALF": 24576, "BLOCK": 1024}) for kernel in (gated_unit._forward, gated_unit._backward)),
         (lora_parts._factors, {"RANK": 32, "WIDTH": 32 * 5120, "BLOCK": 1024}),
+        (dequantized._rows, {"WIDTH": 5120, "BLOCK": 2048}),
+        (dequantized._nf4, {"SCALED": 64, "GROUP": 256, "BLOCK": 2048}),
         *((lora_parts._products, {"TERMS": terms, "RANK": 32, "BLOCK": 1024}) for terms in (1, 3)),
     ]:
         types = {
             name: "*bf16" if name in NARROW else "*fp32" if name in POINTERS else "i32" for name in kernel.arg_names
         }
+        if "codes" in types:
+            types |= {"codes": "*i8"} if "WIDTH" in constants else {"codes": "*u8", "scale": "*i8"}
         signature = types | dict.fromkeys(constants, "constexpr") | dict.fromkeys(SCALARS & types.keys(), "fp32")
         places = {name: place for place, name in enumerate(kernel.arg_names)}
         # What the launcher finds of tensors as torch allocates them, and of widths that 16 divides.

@@ -4,7 +4,10 @@ import os
 from collections.abc import Collection
 from importlib.util import find_spec
 
+from torch import Tensor
+
 from ditkit_core.errors import UserError
+from ditkit_core.nn.context import device_kind, settings_in_force
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on a CPU, under Triton's interpreter; for tests."""
@@ -26,6 +29,11 @@ def check_kernels(name: str, devices: Collection[str]) -> None:
         raise UserError(
             f"train.kernels = triton runs on GPUs only, and this run uses {others[0]}; set train.kernels to torch"
         )
+
+
+def kernels_in_force(x: Tensor) -> bool:
+    """Whether the running block uses kernels on a tensor's device."""
+    return settings_in_force().kernels == "triton" and (device_kind(x) == "cuda" or INTERPRETED)
 
 
 def summing_programs(rows: int, samples: int = 1) -> int:

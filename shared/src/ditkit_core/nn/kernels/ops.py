@@ -104,6 +104,24 @@ def product_parts(products: Tensor, rank: int, scaling: float) -> Any:
     return products.new_empty(rows, rank), products.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
 
 
+@_declared("dequantize_rows(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor", "dequantized", "rows")
+def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Any:
+    """An int8 matrix [out, in] by the scales of its rows."""
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+@_declared(
+    "dequantize_nf4(Tensor codes, Tensor scale, Tensor factor, Tensor mean, Tensor levels, ScalarType dtype) -> Tensor",
+    "dequantized",
+    "nf4",
+)
+def dequantize_nf4(
+    codes: Tensor, scale: Tensor, factor: Tensor, mean: Tensor, levels: Tensor, dtype: torch.dtype
+) -> Any:
+    """An NF4 matrix [out, in] of bytes [out, in / 2], by the scales of its blocks."""
+    return codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
+
+
 def _features_next_to_each_other(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
