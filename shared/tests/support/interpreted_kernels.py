@@ -1,7 +1,10 @@
-"""The Triton kernels under Triton's interpreter, against fp64: a script, because the interpreter has to be chosen before Triton is imported."""
+"""The Triton kernels against fp64, on the device that is given, on the CPU under Triton's interpreter: a script, because the interpreter has
+to be chosen before Triton is imported."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +131,7 @@ def lora_layers() -> Iterator[tuple[str, list[float]]]:
             return low_rank_sum(x, down, up, 0.75, lambda x: F.linear(x, weight))
 
         settings = block_settings(BlockSettings(kernels="triton"))
-        with as_on("cuda"), TensorCores(), settings:
+        with as_on("cuda"), nullcontext() if x.is_cuda else TensorCores(), settings:
             found = errors(ours, exact, [x, down, up], torch.randn(2, rows, num_out))
         yield f"layer of rank {rank} and its input, {torch.bfloat16}", found[:2]
         yield f"factors of rank {rank}", found[2:]
@@ -159,4 +162,5 @@ KINDS = (norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    torch.set_default_device(sys.argv[1])
     print(json.dumps({name: found for kind in KINDS for name, found in kind()}))

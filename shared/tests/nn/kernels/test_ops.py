@@ -16,10 +16,11 @@ from ditkit_core.testing.compiled_runs import printed
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
-def test_every_kernel_equals_fp64_forward_and_backward(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_kernel_equals_fp64_forward_and_backward(device, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = printed(SUPPORT / "interpreted_kernels.py")
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if device == "cpu" else "0")
+    found = printed(SUPPORT / "interpreted_kernels.py", device)
     assert len(found) == 23
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
