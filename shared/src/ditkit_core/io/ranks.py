@@ -176,8 +176,8 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise RankLost(
-                f"the connection to another rank broke ({str(error).splitlines()[0][:120]}): that process ended, its own message or "
-                "torchrun's summary says why; the same command continues from the last save"
+                f"the connection to another rank broke ({_reason(error)}): that process ended, its own message or torchrun's summary says "
+                "why; the same command continues from the last save"
             ) from error
         self.seconds_waited += time.perf_counter() - began
         self.bytes_sent += 0 if tensor is None else tensor.nbytes
@@ -187,6 +187,11 @@ def world() -> Ranks | None:
     """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`engine/fsdp.py`)."""
     dist = _distributed()
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of torch's message, without the place in its source."""
+    return str(error).splitlines()[0].rpartition("] ")[2][:100]
 
 
 def _distributed() -> Any:
@@ -302,12 +307,14 @@ def _store(launch: _Launch, *, wait: bool = True) -> "Store":
     """The store that torchrun's processes meet at; `wait` until all of them are there."""
     dist = _distributed()
     try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+        whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+        # After a restart the store may still have what the processes before it wrote.
+        store = dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
         store.set(f"here/{launch.rank}", socket.gethostname())
         store.set(f"alive/{launch.rank}", "0")
         missing = [rank for rank in range(launch.size) if wait and not _comes(store, f"here/{rank}")]
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0][:120]
+        reason = _reason(error)
         raise UserError(
             f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason}); start them with "
             "torchrun, and check that its machines reach each other"
@@ -349,7 +356,7 @@ class _Watch(threading.Thread):
                 signs = self._own.multi_get([f"alive/{rank}" for rank in others])
                 failed += self._interval if self._own.check(["failed"]) else 0.0
             except RuntimeError as error:
-                self._leave_process(f"torchrun's store cannot be reached ({str(error).splitlines()[0][:120]})")
+                self._leave_process(f"torchrun's store cannot be reached ({_reason(error)})")
                 return
             if failed > _GRACE:
                 os._exit(1)
