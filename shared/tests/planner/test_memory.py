@@ -122,6 +122,14 @@ def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
 )
 def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
     of = toy_job(policy=policy, kind="cpu")
+    found = profile(of)
+    (plan,) = planned(found, divided(len(found.blocks), ()))
+    # the noise and the caption, which the host has before they are sent, are the host's where that is the device
+    assert plan.peak == pytest.approx(real_peak(of), rel=0.02)
+
+
+def real_peak(of, micro_batches: int = 1) -> int:
+    """Bytes in use at the peak of a step on the CPU, with real tensors."""
     model = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=of.adapter)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = TrainState(model, parameters, of.optim, of.ema)
@@ -129,8 +137,8 @@ def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
 
     def step(number: int) -> None:
         training_step(
-            TrainModel(model, BlockEngine(policy=policy), TOY),
-            [Batch(ids=["a"], items=[item])],
+            TrainModel(model, BlockEngine(policy=of.schedule), TOY, parameters),
+            [Batch(ids=["a"], items=[item])] * micro_batches,
             trained.optimizer,
             StepContext(step=number, seed=0, flow=of.flow),
             lr=1e-4,
@@ -143,10 +151,22 @@ def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
         ledger.track(model, "weights")
         ledger.track([state for part in trained.optimizer.parts for state in part.state.values()], "optimizer")
         step(1)
+    return ledger.peak[torch.device("cpu")]
+
+
+def test_more_micro_batches_of_an_adapter_need_more_sets_of_its_gradients():
+    of = toy_job(policy="full", kind="cpu", adapter=AdapterConfig(rank=64))
     found = profile(of)
-    (plan,) = planned(found, divided(len(found.blocks), ()))
-    # the noise and the caption, which the host has before they are sent, are the host's where that is the device
-    assert plan.peak == pytest.approx(ledger.peak[torch.device("cpu")], rel=0.02)
+
+    def plan_of(micro_batches: int) -> DevicePlan:
+        return planned(found, divided(len(found.blocks), ()), Workload(micro_batches=micro_batches))[0]
+
+    one_set = sum(stage.gradients for stage in (found.embed, *found.blocks, found.head))
+    real = {count: real_peak(of, count) for count in (1, 2, 4)}
+    for more, less in ((2, 1), (4, 2)):
+        assert plan_of(more).peak - plan_of(less).peak == pytest.approx(real[more] - real[less], rel=0.02)
+    assert plan_of(4).purposes["gradients"] == 2 * one_set == plan_of(2).purposes["gradients"] + one_set
+    assert plan_of(8).purposes["gradients"] == 3 * one_set
 
 
 def test_streamed_weights_are_on_the_host_but_for_two_blocks():

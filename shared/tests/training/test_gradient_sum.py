@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ditkit_core.io.ranks import Ranks
-from ditkit_core.training.gradient_sum import GradientSum, num_held
+from ditkit_core.training.gradient_sum import GradientSum, held_before
 
 
 def tree(values):
@@ -21,14 +21,13 @@ def test_gradients_are_added_in_the_tree_of_their_numbers(count):
     random = torch.Generator().manual_seed(count)
     gradients = [torch.randn(64, generator=random) * 10.0 ** (number % 5) for number in range(count)]
     parameter = nn.Parameter(torch.zeros(64))
-    total, most = GradientSum({"p": parameter}, count, Ranks()), 0
+    total = GradientSum({"p": parameter}, count, Ranks())
     for number, gradient in enumerate(gradients):
+        assert len(total._sums) == held_before(number), "the plan counts as many sets of gradients as there are"
         (parameter * gradient).sum().backward()
-        most = max(most, len(total._sums) + 1)
         total.add(number)
     total.finish()
     assert torch.equal(parameter.grad, tree(gradients))
-    assert most == num_held(count), "the plan counts as many sets of gradients as there are"
 
 
 def test_a_parameter_without_a_gradient_keeps_none():

@@ -25,6 +25,7 @@ from ditkit_core.planner.memory import (
     DeviceSpan,
     Partition,
     Profile,
+    Round,
     Workload,
     compose,
     mixed,
@@ -199,7 +200,7 @@ class _Device:
         self._blocks = range(int(start == 0), int(start == 0) + end - start)
         spans = [DeviceSpan(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
         self._before = max(span.receives + span.targets for span in spans)
-        rounds = (False, True) if task.work.micro_batches > 1 else (False,)
+        rounds = task.work.rounds(trains_all=spans[0].profile.trains_all)
         by_policy = [_variants(span, rounds, task.budgets[device].workspace) for span in spans]
         self._stages = [_priced(stage) for stage in zip(*by_policy, strict=True)]
         for place in set(range(len(self._stages))) - set(self._blocks):
@@ -247,13 +248,13 @@ class _Device:
         return self._stages[-1][way.chosen[-1]].freed_at_cut if is_cut else 0
 
 
-def _variants(span: DeviceSpan, rounds: Sequence[bool], workspace: int) -> list[_Variant]:
+def _variants(span: DeviceSpan, rounds: Sequence[Round], workspace: int) -> list[_Variant]:
     """The stages of a device under one policy, from the peaks of its plan."""
     always = sum(span.static().values()) + workspace
     before = span.receives + span.targets
     kept = list(accumulate((stage.kept for stage in span.stages), initial=before))
     count = len(span.stages)
-    moments = [[always + sum(moment) for moment in span.moments(again=again, waiting=0)] for again in rounds]
+    moments = [[always + sum(moment) for moment in span.moments(each, waiting=0)] for each in rounds]
     return [
         _Variant(
             kept=stage.kept,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from ditkit_core.training.gradient_sum import held_before
+
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
 autograd's. Its sources set 32 MiB each on Hopper GPUs and 8.1 MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG is set.
@@ -30,6 +32,22 @@ class Workload:
     def waiting(self) -> int:
         """Micro-batches whose activations are alive when the first backward runs."""
         return self.micro_batches - 1 if self.pipelined else 0
+
+    def rounds(self, *, trains_all: bool) -> list["Round"]:
+        """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set."""
+        apart = not (trains_all or self.pipelined)  # else all are added to one set
+        leaves = range(self.micro_batches)
+        sums = [max((held_before(leaf) for leaf in leaves[odd::2]), default=0) * apart for odd in (0, 1)]
+        return [Round(again=False, sums=sums[0]), Round(again=True, sums=sums[1])][: self.micro_batches]
+
+
+class Round(NamedTuple):
+    """What a micro-batch finds of those before it."""
+
+    again: bool
+    """Whether its gradients are added in place to those of the one before."""
+    sums: int = 0
+    """Sets of gradients that wait to be added to others."""
 
 
 PLAIN = Workload()
@@ -269,10 +287,10 @@ class DeviceSpan:
     def plan(self, budget: Budget, work: Workload = PLAIN) -> DevicePlan:
         """The peak, by purpose."""
         static = self.static()
-        moments = self.moments(again=False, waiting=work.waiting)
-        # From the second micro-batch on, gradients of the first are there, so its peaks are others.
-        if work.micro_batches > 1:
-            moments += self.moments(again=True, waiting=max(0, work.waiting - 1))
+        moments: list[PeakMoment] = []
+        # From the second micro-batch on, gradients of earlier ones are there, so its peaks are others.
+        for each in work.rounds(trains_all=self.profile.trains_all):
+            moments += self.moments(each, waiting=max(0, work.waiting - each.again))
         all_gradients = sum(cost.gradients for cost in self.stages)
         # An optimizer that works parameter by parameter frees its temporary memory in between.
         whole = sum if self.profile.update_adds_up else max
@@ -306,16 +324,16 @@ class DeviceSpan:
             static["adapters"] += _pair([cost.adapters for cost in self.passing])
         return {**static, "optimizer": sum(cost.optimizer for cost in on_device)}
 
-    def moments(self, *, again: bool, waiting: int) -> list[PeakMoment]:
+    def moments(self, of: Round, *, waiting: int) -> list[PeakMoment]:
         """The peak of each stage: first the forwards in order, then the backwards in theirs.
 
         Optimizer state is streamed with trained weights for their backward; that of the last block arrives at the end of the forward.
 
         Args:
-            again: Whether gradients of an earlier micro-batch exist.
+            of: The micro-batch.
             waiting: Micro-batches whose forward has run, and whose backward has not.
         """
-        gradients = sum(cost.gradients for cost in self.stages) if again else 0
+        gradients, again = (of.sums + of.again) * sum(cost.gradients for cost in self.stages), of.again
         kept = self.receives + self.targets + sum(cost.kept for cost in self.stages) - self.freed
         live = waiting * kept + self.receives + self.targets
         states = [cost.optimizer for cost in self.passing] if self.profile.trains_all else []

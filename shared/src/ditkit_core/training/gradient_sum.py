@@ -15,9 +15,12 @@ from ditkit_core.io.ranks import Ranks
 Gradients = dict[str, Tensor]
 
 
-def num_held(leaves: int) -> int:
-    """The largest number of gradient sets that one process has at a time while it sums this many micro-batches."""
-    return 1 + max(((leaf // 2).bit_count() for leaf in range(leaves)), default=0)
+def held_before(leaf: int) -> int:
+    """The sets of gradients that wait to be added to others while one process computes a micro-batch of this number.
+
+    The set that an odd one adds to is not among them.
+    """
+    return (leaf // 2).bit_count()
 
 
 class GradientSum:
