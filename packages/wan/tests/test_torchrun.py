@@ -1,0 +1,117 @@
+"""The train command started by torchrun: the demo on two ranks, killed and not, and what is printed when it cannot work."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STEPS, SAVED = 30, 2
+SHORT = [
+    "--train.steps",
+    str(STEPS),
+    "--save.every_steps",
+    str(SAVED),
+    "--save.keep_last",
+    "99",
+    "--sample.every_steps",
+    "0",
+]
+SHORT += [
+    "--sample.prompts",
+    "[]",
+    "--held_out.clips",
+    "3",
+    "--held_out.every_steps",
+    str(STEPS),
+    "--log.tensorboard",
+    "false",
+]
+
+
+def torchrun(*arguments: str, restarts: int = 0) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    return [*start, "--max-restarts", str(restarts), "-m", "ditkit_wan.train", *arguments]
+
+
+def index(run: Path) -> object:
+    return json.loads((run / "state" / f"step-{STEPS:06d}" / "state.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    command = [sys.executable, "-m", "ditkit_wan.train", "--demo", "--run.folder", str(run), *SHORT]
+    subprocess.run(command, check=True, capture_output=True, timeout=250)
+    return run
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_process_trains(alone, tmp_path):
+    run = tmp_path / "run"
+    done = subprocess.run(
+        torchrun("--demo", "--run.folder", str(run), *SHORT), capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert index(run) == index(alone)
+    assert len(re.findall(r"^\[4/5\] train$", done.stdout, re.MULTILINE)) == 1, "rank 0 alone prints"
+    assert "verified: diffusers loads" in done.stdout
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["sent_bytes"] > 0 <= line["wait_seconds"] for line in lines if "loss" in line)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc")
+def test_a_killed_rank_changes_no_bit_if_torchrun_starts_again(alone, tmp_path):
+    run = tmp_path / "run"
+    with (tmp_path / "log").open("w") as log:
+        command = torchrun("--demo", "--run.folder", str(run), *SHORT, restarts=1)
+        started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            end = time.monotonic() + 200
+            while not (run / "state" / f"step-{3 * SAVED:06d}").exists() and started.poll() is None:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            os.kill(process_of_rank(1, started.pid), signal.SIGKILL)
+            status = started.wait(200)
+        finally:
+            started.terminate()
+            started.wait(60)
+    assert status == 0, (tmp_path / "log").read_text()[-3000:]
+    assert "exitcode: -9" in (tmp_path / "log").read_text()
+    assert index(run) == index(alone)
+
+
+def process_of_rank(rank: int, parent: int) -> int:
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            found = re.search(r"^PPid:\s*(\d+)", status.read_text(), re.MULTILINE)
+            environment = status.with_name("environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if found and int(found[1]) == parent and f"RANK={rank}".encode() in environment:
+            return int(status.parent.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_line_of_one_rank_and_in_the_summary(tmp_path):
+    command = torchrun("--demo", "--run.folder", str(tmp_path / "run"), "--train.accumulation", "1")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert re.match(
+        r"error: rank [01] of 2 on \S+: train.accumulation = 1 makes 1 micro-batch a step in all, too few", line
+    )
+    assert "set train.accumulation to 2" in line
+    assert "UserError: train.accumulation" in done.stderr and done.returncode == 1
+    assert not (tmp_path / "run" / "state").exists()
