@@ -242,3 +242,25 @@ def test_a_run_that_goes_on_elsewhere_keeps_both_environments(tmp_path: Path) ->
         write_about(folder, environment={"devices": device}, data={}, model={"family": "toy"})
     kept = json.loads(folder.about.read_text())["environments"]
     assert [each["devices"] for each in kept] == ["cpu", "cuda:0"] and all(each["since"] for each in kept)
+
+
+@pytest.mark.parametrize("damaged", [["cpu", 3, None], "cpu", {"cpu": 1}])
+def test_environments_that_are_none_are_left_out(tmp_path: Path, damaged: object) -> None:
+    from ditkit_core.diagnostics.report.environment import write_about
+    from ditkit_core.io.run_dir import RunFolder
+
+    folder = RunFolder(tmp_path)
+    folder.about.write_text(json.dumps({"environments": damaged}))
+    write_about(folder, environment={"devices": "cpu"}, data={}, model={})
+    assert [each["devices"] for each in json.loads(folder.about.read_text())["environments"]] == ["cpu"]
+
+
+@pytest.mark.parametrize("values", [(1e-320, 0.5), (1e-320, 2e-320), (5e-324, 5e-324)])
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_a_chart_of_the_smallest_numbers_is_shown(values: tuple[float, ...], logarithmic: bool) -> None:
+    from ditkit_core.diagnostics.report.charts import Chart, chart_figure
+    from ditkit_core.diagnostics.report.data import Series
+
+    shown = Series(steps=(1, 2), values=values)
+    figure = str(chart_figure(Chart(name="loss", title="Loss", series=shown, logarithmic=logarithmic), section=0))
+    assert "nan" not in figure and 'class="grid"' in figure

@@ -15,6 +15,8 @@ _MOST_PATH_POINTS = 600
 """Largest number of points of a curve. A chart of this size has no room for more."""
 _DIGIT = 8.0
 """Largest width of a digit at the axes."""
+_LEAST = 1e-300
+"""Smallest value of a logarithmic axis, and smallest range of any: a file may contain numbers whose logarithms or steps are none."""
 _MOST_DOTS = 60
 """Largest number of points with which a curve has a dot at each."""
 
@@ -104,11 +106,12 @@ class _Scale:
         values = [value for series in shown for value in series.values]
         values += [chart.level] if chart.level is not None else []
         steps = [step for series in shown for step in (series.steps[0], series.steps[-1])]
-        logarithmic = chart.logarithmic and min(values) > 0
+        logarithmic = chart.logarithmic and min(values) > _LEAST  # the power of ten below has to be a number too
         places = [math.log10(value) for value in values] if logarithmic else values
         low, high = min(places), max(places)
         # A flat curve has no range: its margin is a tenth of its value, or 1.
-        room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        room = (high - low) * 0.06 or abs(high) * 0.1
+        room = room if room > _LEAST else 1.0
         # No negative axis for values that are never negative.
         floor = 0.0 if low >= 0 and not logarithmic else -math.inf
         return cls(

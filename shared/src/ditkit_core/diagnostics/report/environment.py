@@ -77,7 +77,11 @@ def write_about(
 ) -> None:
     """Store environment, data and model in the run's folder. An environment that differs from the last one is appended: a run may move."""
     try:
-        parts = list(json.loads(folder.about.read_text(encoding="utf-8"))["environments"])
+        parts = [
+            part
+            for part in json.loads(folder.about.read_text(encoding="utf-8"))["environments"]
+            if isinstance(part, dict)  # the file may be damaged
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         parts = []
     # Compared without its time: a run that continues on the same machine adds nothing.
