@@ -215,6 +215,10 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     assert whole(job, ()).peaks[0] == report.devices[0].peak
 
 
+def test_a_compiled_run_is_planned_as_one():
+    assert planned_step(run_of("full", **{"train.compile": "true"}), "cpu").job.kernels == "compiled"
+
+
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 2**16)

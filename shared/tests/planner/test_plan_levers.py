@@ -7,6 +7,7 @@ from toy_jobs import toy_job
 from whole_steps import DEPTH, agree
 
 from ditkit_core.planner.memory import Profile, StageCost, on_host
+from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.toy import ToyArch
 from ditkit_core.training.config import EMAConfig
 from ditkit_core.training.optimizers import OptimConfig
@@ -90,6 +91,22 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
     agree(of, ())
     if kind == "cuda":
         agree(of, (3,), (1, 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "policy", "cuts"),
+    [
+        ("compiled", "none", ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [("compiled", "full", (3,)), ("triton", "none", (3,)), ("triton", "full", ())]
+        ),
+    ],
+)
+def test_kernels_and_compiled_adapters_have_their_memory(kernels, policy, cuts):
+    eager = profile(toy_job(policy=policy, **SMALL)).blocks[2]
+    block = agree(toy_job(policy=policy, kernels=kernels, **SMALL), cuts).blocks[2]
+    assert (block.kept > 1.4 * eager.kept) == (kernels == "compiled" and policy == "none")
 
 
 @pytest.mark.exhaustive

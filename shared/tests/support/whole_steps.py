@@ -66,6 +66,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             Batch(ids=[f"{micro} {i}" for i in range(len(items))], items=items) for micro in range(of.micro_batches)
         ]
         fused = of.optim.fused_backward
+        engine = BlockEngine(policy=of.policy, kernels=of.kernels, hooks=() if swap is None else (swap,))
         for step in range(2):
             for buffer in () if swap is None else (*swap.buffers, *swap.state_buffers):
                 meter.watch(buffer)
@@ -75,7 +76,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             meter.is_updating = fused
             with OptimizerInBackward(trained.optimizer, of.optim.lr, readable=False) if fused else nullcontext():
                 accumulate_gradients(
-                    TrainModel(model, BlockEngine(policy=of.policy, hooks=() if swap is None else (swap,)), of.spec),
+                    TrainModel(model, engine, of.spec),
                     batches,
                     StepContext(step=step, seed=0, flow=of.flow, pipelined=pipelined),
                 )
