@@ -16,11 +16,11 @@ from ditkit_core.testing.compiled_runs import printed
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_kernel_equals_fp64_forward_and_backward(device, monkeypatch):
+def test_every_kernel_equals_fp64_forward_and_backward(gpu, monkeypatch):
+    """In a process of its own, where the interpreter stands in for a GPU."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1" if device == "cpu" else "0")
-    found = printed(SUPPORT / "interpreted_kernels.py", device)
+    monkeypatch.setenv("TRITON_INTERPRET", "0" if gpu.is_real else "1")
+    found = printed(SUPPORT / "interpreted_kernels.py", "cuda" if gpu.is_real else "cpu")
     assert len(found) == 23
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
