@@ -134,8 +134,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = [] if is_variant and check in kind.nightly else daily[-shift % every :: every]
         for item in of_check:
             if item not in chosen:
-                item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
                 item.add_marker(pytest.mark.exhaustive)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):  # one case of a slow test, which `-m slow` would run else
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

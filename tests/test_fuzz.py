@@ -74,13 +74,15 @@ def test_a_child_that_hangs_or_ends_costs_one_case(monkeypatch: pytest.MonkeyPat
     assert "| endless | 4 | 2 | 0 | 1 | 1 | 0 | 0 |" in line("endless", row)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)  # of a machine that does much else
+@pytest.mark.parametrize(
+    "cases", [pytest.param(100, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(
     "kinds", [SLOWER, tuple(kind for kind in ALL_KINDS if kind not in SLOWER)], ids=["slower", "quicker"]
 )
-def test_nothing_hostile_gets_more_than_a_line(kinds: tuple[str, ...]) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--cases", "300", "--kind", *kinds]
+def test_nothing_hostile_gets_more_than_a_line(kinds: tuple[str, ...], cases: int) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--cases", str(cases), "--kind", *kinds]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert all(f"| {kind} | 300 |" in ended.stdout for kind in kinds), ended.stdout
+    assert all(f"| {kind} | {cases} |" in ended.stdout for kind in kinds), ended.stdout

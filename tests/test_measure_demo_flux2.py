@@ -1,5 +1,7 @@
 """tools/measure_demo_flux2.py: its judge on generated images, and one seed of its measurement."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,5 +28,6 @@ def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkey
 
 
 @pytest.mark.slow
-def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones() -> None:
-    check_taught("measure_demo_flux2.py", images=4)
+@pytest.mark.timeout(900)  # of a machine that does much else
+def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones(tmp_path: Path) -> None:
+    check_taught("measure_demo_flux2.py", images=4, folder=tmp_path)

@@ -1,5 +1,7 @@
 """tools/measure_demo_wan.py: its judge on generated clips, and one seed of its measurement."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -23,5 +25,6 @@ def test_the_judge_is_right_about_generated_clips_and_sees_what_is_wrong(monkeyp
 
 
 @pytest.mark.slow
-def test_the_demo_teaches_the_new_motion_and_keeps_the_known_ones() -> None:
-    check_taught("measure_demo_wan.py", images=3)
+@pytest.mark.timeout(900)  # of a machine that does much else
+def test_the_demo_teaches_the_new_motion_and_keeps_the_known_ones(tmp_path: Path) -> None:
+    check_taught("measure_demo_wan.py", images=3, folder=tmp_path)

@@ -10,23 +10,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
-def measure(
-    about: str, family: str, prompts: Sequence[str], head: Callable[[], str], rows: Callable[[Path, int], list[str]]
-) -> None:
-    """Run a family's demo for each seed of the command line, and print a table.
-
-    Args:
-        about: What `--help` says.
-        family: The demo is `FAMILY-train --demo`; flags that are not known here are passed to it.
-        prompts: What is sampled, before and after training.
-        head: Measures the judge; returns what is printed before the rows.
-        rows: From the folder and seed of a run.
-    """
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """The parser of such a program; flags that it does not know are passed to the demo. `about` is what `--help` says."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--images", type=int, default=6, help="samples of each prompt, before and after training")
     parser.add_argument("--folder", type=Path, help="where to keep the runs")
-    options, flags = parser.parse_known_args()
+    return parser
+
+
+def measure(
+    given: tuple[argparse.Namespace, list[str]],
+    family: str,
+    prompts: Sequence[str],
+    head: Callable[[], str],
+    rows: Callable[[Path, int], list[str]],
+) -> None:
+    """Run a family's demo for each seed, and print a table.
+
+    Args:
+        given: What the parser found: its options, and the flags of the demo.
+        family: The demo is `FAMILY-train --demo`.
+        prompts: What is sampled, before and after training.
+        head: Measures the judge; returns what is printed before the rows.
+        rows: From the folder and seed of a run.
+    """
+    options, flags = given
     print(head(), flush=True)
     sampled = ["--sample.prompts", json.dumps(list(prompts)), "--sample.images", str(options.images), *flags]
     minutes, verdicts = [], []

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from demo_runs import measure
+from demo_runs import measure, parser_of
 from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
 from ditkit_flux2.demo.media import EXAMPLES, HELD_OUT, KNOWN, NEW, PLACES, SIDE, DemoImage, paint_shapes, render
 
@@ -121,6 +121,10 @@ def rows(folder: Path, seed: int) -> list[str]:
     return lines
 
 
-if __name__ == "__main__":
+def main() -> None:
     texts = [look.caption for looks in prompts().values() for look in looks]
-    measure(str(__doc__), "flux2", texts, lambda: f"{HEADINGS}\n{judge_of_truth()}", rows)
+    measure(parser_of(str(__doc__)).parse_known_args(), "flux2", texts, lambda: f"{HEADINGS}\n{judge_of_truth()}", rows)
+
+
+if __name__ == "__main__":
+    main()

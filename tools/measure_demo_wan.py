@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from demo_runs import measure
+from demo_runs import measure, parser_of
 from ditkit_core.data.media.clip import stored_images
 from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES
 from ditkit_wan.demo.media import CLIPS, DIRECTIONS, FPS, FRAMES, NEW, SIDE, UNSEEN, Scene, caption, moving
@@ -147,5 +147,10 @@ def head() -> str:
 |---|---|---|---:|---:|---:|---:|---:|"""
 
 
+def main() -> None:
+    given = parser_of(str(__doc__)).parse_known_args()
+    measure(given, "wan", [caption(*look) for looks in prompts() for look in looks], head, rows)
+
+
 if __name__ == "__main__":
-    measure(str(__doc__), "wan", [caption(*look) for looks in prompts() for look in looks], head, rows)
+    main()

@@ -426,9 +426,10 @@ def _made(world: World, draw: random.Random) -> list[str]:
     return flags + draw.choice([[], ["--data.windows", "all"]])
 
 
-@pytest.mark.parametrize(
-    "seed", [12, 13, 14, 16, 17, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(18, 80))]
-)
+LATER = [pytest.param(seed, marks=pytest.mark.slow if seed < 40 else pytest.mark.exhaustive) for seed in range(18, 80)]
+
+
+@pytest.mark.parametrize("seed", [12, 13, 14, 16, 17, *LATER])
 def test_what_the_doctor_accepts_is_trained_and_what_it_excludes_is_not(tmp_path: Path, seed: int) -> None:
     world, draw = World(tmp_path), random.Random(seed)
     shutil.rmtree(tmp_path / "clips")

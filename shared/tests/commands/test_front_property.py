@@ -145,7 +145,11 @@ MORE = [range(first, first + 4 * CHUNK) for first in range(100, 2000, 4 * CHUNK)
 
 @pytest.mark.parametrize(
     "seeds",
-    [*CHUNKS, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MORE)],
+    [
+        *CHUNKS,
+        *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MORE[:6]),
+        *(pytest.param(seeds, marks=pytest.mark.exhaustive) for seeds in MORE[6:]),
+    ],
     ids=lambda seeds: str(seeds[0]),
 )
 def test_nothing_gets_through_that_should_not(front: Front, seeds: range) -> None:

@@ -68,7 +68,7 @@ class DemoConformance:
         assert demo.train(tmp_path / "third", "--base.merge", f'["{merge.as_posix()}@0.5"]') == 0
         assert "at strength 0.5" in capsys.readouterr().out
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive  # `.ci/run` measures what a whole demo teaches, and its loss
     def test_the_whole_demo_lowers_the_held_out_loss_by_a_fifth(self, tmp_path: Path) -> None:
         check_loss(self.spec, tmp_path)
         assert len(list((tmp_path / "samples").glob(self.samples))) in self.num_samples

@@ -55,8 +55,13 @@ class KeptBytesConformance:
     def test_so_they_do_where_all_is_trained_and_under_other_policies(self, policy: str, method: str) -> None:
         self._check_kept(policy, method)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("policy", SENT)
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            pytest.param(each, marks=pytest.mark.slow if i < 2 else pytest.mark.exhaustive)
+            for i, each in enumerate(SENT)
+        ],
+    )
     def test_blocks_send_what_is_planned(self, policy: str) -> None:
         step = step_of(self.spec, replace(self.arch, **self.wider), self.larger, AdapterConfig(rank=4))
         check_sent(replace(step, policy=policy))
