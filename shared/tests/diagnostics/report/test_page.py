@@ -264,3 +264,12 @@ def test_a_chart_of_the_smallest_numbers_is_shown(values: tuple[float, ...], log
     shown = Series(steps=(1, 2), values=values)
     figure = str(chart_figure(Chart(name="loss", title="Loss", series=shown, logarithmic=logarithmic), section=0))
     assert "nan" not in figure and 'class="grid"' in figure
+
+
+@pytest.mark.parametrize("step", [2**53, 10**400, -1])
+def test_lines_of_a_step_that_no_run_has_are_left_out(tmp_path: Path, step: int) -> None:
+    from ditkit_core.diagnostics.report.data import read_metrics
+
+    lines = [{"step": 1, "loss": 0.5}, {"step": step, "loss": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(read_metrics(tmp_path / "metrics.jsonl")[0]["loss"].steps) == [1]

@@ -173,6 +173,8 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
             step = int(row.pop("step"))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue  # the last line may be incomplete while the run writes
+        if not 0 <= step < 2**53:  # no number of steps, and not exact on an axis
+            continue
         for name, value in row.items():
             if isinstance(value, str):
                 texts[name] = (step, value)
