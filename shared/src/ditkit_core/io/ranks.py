@@ -252,20 +252,18 @@ def joined(config: RanksConfig, about: Mapping[str, str]) -> Iterator[Ranks]:
 
     from ditkit_core.io.memory import is_out_of_memory
 
-    dist = torch.distributed
+    dist, store = torch.distributed, _store(launch)
+    watch, finished = _Watch(store, launch, config.timeout), False
     if launch.rank:
         mute()
-    _refuse_shared_gpus(launch)
-    store = _store(launch)
-    watch = _Watch(store, launch, config.timeout)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local)
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=_WITHOUT_LIMIT)
-    watch.start()
-    ranks = _present = Ranks(launch.rank, launch.size)
-    finished = False
     try:
+        _refuse_shared_gpus(launch)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(launch.local)
+        watch.start()
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=_WITHOUT_LIMIT)
+        ranks = _present = Ranks(launch.rank, launch.size)
         ranks.check_same(about)
         yield ranks
         finished = True
@@ -415,7 +413,8 @@ class _Watch(threading.Thread):
     def end(self, *, finished: bool) -> None:
         """Stop looking; the others then need no sign of life of a process that has finished, and no word of theirs of one that failed."""
         self._ended.set()
-        self.join(_GRACE)
+        if self.is_alive():
+            self.join(_GRACE)
         if not finished:
             self._is_first_to_fail()
         else:
