@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks, RanksConfig, launched, local_rank, present_ranks, world
+from ditkit_core.io.ranks import Ranks, RanksConfig, world
+from ditkit_core.io.torchrun import launched, local_rank, present_ranks
 
 
 def test_a_process_alone_is_in_no_world():

@@ -25,8 +25,8 @@ from ditkit_core.config.toml import changes_to_toml, to_toml
 from ditkit_core.errors import UserError
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
-from ditkit_core.io.ranks import complain_once, launched
 from ditkit_core.io.signals import terminated_like_interrupted
+from ditkit_core.io.torchrun import complain_once, launched
 from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
 from ditkit_core.nn.attention_support import support_matrix

@@ -27,8 +27,8 @@ from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.ranks import present_ranks
 from ditkit_core.io.run_dir import RunFolder, open_run
+from ditkit_core.io.torchrun import present_ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.callbacks import QueuedPreviews, SamplesInPlace
@@ -249,8 +249,9 @@ def _train_component(
     _stage(2, "encode")
     data = ranks.first_then_others(lambda: _encode(run, unloaded, num_images))
     _stage(3, "load the model")
+    keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
+    ranks.check_same({"data": json_hash(keys), "base": unloaded.source.fingerprint()})
     prepared, data = _load(run, unloaded, placement, data, num_images)
-    ranks.check_same({"data": json_hash({sample.id: sample.keys for sample in [*data.samples, *data.prior]})})
     start_from(component.init_from, prepared, folder)
     if not run.config.train.steps:
         warn("train.steps = 0: nothing is trained; exports and samples are of the initial weights")

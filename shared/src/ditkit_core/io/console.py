@@ -123,10 +123,10 @@ class _Hushed(logging.Filter):
 _muted = False
 
 
-def mute(muted: bool = True) -> None:
-    """Print nothing more but errors, for a process that works alongside one that prints; or print again."""
+def mute() -> None:
+    """Print nothing more but errors, for a process that works alongside one that prints, or that has said why it ends."""
     global _muted
-    _muted = muted
+    _muted = True
 
 
 def say(text: str) -> None:

@@ -1,40 +1,23 @@
-"""The processes that train one run together: the only module that asks for a rank, or calls torch.distributed in a run.
+"""The processes that train one run together, and what they exchange. `torchrun.py` connects them.
 
-torchrun starts the processes, and `joined` connects them. A process alone is rank 0 of 1: it divides nothing and waits for nobody, so
-that callers need no second path.
-
-What ranks exchange on the host goes over gloo, with no time limit: a rank may encode, compile or generate samples for hours. What ends
-a run is a rank that stops: every process shows a sign of life in torchrun's store, and a thread ends the process when `ranks.timeout`
-seconds pass without that of another.
+A process alone is rank 0 of 1: it divides nothing and waits for nobody, so that callers need no second path.
 """
 
 import json
-import os
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import complain, mute
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
-
-_WITHOUT_LIMIT = timedelta(days=365)
-_JOINING = 300.0
-"""Seconds that ranks have to start: most import torch from a disk that all of them read."""
-_GRACE = 5.0
-"""Seconds that a process has to end by itself once another one has failed, before its thread ends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,25 +67,25 @@ class Ranks:
             return numbers
         total = numbers.clone()
         with self._exchange(total):
-            _distributed().all_reduce(total)
+            distributed().all_reduce(total)
         return total
 
     def sent(self, tensor: "Tensor", to: int) -> None:
         """Send a tensor to a rank that receives it."""
         with self._exchange(tensor):
-            _distributed().send(tensor, to)
+            distributed().send(tensor, to)
 
     def received(self, buffer: "Tensor", source: int) -> "Tensor":
         """The tensor that a rank sent, in `buffer`."""
         with self._exchange():
-            _distributed().recv(buffer, source)
+            distributed().recv(buffer, source)
         return buffer
 
     def from_first(self, tensor: "Tensor") -> "Tensor":
         """The first rank's tensor, written into this one on the others."""
         if self.size > 1:
             with self._exchange(tensor if self.is_first else None):
-                _distributed().broadcast(tensor, 0)
+                distributed().broadcast(tensor, 0)
         return tensor
 
     def any(self, flag: bool) -> bool:
@@ -133,7 +116,7 @@ class Ranks:
         padded[: len(text)] = text
         found = [torch.empty_like(padded) for _ in range(self.size)]
         with self._exchange(padded):
-            _distributed().all_gather(found, padded)
+            distributed().all_gather(found, padded)
         return [json.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths, strict=True)]
 
     def as_first(self, value: T) -> T:
@@ -175,8 +158,12 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            from ditkit_core.io.memory import is_out_of_memory
+
+            if is_out_of_memory(error):
+                raise
             raise RankLost(
-                f"the connection to another rank broke ({_reason(error)}): that process ended, its own message or torchrun's summary says "
+                f"the connection to another rank broke ({reason_of(error)}): that process ended, its own message or torchrun's summary says "
                 "why; the same command continues from the last save"
             ) from error
         self.seconds_waited += time.perf_counter() - began
@@ -185,238 +172,17 @@ class Ranks:
 
 def world() -> Ranks | None:
     """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`engine/fsdp.py`)."""
-    dist = _distributed()
+    dist = distributed()
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first line of torch's message, without the place in its source."""
     return str(error).splitlines()[0].rpartition("] ")[2][:100]
 
 
-def _distributed() -> Any:
+def distributed() -> Any:
+    """torch.distributed, imported now: help and mistakes do without torch."""
     import torch.distributed
 
     return torch.distributed
-
-
-@dataclass
-class _Launch:
-    """What torchrun tells a process."""
-
-    rank: int
-    size: int
-    local: int
-    num_local: int
-
-
-def launched() -> _Launch | None:
-    """What torchrun told this process; None for a process alone."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    values = [os.environ.get(name, "") for name in names]
-    if not all(value.isdecimal() for value in values) or int(values[1]) < 2:
-        return None
-    return _Launch(*map(int, values))
-
-
-def local_rank() -> int:
-    """The number of this process among those on this machine, which is that of its GPU; 0 for a process alone."""
-    launch = launched()
-    return 0 if launch is None else launch.local
-
-
-_present = Ranks()
-
-
-def present_ranks() -> Ranks:
-    """The ranks of this process inside `joined`; else a process alone."""
-    return _present
-
-
-@contextmanager
-def joined(config: RanksConfig, about: Mapping[str, str]) -> Iterator[Ranks]:
-    """Connect the processes that torchrun started, until the block ends.
-
-    Args:
-        config: The `[ranks]` section.
-        about: What must be the same for all ranks, by name: versions, settings.
-
-    Raises:
-        UserError: If a rank does not start, or ranks differ in something, or two would use one GPU.
-    """
-    global _present
-    if (launch := launched()) is None:
-        yield Ranks()
-        return
-    import torch
-
-    from ditkit_core.io.memory import is_out_of_memory
-
-    dist, store = torch.distributed, _store(launch)
-    watch, finished = _Watch(store, launch, config.timeout), False
-    if launch.rank:
-        mute()
-    try:
-        _refuse_shared_gpus(launch)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        if torch.cuda.is_available():
-            torch.cuda.set_device(launch.local)
-        watch.start()
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=_WITHOUT_LIMIT)
-        ranks = _present = Ranks(launch.rank, launch.size)
-        ranks.check_same(about)
-        yield ranks
-        finished = True
-    except UserError as error:
-        watch.report(str(error), is_consequence=isinstance(error, RankLost))
-        mute()
-        raise
-    except (RuntimeError, MemoryError) as error:
-        # What explains it is printed by this rank, wherever it is.
-        if is_out_of_memory(error) and watch.report("out of memory"):
-            mute(False)
-        raise
-    finally:
-        _present = Ranks()
-        watch.end(finished=finished)
-    dist.destroy_process_group()
-
-
-def _refuse_shared_gpus(launch: _Launch) -> None:
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus and launch.num_local > gpus:
-        raise UserError(
-            f"torchrun started {launch.num_local} processes on {socket.gethostname()}, which has {gpus} GPUs; set --nproc-per-node {gpus}"
-        )
-
-
-def complain_once(message: str) -> None:
-    """Print why the command ends, before its processes are connected; a message that all of them have is printed by one."""
-    if (launch := launched()) is None:
-        complain(f"error: {message}")
-    else:
-        mute()
-        _Watch(_store(launch, wait=False), launch, _GRACE).report(message)
-
-
-def _store(launch: _Launch, *, wait: bool = True) -> "Store":
-    """The store that torchrun's processes meet at; `wait` until all of them are there."""
-    dist = _distributed()
-    try:
-        whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
-        # After a restart the store may still have what the processes before it wrote.
-        store = dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
-        store.set(f"here/{launch.rank}", socket.gethostname())
-        store.set(f"alive/{launch.rank}", "0")
-        missing = [rank for rank in range(launch.size) if wait and not _comes(store, f"here/{rank}")]
-    except (RuntimeError, ValueError) as error:
-        reason = _reason(error)
-        raise UserError(
-            f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason}); start them with "
-            "torchrun, and check that its machines reach each other"
-        ) from error
-    if missing:
-        raise UserError(f"rank {missing[0]} of {launch.size} did not start within {_JOINING:g} s; look at its output")
-    return cast("Store", store)
-
-
-def _comes(store: "Store", key: str) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=_JOINING))
-    except RuntimeError:
-        return False
-    return True
-
-
-class _Watch(threading.Thread):
-    """Shows this process's sign of life, and ends the process if another one shows none, or has failed.
-
-    Rank 0 looks at all others and they at rank 0, so that the store answers few questions. The thread runs while the main thread waits in
-    an exchange, where Python handles no signal.
-    """
-
-    def __init__(self, store: "Store", launch: _Launch, timeout: float):
-        super().__init__(daemon=True, name="ditkit-ranks")
-        self._main, self._own, self._launch, self._timeout = store, store.clone(), launch, timeout
-        self._interval = min(2.0, timeout / 4)
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        """Look until the process leaves."""
-        others = range(1, self._launch.size) if self._launch.rank == 0 else range(1)
-        known, silent, count, failed = dict.fromkeys(others, b""), dict.fromkeys(others, 0.0), 0, 0.0
-        while not self._ended.wait(self._interval):
-            count += 1
-            try:
-                self._own.set(f"alive/{self._launch.rank}", str(count))
-                signs = self._own.multi_get([f"alive/{rank}" for rank in others])
-                failed += self._interval if self._own.check(["failed"]) else 0.0
-            except RuntimeError as error:
-                self._leave_process(f"torchrun's store cannot be reached ({_reason(error)})")
-                return
-            if failed > _GRACE:
-                os._exit(1)
-            for rank, sign in zip(others, signs, strict=True):
-                # Counted in this thread's own rounds: a process that was stopped itself must not blame the others for that time.
-                silent[rank] = 0.0 if sign in (b"left", b"") or sign != known[rank] else silent[rank] + self._interval
-                known[rank] = sign
-                if silent[rank] > self._timeout:
-                    host = self._own.get(f"here/{rank}").decode()
-                    self._leave_process(
-                        f"rank {rank} of {self._launch.size} on {host} showed no sign of life for {self._timeout:g} s (ranks.timeout): it "
-                        "hangs or is stopped; look at that machine, the same command continues from the last save"
-                    )
-
-    def _leave_process(self, message: str) -> None:
-        """End the process from this thread: the main one waits for something that will not come."""
-        if not self._ended.is_set():
-            self.report(message)
-            sys.stderr.flush()
-            os._exit(1)
-
-    def report(self, message: str, *, is_consequence: bool = False) -> bool:
-        """Print why the process ends and on which rank, and give it to torchrun's summary, unless another rank has failed before.
-
-        Args:
-            message: What happened, and what to do.
-            is_consequence: Whether another rank probably caused it; that one gets the time to say so.
-
-        Returns:
-            Whether it was printed.
-        """
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        if is_consequence:
-            self._wait_for_cause()
-        if not self._is_first_to_fail():
-            return False
-        where = f"rank {self._launch.rank} of {self._launch.size} on {socket.gethostname()}"
-        complain(f"error: {where}: {message}")
-        get_error_handler().record_exception(UserError(f"{where}: {message}"))
-        return True
-
-    def _is_first_to_fail(self) -> bool:
-        own = str(self._launch.rank)
-        try:
-            return bool(self._own.compare_set("failed", "", own) == own.encode())
-        except RuntimeError:
-            return True  # the store is gone, so that nobody else can be asked
-
-    def _wait_for_cause(self) -> None:
-        end = time.monotonic() + _GRACE / 2
-        with suppress(RuntimeError):
-            while time.monotonic() < end and not self._own.check(["failed"]):
-                time.sleep(0.05)
-
-    def end(self, *, finished: bool) -> None:
-        """Stop looking; the others then need no sign of life of a process that has finished, and no word of theirs of one that failed."""
-        self._ended.set()
-        if self.is_alive():
-            self.join(_GRACE)
-        if not finished:
-            self._is_first_to_fail()
-        else:
-            with suppress(RuntimeError):
-                self._main.set(f"alive/{self._launch.rank}", "left")

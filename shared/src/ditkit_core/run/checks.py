@@ -14,6 +14,7 @@ from ditkit_core.engine.compile import backend_of, check_compiled, check_compile
 from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
+from ditkit_core.io.torchrun import launched
 from ditkit_core.nn.attention_backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.context import RunContext
@@ -109,6 +110,14 @@ def check_ranks(run: RunContext, size: int) -> None:
         raise UserError(
             f"train.device = {train.device!r} is one GPU, and {several}; leave it out: each rank takes its own"
         )
+    if ":" in config.encode.device:
+        raise UserError(f"encode.device = {config.encode.device!r} is one GPU, and {several}; set it to auto or cpu")
+    if (launch := launched()) and config.sample.device:
+        device = choose_device(config.sample.device, "sample.device")
+        if device.type == "cuda" and device.index < launch.num_local:
+            raise UserError(
+                f"sample.device = {config.sample.device!r} is a GPU that trains; name another one or cpu, or leave it out"
+            )
     if train.pipelined:
         raise UserError(f"train.pipelined overlaps the devices of a divided model, and {several}; leave it out")
     if config.optim.fused_backward:
@@ -157,7 +166,13 @@ def check_preview_device(run: RunContext) -> None:
 def say_where_previews_could_be(run: RunContext) -> None:
     """If training waits for its previews, name an idle GPU that could generate them."""
     sample = run.config.sample
-    if sample.device or not sample.every_steps or not (sample.prompts or sample.captions) or not run.spec.import_path:
+    if (
+        launched()
+        or sample.device
+        or not sample.every_steps
+        or not (sample.prompts or sample.captions)
+        or not run.spec.import_path
+    ):
         return
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     idle = [gpu for gpu in gpus if gpu not in run.devices]

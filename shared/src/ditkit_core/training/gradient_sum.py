@@ -98,11 +98,14 @@ class GradientSum:
         return parts
 
     def _from_first(self, gradients: Gradients) -> Gradients:
-        total: Gradients = {}
+        total = dict(gradients)
         for names in self._by_dtype():
-            flat = self._flat(gradients, names) if self._ranks.is_first else self._buffer(names)
+            if self._ranks.is_first:
+                self._ranks.from_first(self._flat(gradients, names))
+                continue
+            parts = self._apart(self._ranks.from_first(self._buffer(names)), names)
             # Copied: a part of a buffer may be aligned otherwise than a tensor of its own, and a norm's bits may depend on that.
-            total |= {name: part.clone() for name, part in self._apart(self._ranks.from_first(flat), names).items()}
+            total |= {name: part.clone() for name, part in parts.items()}
         return total
 
     def _by_dtype(self) -> Sequence[Sequence[str]]:

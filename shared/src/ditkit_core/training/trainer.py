@@ -301,9 +301,8 @@ class Trainer:
                 )
         except NonFiniteLoss as error:
             failed, family = error, self._model.spec.name
-            raise self._ranks.first_then_others(
-                lambda: _failure(failed, self._folder, lr, self._last_save, family)
-            ) from error
+            described = self._ranks.first(lambda: _failure(failed, self._folder, lr, self._last_save, family))
+            raise UserError(described) from error
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
         # A validation loss belongs to the step that it was measured at.
         state.step, state.held_out = state.step + 1, None
@@ -347,6 +346,7 @@ class Trainer:
 
     def _save(self, metrics: MetricsLog | NoMetrics) -> None:
         if not self._ranks.is_first:
+            self._last_save = self._folder / "state" / f"step-{self._state.step:06d}"
             return
         state = replace(self._state.state_dict(), metrics=metrics.saved())
         self._last_save = save_state(self._folder / "state", state, self._config.save)
@@ -372,11 +372,11 @@ def _name_of(save: Path | None) -> str:
     return "" if save is None else save.name
 
 
-def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> UserError:
-    """Write the evidence of a loss that is not finite to a file, and return the error that names it."""
+def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> str:
+    """Write the evidence of a loss that is not finite to a file, and return the message that names it."""
     file = folder / f"failure-step-{error.evidence['step'] + 1:06d}.json"
     write_text(file, json.dumps({**error.evidence, "lr": lr}, indent=1, allow_nan=False))
-    return UserError(
+    return (
         f"{error}; evidence is in {file}, the last save is {save or 'none'}: look at the samples it names, "
         f"check their cache entries ({family}-encode --verify-cache), or lower optim.lr ({lr:g})"
     )

@@ -1,0 +1,307 @@
+"""Connects the processes that torchrun starts, and ends each of them when another one has failed or shows no sign of life.
+
+What ranks exchange on the host goes over gloo, with no time limit: a rank may encode, compile or generate samples for hours. What ends
+a run is a rank that stops: every process shows a sign of life in torchrun's store, and a thread ends the process when `ranks.timeout`
+seconds pass without that of another.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+from ditkit_core.errors import Interrupted, UserError
+from ditkit_core.io.console import complain, mute
+from ditkit_core.io.ranks import RankLost, Ranks, RanksConfig, distributed, reason_of
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_WITHOUT_LIMIT = timedelta(days=365)
+_JOINING = 300.0
+"""Seconds that ranks have to start: most import torch from a disk that all of them read."""
+_GRACE = 5.0
+"""Seconds that a process has to end by itself once another one has failed, before its thread ends it."""
+
+
+@dataclass
+class _Launch:
+    """What torchrun tells a process."""
+
+    rank: int
+    size: int
+    local: int
+    num_local: int
+
+
+def launched() -> _Launch | None:
+    """What torchrun told this process; None for a process alone."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = [os.environ.get(name, "") for name in names]
+    if not all(value.isdecimal() for value in values) or int(values[1]) < 2:
+        return None
+    return _Launch(*map(int, values))
+
+
+def local_rank() -> int:
+    """The number of this process among those on this machine, which is that of its GPU; 0 for a process alone."""
+    launch = launched()
+    return 0 if launch is None else launch.local
+
+
+_present = Ranks()
+
+
+def present_ranks() -> Ranks:
+    """The ranks of this process inside `joined`; else a process alone."""
+    return _present
+
+
+@contextmanager
+def joined(config: RanksConfig, device: str, about: Mapping[str, str]) -> Iterator[Ranks]:
+    """Connect the processes that torchrun started, until the block ends on all of them.
+
+    Args:
+        config: The `[ranks]` section.
+        device: Where the run trains, as in `train.device`.
+        about: What must be the same for all ranks, by name: versions, settings.
+
+    Raises:
+        UserError: If a rank does not start, or ranks differ in something, or two would use one GPU; or out of memory.
+    """
+    global _present
+    if (launch := launched()) is None:
+        yield Ranks()
+        return
+    from ditkit_core.io.memory import is_out_of_memory
+
+    dist, store = distributed(), _store(launch)
+    watch, finished = _Watch(store, launch, config.timeout), False
+    watch.start()
+    if launch.rank:
+        mute()
+    try:
+        _connect(launch, store, on_gpus=device != "cpu")
+        ranks = _present = Ranks(launch.rank, launch.size)
+        ranks.check_same(about)
+        try:
+            yield ranks
+        except Interrupted:
+            ranks.any(False)  # nobody leaves while another rank still saves
+            finished = True
+            raise
+        ranks.any(False)  # nor while one exports or samples: torchrun ends a run whose processes end far apart
+        finished = True
+    except UserError as error:
+        watch.report(str(error), is_consequence=isinstance(error, RankLost))
+        mute()
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = UserError(
+            f"out of memory ({(str(error) or type(error).__name__).splitlines()[0][:120]}); without torchrun, --plan shows what needs it and "
+            "--fit finds settings of one rank that fit"
+        )
+        watch.report(str(failure))
+        mute()
+        raise failure from error
+    finally:
+        _present = Ranks()
+        watch.end(finished=finished)
+    dist.destroy_process_group()
+
+
+def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
+    """Start the process group: gloo for what is on the host, and NCCL where the run trains on GPUs."""
+    import torch
+
+    dist, backend = distributed(), "gloo"
+    if on_gpus and torch.cuda.is_available():
+        _refuse_shared_gpus(launch)
+        if not dist.is_nccl_available():
+            raise UserError(
+                "this torch has no NCCL, which several GPUs need; train on one GPU, or set train.device = cpu"
+            )
+        torch.cuda.set_device(launch.local)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=_WITHOUT_LIMIT)
+    except RuntimeError as error:
+        raise UserError(
+            f"the ranks cannot connect to each other ({reason_of(error)}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network device "
+            "that reaches the others"
+        ) from error
+
+
+def _refuse_shared_gpus(launch: _Launch) -> None:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus and launch.num_local > gpus:
+        raise UserError(
+            f"torchrun started {launch.num_local} processes on {socket.gethostname()}, which has {gpus} GPUs; set --nproc-per-node {gpus}"
+        )
+
+
+def complain_once(message: str) -> None:
+    """Print why the command ends, before its processes are connected; a message that all of them have is printed by one."""
+    if (launch := launched()) is None:
+        complain(f"error: {message}")
+    else:
+        mute()
+        _Watch(_store(launch, wait=False), launch, _GRACE).report(message)
+
+
+def _store(launch: _Launch, *, wait: bool = True) -> "Store":
+    """The store that torchrun's processes meet at; `wait` until all of them are there."""
+    dist = distributed()
+    try:
+        whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+        if not wait:  # to print one line
+            return cast("Store", dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole))
+        return _met(launch, whole)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason_of(error)}); start them "
+            "with torchrun, and check that its machines reach each other"
+        ) from error
+
+
+def _met(launch: _Launch, whole: "Store") -> "Store":
+    """A part of the store for these processes alone, once each has shown that it is there.
+
+    After a restart the store still has what the processes before it wrote, and machines count restarts differently. So every process
+    writes a mark of its own, the first rank repeats the marks that it has seen, and who finds his own repeated knows that both are alive.
+    """
+    dist, own, end = distributed(), uuid.uuid4().hex, time.monotonic() + _JOINING
+    whole.set(f"ditkit/mark/{launch.rank}", own)
+    if launch.rank == 0:
+        part = dist.PrefixStore(f"ditkit/{own}", whole)
+        missing, seen = set(range(1, launch.size)), dict[int, str]()
+        while missing:
+            for rank in list(missing):
+                if whole.check([f"ditkit/mark/{rank}"]):
+                    seen[rank] = whole.get(f"ditkit/mark/{rank}").decode()
+                if part.check([f"here/{rank}"]):
+                    missing.discard(rank)
+            whole.set("ditkit/round", json.dumps([own, seen]))
+            if missing and time.monotonic() > end:
+                raise UserError(
+                    f"rank {min(missing)} of {launch.size} did not start within {_JOINING:g} s; look at its output"
+                )
+            time.sleep(0.05)
+    else:
+        first, seen_by_first = "", ""
+        while seen_by_first != own:
+            if whole.check(["ditkit/round"]):
+                first, seen_marks = json.loads(whole.get("ditkit/round"))
+                seen_by_first = seen_marks.get(str(launch.rank), "")
+            if time.monotonic() > end:
+                raise UserError(f"rank 0 did not start within {_JOINING:g} s; look at its output")
+            time.sleep(0.05)
+        part = dist.PrefixStore(f"ditkit/{first}", whole)
+    part.set(f"alive/{launch.rank}", "0")
+    part.set(f"here/{launch.rank}", socket.gethostname())
+    part.wait([f"here/{rank}" for rank in ((0,) if launch.rank else range(launch.size))], timedelta(seconds=_JOINING))
+    return cast("Store", part)
+
+
+class _Watch(threading.Thread):
+    """Shows this process's sign of life, and ends the process if another one shows none, or has failed.
+
+    Rank 0 looks at all others and they at rank 0, so that the store answers few questions. The thread runs while the main thread waits in
+    an exchange, where Python handles no signal.
+    """
+
+    def __init__(self, store: "Store", launch: _Launch, timeout: float):
+        super().__init__(daemon=True, name="ditkit-ranks")
+        self._main, self._own, self._launch, self._timeout = store, store.clone(), launch, timeout
+        self._interval = min(2.0, timeout / 4)
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Look until the process leaves."""
+        others = range(1, self._launch.size) if self._launch.rank == 0 else range(1)
+        known, silent, count, failed = dict.fromkeys(others, b""), dict.fromkeys(others, 0.0), 0, 0.0
+        while not self._ended.wait(self._interval):
+            count += 1
+            try:
+                self._own.set(f"alive/{self._launch.rank}", str(count))
+                signs = self._own.multi_get([f"alive/{rank}" for rank in others])
+                failed += self._interval if self._own.check(["failed"]) else 0.0
+            except RuntimeError as error:
+                self._leave_process(f"torchrun's store cannot be reached ({reason_of(error)})")
+                return
+            if failed > _GRACE:
+                os._exit(1)
+            for rank, sign in zip(others, signs, strict=True):
+                # Counted in this thread's own rounds: a process that was stopped itself must not blame the others for that time.
+                silent[rank] = 0.0 if sign in (b"left", b"") or sign != known[rank] else silent[rank] + self._interval
+                known[rank] = sign
+                if silent[rank] > self._timeout:
+                    host = self._own.get(f"here/{rank}").decode()
+                    self._leave_process(
+                        f"rank {rank} of {self._launch.size} on {host} showed no sign of life for {self._timeout:g} s (ranks.timeout): it "
+                        "hangs or is stopped; look at that machine, the same command continues from the last save"
+                    )
+
+    def _leave_process(self, message: str) -> None:
+        """End the process from this thread: the main one waits for something that will not come."""
+        if not self._ended.is_set():
+            self.report(message)
+            sys.stderr.flush()
+            os._exit(1)
+
+    def report(self, message: str, *, is_consequence: bool = False) -> bool:
+        """Print why the process ends and on which rank, and give it to torchrun's summary, unless another rank has failed before.
+
+        Args:
+            message: What happened, and what to do.
+            is_consequence: Whether another rank probably caused it; that one gets the time to say so.
+
+        Returns:
+            Whether it was printed.
+        """
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        if is_consequence:
+            self._wait_for_cause()
+        if not self._is_first_to_fail():
+            return False
+        where = f"rank {self._launch.rank} of {self._launch.size} on {socket.gethostname()}"
+        complain(f"error: {where}: {message}")
+        get_error_handler().record_exception(UserError(f"{where}: {message}"))
+        return True
+
+    def _is_first_to_fail(self) -> bool:
+        own = str(self._launch.rank)
+        try:
+            return bool(self._own.compare_set("failed", "", own) == own.encode())
+        except RuntimeError:
+            return True  # the store is gone, so that nobody else can be asked
+
+    def _wait_for_cause(self) -> None:
+        end = time.monotonic() + _GRACE / 2
+        with suppress(RuntimeError):
+            while time.monotonic() < end and not self._own.check(["failed"]):
+                time.sleep(0.05)
+
+    def end(self, *, finished: bool) -> None:
+        """Stop looking; the others then need no sign of life of a process that has finished, and no word of theirs of one that failed."""
+        self._ended.set()
+        if self.is_alive():
+            self.join(_GRACE)
+        if not finished:
+            self._is_first_to_fail()
+        else:
+            with suppress(RuntimeError):
+                self._main.set(f"alive/{self._launch.rank}", "left")
