@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -70,26 +71,65 @@ def test_two_ranks_train_what_one_process_trains(alone, tmp_path):
     assert all(line["sent_bytes"] > 0 <= line["wait_seconds"] for line in lines if "loss" in line)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc")
-def test_a_killed_rank_changes_no_bit_if_torchrun_starts_again(alone, tmp_path):
+IN_PROC = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"
+)
+
+
+@contextmanager
+def started(tmp_path, *arguments, restarts=0):
+    """The demo on two ranks, once it has saved three times; with the process of rank 1."""
     run = tmp_path / "run"
     with (tmp_path / "log").open("w") as log:
-        command = torchrun("--demo", "--run.folder", str(run), *SHORT, restarts=1)
-        started = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        command = torchrun("--demo", "--run.folder", str(run), *SHORT, *arguments, restarts=restarts)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             end = time.monotonic() + 200
-            while not (run / "state" / f"step-{3 * SAVED:06d}").exists() and started.poll() is None:
+            while not (run / "state" / f"step-{3 * SAVED:06d}").exists() and process.poll() is None:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            os.kill(process_of_rank(1, started.pid), signal.SIGKILL)
-            status = started.wait(200)
+            yield process, process_of_rank(1, process.pid)
         finally:
-            started.terminate()
-            started.wait(60)
+            process.terminate()
+            process.wait(60)
+
+
+@pytest.mark.exhaustive
+@IN_PROC
+def test_a_killed_rank_changes_no_bit_if_torchrun_starts_again(alone, tmp_path):
+    with started(tmp_path, restarts=1) as (process, rank):
+        os.kill(rank, signal.SIGKILL)
+        status = process.wait(200)
     assert status == 0, (tmp_path / "log").read_text()[-3000:]
     assert "exitcode: -9" in (tmp_path / "log").read_text()
-    assert index(run) == index(alone)
+    assert index(tmp_path / "run") == index(alone)
+
+
+@pytest.mark.exhaustive
+@IN_PROC
+def test_a_signal_to_one_rank_ends_all_with_a_save(tmp_path):
+    with started(tmp_path, "--save.every_steps", "3") as (process, rank):
+        before = {path.name for path in (tmp_path / "run" / "state").iterdir()}
+        os.kill(rank, signal.SIGTERM)
+        process.wait(100)
+    log = (tmp_path / "log").read_text()
+    (stopped,) = re.findall(r"^stopped at step (\d+), saved in", log, re.MULTILINE)
+    assert before and (tmp_path / "run" / "state" / f"step-{int(stopped):06d}" / "state.json").exists()
+    assert "error: " not in log
+
+
+@pytest.mark.exhaustive
+@IN_PROC
+def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path):
+    with started(tmp_path, "--ranks.timeout", "3") as (process, rank):
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            assert process.wait(100) == 1
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+    (line,) = (line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: "))
+    assert re.match(r"error: rank 0 of 2 on \S+: rank 1 of 2 on \S+ showed no sign of life for 3 s", line)
 
 
 def process_of_rank(rank: int, parent: int) -> int:
