@@ -39,7 +39,7 @@ GB, GIB, MIB = 10**9, 2**30, 2**20
 
 TI2V_5B = WanArch(dim=3072, ffn_dim=14336, heads=24, layers=30, in_channels=48, out_channels=48)
 """Wan 2.2 TI2V-5B, which has no preset here; its VAE makes one latent pixel of 16 × 16."""
-I2V_A14B = replace(WAN_PRESETS["t2v-14b"], in_channels=36)
+I2V_A14B = WAN_PRESETS["i2v-a14b"]
 """An expert of Wan 2.2 I2V-A14B: its inputs have 16 noised channels and 20 of the image and its mask."""
 
 RANKS = 8
@@ -87,13 +87,6 @@ def _with_timestep_per_token(
     tokens = noised[0][0].numel() // 4
     inputs = WAN.training.make_inputs(noised, sigma, items, guidance)
     return inputs._replace(timestep=inputs.timestep[:, None].expand(-1, tokens))
-
-
-def _with_an_image(
-    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
-) -> WanInputs:
-    inputs = WAN.training.make_inputs(noised, sigma, items, guidance)
-    return inputs._replace(latents=[torch.cat([x, x.new_zeros(20, *x.shape[1:])]) for x in noised])
 
 
 def _numbers(spec: ModelSpec, arch: Any) -> list[int]:
@@ -221,8 +214,8 @@ def _adapter_bytes(made: Profile) -> int:
 
 def split_a14b() -> Iterator[Line]:
     """Wan 2.2 I2V-A14B over two GPUs."""
-    spec, item = altered(WAN, make_inputs=_with_an_image), _item(I2V_A14B, (16, 13, 60, 104))
-    made = _adapted(spec, I2V_A14B, item, "q,k,v,o,ffn.0,ffn.2", 32)
+    item = WAN.training.empty_item(I2V_A14B, (49, 480, 832), [])
+    made = _adapted(WAN, I2V_A14B, item, "q,k,v,o,ffn.0,ffn.2", 32)
     plans = _divided(made, 20)
     auxiliary = {
         model.name: sum(p.numel() * 2 for p in model.build(torch.bfloat16).parameters())
