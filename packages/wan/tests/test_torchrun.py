@@ -129,7 +129,7 @@ def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path):
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
     (line,) = (line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: "))
-    assert re.match(r"error: rank 0 of 2 on \S+: rank 1 of 2 on \S+ showed no sign of life for 3 s", line)
+    assert re.match(r"error: rank 0 of 2 on \S+: rank 1 of 2 on \S+ sent no heartbeat for 3 s", line)
 
 
 def process_of_rank(rank: int, parent: int) -> int:

@@ -6,12 +6,12 @@ import torch.distributed as dist
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks, RanksConfig, world
-from ditkit_core.io.torchrun import launched, local_rank, present_ranks
+from ditkit_core.io.torchrun import current_ranks, launched, local_rank
 
 
 def test_a_process_alone_is_in_no_world():
     assert world() is None and launched() is None and local_rank() == 0
-    assert present_ranks() == Ranks(rank=0, size=1)
+    assert current_ranks() == Ranks(rank=0, size=1)
 
 
 def test_a_process_of_a_group_knows_its_rank_and_how_many_there_are():
@@ -34,10 +34,10 @@ def test_every_item_has_one_owner_and_shares_differ_by_one(size, count):
 
 def test_a_process_alone_exchanges_nothing():
     ranks = Ranks()
-    assert ranks.summed(torch.ones(2)).tolist() == [1, 1]
-    assert ranks.gathered({"a": 1}) == [{"a": 1}] and ranks.as_first(3) == 3
-    assert ranks.first(lambda: "made") == ranks.first_then_others(lambda: "made") == "made"
-    assert ranks.any(True) and not ranks.any(False)
+    assert ranks.all_reduce(torch.ones(2)).tolist() == [1, 1]
+    assert ranks.all_gather_object({"a": 1}) == [{"a": 1}] and ranks.broadcast_object(3) == 3
+    assert ranks.on_first(lambda: "made") == ranks.first_rank_first(lambda: "made") == "made"
+    assert ranks.any(True) and not ranks.barrier()
     assert ranks.bytes_sent == 0 and ranks.is_first
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ditkit_core.io.ranks import Ranks
-from ditkit_core.training.gradient_sum import GradientSum, held_before
+from ditkit_core.training.gradient_sum import GradientSum, num_waiting_sums
 
 
 def tree(values):
@@ -23,7 +23,7 @@ def test_gradients_are_added_in_the_tree_of_their_numbers(count):
     parameter = nn.Parameter(torch.zeros(64))
     total = GradientSum({"p": parameter}, count, Ranks())
     for number, gradient in enumerate(gradients):
-        assert len(total._sums) == held_before(number), "the plan counts as many sets of gradients as there are"
+        assert len(total._sums) == num_waiting_sums(number), "the plan counts as many sets of gradients as there are"
         (parameter * gradient).sum().backward()
         total.add(number)
     total.finish()

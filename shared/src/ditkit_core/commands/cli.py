@@ -122,7 +122,7 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         check_combination(flags.options)
         if launched() is not None and (command, verb_of(command, flags.options)) != ("train", ""):
             raise UserError(
-                f"this command works in one process, and only training in several; start {prog} without torchrun"
+                f"only training runs in several processes; start {prog} with these options without torchrun"
             )
         config = _resolve(family, command, flags)
     except UserError as error:

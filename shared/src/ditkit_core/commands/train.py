@@ -28,7 +28,7 @@ from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, open_run
-from ditkit_core.io.torchrun import present_ranks
+from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.callbacks import QueuedPreviews, SamplesInPlace
@@ -81,7 +81,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         UserError: For mistakes that the user can fix, before anything slow where possible.
         Stopped: If a signal ended it early.
     """
-    run, ranks = create_run(spec, config), present_ranks()
+    run, ranks = create_run(spec, config), current_ranks()
     # Only families with experts need the architecture this early; a demo's checkpoint does not exist yet.
     if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
         run = resolve_arch(run)
@@ -91,7 +91,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         if ranks.is_first:
             rename_exports(whole.run, folder)
         done, left = folder.completed_step(), _left(whole)
-        if ranks.as_first(
+        if ranks.broadcast_object(
             not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts)
         ):
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
@@ -103,7 +103,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 folder.store(whole.run.given.config)
             if options.demo:
                 say(f"writing the demo's checkpoint and media into {folder.inputs}")
-                ranks.first(lambda: spec.demo.write(folder.inputs))
+                ranks.on_first(lambda: spec.demo.write(folder.inputs))
                 # create_run again: the architecture is read from the checkpoint, which did not exist before
                 whole = components_of(create_run(spec, config), options.init_from)
             _train_what_is_left(whole, folder, stated)
@@ -114,7 +114,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
 def _left(whole: ComponentRuns) -> list[Component]:
     """The components that are still to be trained, as the first rank sees them."""
     incomplete = [place for place, each in enumerate(whole.components) if each.completed_step is None]
-    return [whole.components[place] for place in present_ranks().as_first(incomplete)]
+    return [whole.components[place] for place in current_ranks().broadcast_object(incomplete)]
 
 
 def _check(whole: ComponentRuns) -> None:
@@ -144,7 +144,7 @@ def _check(whole: ComponentRuns) -> None:
     for component in whole.components:
         check_run(component.run)
         check_training(component.run)
-        check_ranks(component.run, present_ranks().size)
+        check_ranks(component.run, current_ranks().size)
     # The run's own folder has no saves to compare the configuration with: each expert's folder checks its own.
     for each in whole.experts:
         folder_of(each, None).check(each.given.config)
@@ -152,11 +152,11 @@ def _check(whole: ComponentRuns) -> None:
 
 def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
     """Train one transformer after the other, then generate the samples that need all of them."""
-    run, left, ranks = whole.run, _left(whole), present_ranks()
+    run, left, ranks = whole.run, _left(whole), current_ranks()
     if whole.experts and left:
         names = ", then ".join(each.run.expert.name for each in left if each.run.expert)
         say(f"{len(whole.components)} experts, one in memory at a time: {names}")
-        ranks.first_then_others(lambda: _prepare(run, left))
+        ranks.first_rank_first(lambda: _prepare(run, left))
     with previews_of(run, folder, write_report) if ranks.is_first else nullcontext() as previews:
         steps = [each.completed_step or 0 for each in whole.components]
         for component in left:
@@ -217,8 +217,8 @@ def _opened(
         yield folder, stated
         return
     config = component.run.given.config
-    with open_run(component.folder.path, config, present_ranks()) as (own, changes):
-        if present_ranks().is_first:
+    with open_run(component.folder.path, config, current_ranks()) as (own, changes):
+        if current_ranks().is_first:
             own.store(config)
         yield own, changes
 
@@ -231,14 +231,14 @@ def _train_component(
     Raises:
         Stopped: If a signal ended it early.
     """
-    run, ranks = component.run, present_ranks()
+    run, ranks = component.run, current_ranks()
     _say_beginning(run, changes)
     _stage(1, "check data and model")
     assert run.data.dataset.samples  # reads the dataset: a missing caption is reported before gigabytes are downloaded
-    is_started = ranks.as_first(_is_started(folder))
+    is_started = ranks.broadcast_object(_is_started(folder))
     if not is_started:
         check_start(component.init_from, folder)
-    num_images = ranks.first(lambda: num_missing_class_images(run, started=is_started))
+    num_images = ranks.on_first(lambda: num_missing_class_images(run, started=is_started))
 
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
@@ -247,7 +247,7 @@ def _train_component(
     # before hours of encoding: a model that does not fit its devices is reported now
     placement = place(run, unloaded, training=True)
     _stage(2, "encode")
-    data = ranks.first_then_others(lambda: _encode(run, unloaded, num_images))
+    data = ranks.first_rank_first(lambda: _encode(run, unloaded, num_images))
     _stage(3, "load the model")
     keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
     ranks.check_same({"data": json_hash(keys), "base": unloaded.source.fingerprint()})
@@ -362,7 +362,7 @@ def _load(
         share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
     if run.config.base.quantized_cache:  # the first rank writes it, and the others read it
-        prepared = present_ranks().first_then_others(lambda: load_model(run, unloaded, placement))
+        prepared = current_ranks().first_rank_first(lambda: load_model(run, unloaded, placement))
     else:
         prepared = load_model(run, unloaded, placement)
     if num_images and run.expert is None:
@@ -375,11 +375,11 @@ def _class_images(run: RunContext, stages: Callable[[], Sequence[DenoiserStage]]
     """Generate class images, and encode them."""
 
     def made() -> list[EncodedSample]:
-        if present_ranks().is_first:
+        if current_ranks().is_first:
             generate_class_images(run, stages(), count, class_conditions(run))
         return encode_prior(run)
 
-    return present_ranks().first_then_others(made)
+    return current_ranks().first_rank_first(made)
 
 
 class _Samples(NamedTuple):
@@ -395,7 +395,7 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     config, files = run.config, files_of(run.data.dataset.samples)
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
-    if present_ranks().is_first:
+    if current_ranks().is_first:
         check_data(folder, [*data.samples, *data.prior], prepared)
         summary = data_summary(run.data.dataset, by_id.keys(), held_out)
         model = model_summary(run.spec.name, prepared)
@@ -445,6 +445,6 @@ def _trainer(
         folder=folder.path,
         validator=samples.validator,
         callbacks=callbacks,
-        ranks=present_ranks(),
+        ranks=current_ranks(),
         warn=warn,
     )

@@ -25,7 +25,7 @@ class RanksConfig:
     """The `[ranks]` section, for a run that torchrun starts as several processes. Nothing in it changes a result."""
 
     timeout: float = setting(120.0, resume="free")
-    """Seconds without a sign of life of a process after which the run ends. A process that works may take any time."""
+    """Seconds without a heartbeat of a process after which the run ends. A process that works may take any time."""
 
     def __post_init__(self) -> None:
         if not self.timeout >= 1:
@@ -61,7 +61,7 @@ class Ranks:
         """The rank whose share of `count` items has this one."""
         return ((item + 1) * self.size - 1) // count
 
-    def summed(self, numbers: "Tensor") -> "Tensor":
+    def all_reduce(self, numbers: "Tensor") -> "Tensor":
         """The sum of the ranks' tensors, which is exact where all but one rank have zeros."""
         if self.size == 1:
             return numbers
@@ -70,18 +70,18 @@ class Ranks:
             distributed().all_reduce(total)
         return total
 
-    def sent(self, tensor: "Tensor", to: int) -> None:
+    def send(self, tensor: "Tensor", to: int) -> None:
         """Send a tensor to a rank that receives it."""
         with self._exchange(tensor):
             distributed().send(tensor, to)
 
-    def received(self, buffer: "Tensor", source: int) -> "Tensor":
+    def recv(self, buffer: "Tensor", source: int) -> "Tensor":
         """The tensor that a rank sent, in `buffer`."""
         with self._exchange():
             distributed().recv(buffer, source)
         return buffer
 
-    def from_first(self, tensor: "Tensor") -> "Tensor":
+    def broadcast(self, tensor: "Tensor") -> "Tensor":
         """The first rank's tensor, written into this one on the others."""
         if self.size > 1:
             with self._exchange(tensor if self.is_first else None):
@@ -94,15 +94,19 @@ class Ranks:
             return flag
         import torch
 
-        return bool(self.summed(torch.tensor([float(flag)])) > 0)
+        return bool(self.all_reduce(torch.tensor([float(flag)])) > 0)
 
     def total(self, numbers: Iterable[float]) -> float:
         """The sum of whole numbers over all ranks."""
         import torch
 
-        return float(self.summed(torch.tensor(float(sum(numbers)), dtype=torch.float64)))
+        return float(self.all_reduce(torch.tensor(float(sum(numbers)), dtype=torch.float64)))
 
-    def gathered(self, value: T) -> list[T]:
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.any(False)
+
+    def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, in the order of ranks; JSON must be able to store it."""
         if self.size == 1:
             return [value]
@@ -111,7 +115,7 @@ class Ranks:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(text)
-        lengths = [int(length) for length in self.summed(sizes)]
+        lengths = [int(length) for length in self.all_reduce(sizes)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = text
         found = [torch.empty_like(padded) for _ in range(self.size)]
@@ -119,21 +123,21 @@ class Ranks:
             distributed().all_gather(found, padded)
         return [json.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths, strict=True)]
 
-    def as_first(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """The first rank's value; JSON must be able to store it."""
-        return cast(T, self.gathered(value if self.is_first else None)[0])
+        return cast(T, self.all_gather_object(value if self.is_first else None)[0])
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_first(self, work: Callable[[], T]) -> T:
         """The result of work that only the first rank does, while the others wait however long; JSON must be able to store it."""
-        return cast(T, self.as_first(work() if self.is_first else None))
+        return cast(T, self.broadcast_object(work() if self.is_first else None))
 
-    def first_then_others(self, work: Callable[[], T]) -> T:
+    def first_rank_first(self, work: Callable[[], T]) -> T:
         """Do work on the first rank, and then on the others, which find its files."""
         if self.is_first:
             result = work()
-            self.any(False)
+            self.barrier()
             return result
-        self.any(False)
+        self.barrier()
         return work()
 
     def check_same(self, about: Mapping[str, str]) -> None:
@@ -142,7 +146,7 @@ class Ranks:
         Raises:
             UserError: With the first difference; on all ranks.
         """
-        found = self.gathered({"host": socket.gethostname(), **about})
+        found = self.all_gather_object({"host": socket.gethostname(), **about})
         for rank, each in enumerate(found):
             for name, value in each.items():
                 if name != "host" and value != found[0][name]:

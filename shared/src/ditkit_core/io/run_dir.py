@@ -302,7 +302,7 @@ def open_run(path: Path, config: Any, ranks: Ranks | None = None) -> Iterator[tu
     """
     folder, ranks = RunFolder(Path(path)), ranks or Ranks()
     if not ranks.is_first:
-        owner, end = ranks.as_first(""), time.monotonic() + _SEEN_SECONDS
+        owner, end = ranks.broadcast_object(""), time.monotonic() + _SEEN_SECONDS
         while folder.owner() != owner and time.monotonic() < end:
             time.sleep(0.2)
         if folder.owner() != owner:
@@ -316,7 +316,7 @@ def open_run(path: Path, config: Any, ranks: Ranks | None = None) -> Iterator[tu
         stated = folder.check(config)  # again: another process may have trained here before the lock was acquired
         is_new = not folder.config_file.exists()
         folder.remove_unfinished()
-        ranks.as_first(folder.owner())
+        ranks.broadcast_object(folder.owner())
         try:
             yield folder, stated
         except UserError:

@@ -1,7 +1,7 @@
-"""Connects the processes that torchrun starts, and ends each of them when another one has failed or shows no sign of life.
+"""Connects the processes that torchrun starts, and ends each of them when another one has failed or sends no heartbeat.
 
 What ranks exchange on the host goes over gloo, with no time limit: a rank may encode, compile or generate samples for hours. What ends
-a run is a rank that stops: every process shows a sign of life in torchrun's store, and a thread ends the process when `ranks.timeout`
+a run is a rank that stops: every process writes a heartbeat into torchrun's store, and a thread ends the process when `ranks.timeout`
 seconds pass without that of another.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _WITHOUT_LIMIT = timedelta(days=365)
-_JOINING = 300.0
+_START_SECONDS = 300.0
 """Seconds that ranks have to start: most import torch from a disk that all of them read."""
 _GRACE = 5.0
 """Seconds that a process has to end by itself once another one has failed, before its thread ends it."""
@@ -34,7 +34,7 @@ _GRACE = 5.0
 
 @dataclass
 class _Launch:
-    """What torchrun tells a process."""
+    """The place of a process among those that torchrun starts."""
 
     rank: int
     size: int
@@ -43,7 +43,7 @@ class _Launch:
 
 
 def launched() -> _Launch | None:
-    """What torchrun told this process; None for a process alone."""
+    """This process's place, from the environment that torchrun sets; None if it is the only process."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     values = [os.environ.get(name, "") for name in names]
     if not all(value.isdecimal() for value in values) or int(values[1]) < 2:
@@ -60,7 +60,7 @@ def local_rank() -> int:
 _present = Ranks()
 
 
-def present_ranks() -> Ranks:
+def current_ranks() -> Ranks:
     """The ranks of this process inside `joined`; else a process alone."""
     return _present
 
@@ -84,7 +84,7 @@ def joined(config: RanksConfig, device: str, about: Mapping[str, str]) -> Iterat
     from ditkit_core.io.memory import is_out_of_memory
 
     dist, store = distributed(), _store(launch)
-    watch, finished = _Watch(store, launch, config.timeout), False
+    watch, finished = _Heartbeat(store, launch, config.timeout), False
     watch.start()
     if launch.rank:
         mute()
@@ -95,10 +95,10 @@ def joined(config: RanksConfig, device: str, about: Mapping[str, str]) -> Iterat
         try:
             yield ranks
         except Interrupted:
-            ranks.any(False)  # nobody leaves while another rank still saves
+            ranks.barrier()  # nobody leaves while another rank still saves
             finished = True
             raise
-        ranks.any(False)  # nor while one exports or samples: torchrun ends a run whose processes end far apart
+        ranks.barrier()  # nor while one exports or samples: torchrun ends a run whose processes end far apart
         finished = True
     except UserError as error:
         watch.report(str(error), is_consequence=isinstance(error, RankLost))
@@ -158,17 +158,17 @@ def complain_once(message: str) -> None:
         complain(f"error: {message}")
     else:
         mute()
-        _Watch(_store(launch, wait=False), launch, _GRACE).report(message)
+        _Heartbeat(_store(launch, wait=False), launch, _GRACE).report(message)
 
 
 def _store(launch: _Launch, *, wait: bool = True) -> "Store":
     """The store that torchrun's processes meet at; `wait` until all of them are there."""
     dist = distributed()
     try:
-        whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_JOINING)))
+        whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
         if not wait:  # to print one line
             return cast("Store", dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole))
-        return _met(launch, whole)
+        return _rendezvous(launch, whole)
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason_of(error)}); start them "
@@ -176,47 +176,49 @@ def _store(launch: _Launch, *, wait: bool = True) -> "Store":
         ) from error
 
 
-def _met(launch: _Launch, whole: "Store") -> "Store":
-    """A part of the store for these processes alone, once each has shown that it is there.
+def _rendezvous(launch: _Launch, whole: "Store") -> "Store":
+    """A part of the store for these processes alone, once all of them have started.
 
     After a restart the store still has what the processes before it wrote, and machines count restarts differently. So every process
-    writes a mark of its own, the first rank repeats the marks that it has seen, and who finds his own repeated knows that both are alive.
+    writes an id of its own, and rank 0 publishes the ids that it has read. A process that finds its id there knows that both are running.
     """
-    dist, own, end = distributed(), uuid.uuid4().hex, time.monotonic() + _JOINING
-    whole.set(f"ditkit/mark/{launch.rank}", own)
+    dist, own, end = distributed(), uuid.uuid4().hex, time.monotonic() + _START_SECONDS
+    whole.set(f"ditkit/id/{launch.rank}", own)
     if launch.rank == 0:
         part = dist.PrefixStore(f"ditkit/{own}", whole)
-        missing, seen = set(range(1, launch.size)), dict[int, str]()
+        missing, ids = set(range(1, launch.size)), dict[int, str]()
         while missing:
             for rank in list(missing):
-                if whole.check([f"ditkit/mark/{rank}"]):
-                    seen[rank] = whole.get(f"ditkit/mark/{rank}").decode()
+                if whole.check([f"ditkit/id/{rank}"]):
+                    ids[rank] = whole.get(f"ditkit/id/{rank}").decode()
                 if part.check([f"here/{rank}"]):
                     missing.discard(rank)
-            whole.set("ditkit/round", json.dumps([own, seen]))
+            whole.set("ditkit/round", json.dumps([own, ids]))
             if missing and time.monotonic() > end:
                 raise UserError(
-                    f"rank {min(missing)} of {launch.size} did not start within {_JOINING:g} s; look at its output"
+                    f"rank {min(missing)} of {launch.size} did not start within {_START_SECONDS:g} s; look at its output"
                 )
             time.sleep(0.05)
     else:
-        first, seen_by_first = "", ""
-        while seen_by_first != own:
+        first, read_by_first = "", ""
+        while read_by_first != own:
             if whole.check(["ditkit/round"]):
-                first, seen_marks = json.loads(whole.get("ditkit/round"))
-                seen_by_first = seen_marks.get(str(launch.rank), "")
+                first, published = json.loads(whole.get("ditkit/round"))
+                read_by_first = published.get(str(launch.rank), "")
             if time.monotonic() > end:
-                raise UserError(f"rank 0 did not start within {_JOINING:g} s; look at its output")
+                raise UserError(f"rank 0 did not start within {_START_SECONDS:g} s; look at its output")
             time.sleep(0.05)
         part = dist.PrefixStore(f"ditkit/{first}", whole)
     part.set(f"alive/{launch.rank}", "0")
     part.set(f"here/{launch.rank}", socket.gethostname())
-    part.wait([f"here/{rank}" for rank in ((0,) if launch.rank else range(launch.size))], timedelta(seconds=_JOINING))
+    part.wait(
+        [f"here/{rank}" for rank in ((0,) if launch.rank else range(launch.size))], timedelta(seconds=_START_SECONDS)
+    )
     return cast("Store", part)
 
 
-class _Watch(threading.Thread):
-    """Shows this process's sign of life, and ends the process if another one shows none, or has failed.
+class _Heartbeat(threading.Thread):
+    """Writes the heartbeat of this process, and ends the process if another one has none, or has failed.
 
     Rank 0 looks at all others and they at rank 0, so that the store answers few questions. The thread runs while the main thread waits in
     an exchange, where Python handles no signal.
@@ -229,7 +231,7 @@ class _Watch(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look until the process leaves."""
+        """Write and read heartbeats until `end`."""
         others = range(1, self._launch.size) if self._launch.rank == 0 else range(1)
         known, silent, count, failed = dict.fromkeys(others, b""), dict.fromkeys(others, 0.0), 0, 0.0
         while not self._ended.wait(self._interval):
@@ -239,7 +241,7 @@ class _Watch(threading.Thread):
                 signs = self._own.multi_get([f"alive/{rank}" for rank in others])
                 failed += self._interval if self._own.check(["failed"]) else 0.0
             except RuntimeError as error:
-                self._leave_process(f"torchrun's store cannot be reached ({reason_of(error)})")
+                self._end_process(f"torchrun's store cannot be reached ({reason_of(error)})")
                 return
             if failed > _GRACE:
                 os._exit(1)
@@ -249,12 +251,12 @@ class _Watch(threading.Thread):
                 known[rank] = sign
                 if silent[rank] > self._timeout:
                     host = self._own.get(f"here/{rank}").decode()
-                    self._leave_process(
-                        f"rank {rank} of {self._launch.size} on {host} showed no sign of life for {self._timeout:g} s (ranks.timeout): it "
+                    self._end_process(
+                        f"rank {rank} of {self._launch.size} on {host} sent no heartbeat for {self._timeout:g} s (ranks.timeout): it "
                         "hangs or is stopped; look at that machine, the same command continues from the last save"
                     )
 
-    def _leave_process(self, message: str) -> None:
+    def _end_process(self, message: str) -> None:
         """End the process from this thread: the main one waits for something that will not come."""
         if not self._ended.is_set():
             self.report(message)
@@ -296,7 +298,7 @@ class _Watch(threading.Thread):
                 time.sleep(0.05)
 
     def end(self, *, finished: bool) -> None:
-        """Stop looking; the others then need no sign of life of a process that has finished, and no word of theirs of one that failed."""
+        """Stop the heartbeat, and record that the process has finished, or failed: then the other ranks need not report it."""
         self._ended.set()
         if self.is_alive():
             self.join(_GRACE)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ditkit_core.training.gradient_sum import held_before
+from ditkit_core.training.gradient_sum import num_waiting_sums
 
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
@@ -37,12 +37,12 @@ class Workload:
         """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set."""
         apart = not (trains_all or self.pipelined)  # else all are added to one set
         leaves = range(self.micro_batches)
-        sums = [max((held_before(leaf) for leaf in leaves[odd::2]), default=0) * apart for odd in (0, 1)]
+        sums = [max((num_waiting_sums(leaf) for leaf in leaves[odd::2]), default=0) * apart for odd in (0, 1)]
         return [Round(again=False, sums=sums[0]), Round(again=True, sums=sums[1])][: self.micro_batches]
 
 
 class Round(NamedTuple):
-    """What a micro-batch finds of those before it."""
+    """The gradients of earlier micro-batches that exist while one runs."""
 
     again: bool
     """Whether its gradients are added in place to those of the one before."""

@@ -1,6 +1,6 @@
 """The sum of a step's gradients, in an order that does not depend on how many ranks compute them.
 
-Floating-point sums depend on their order. So the micro-batches are the leaves of a binary tree, which their number alone decides: a run of
+Floating-point sums depend on their order. So the micro-batches are the leaves of a binary tree, which their number alone decides: the sum over
 micro-batches [a, b) is the sum of [a, c) and [c, b), with c - a the largest power of two below b - a. A rank adds what it has, and sends a
 sum where the tree goes on with that of another rank. One process adds in the same tree, so any number of ranks has the same bits.
 """
@@ -15,7 +15,7 @@ from ditkit_core.io.ranks import Ranks
 Gradients = dict[str, Tensor]
 
 
-def held_before(leaf: int) -> int:
+def num_waiting_sums(leaf: int) -> int:
     """The sets of gradients that wait to be added to others while one process computes a micro-batch of this number.
 
     The set that an odd one adds to is not among them.
@@ -41,7 +41,7 @@ class GradientSum:
         self._parameters, self._leaves, self._ranks = parameters, leaves, ranks
         self._share = ranks.share(leaves)
         self._sums: dict[tuple[int, int], Gradients] = {}
-        """By run of micro-batches, those not yet added to their neighbours."""
+        """By range of micro-batches, those not yet added to their neighbours."""
 
     def add(self, leaf: int) -> None:
         """Take the gradients of a micro-batch from the parameters; micro-batches come in their order."""
@@ -49,7 +49,7 @@ class GradientSum:
         if leaf % 2 == 0 and pair in self._share and pair < self._leaves:
             return  # the next backward adds to these
         low = pair if leaf % 2 and pair in self._share else leaf
-        self._sums[low, leaf + 1] = taken(self._parameters)
+        self._sums[low, leaf + 1] = _take(self._parameters)
         for low, middle, high in _nodes(self._leaves):
             if (low, middle) in self._sums and (middle, high) in self._sums:
                 self._join(low, middle, high)
@@ -84,26 +84,26 @@ class GradientSum:
         """Names of the parameters that have a gradient on any rank: the others are not updated."""
         own = {name for gradients in self._sums.values() for name in gradients}
         flags = torch.tensor([float(name in own) for name in self._parameters])
-        counts = self._ranks.summed(flags).tolist()
+        counts = self._ranks.all_reduce(flags).tolist()
         return {name for name, count in zip(self._parameters, counts, strict=True) if count}
 
     def _send(self, gradients: Gradients, to: int) -> None:
         for names in self._by_dtype():
-            self._ranks.sent(self._flat(gradients, names), to)
+            self._ranks.send(self._flat(gradients, names), to)
 
     def _received(self, source: int) -> Gradients:
         parts: Gradients = {}
         for names in self._by_dtype():
-            parts |= self._apart(self._ranks.received(self._buffer(names), source), names)
+            parts |= self._apart(self._ranks.recv(self._buffer(names), source), names)
         return parts
 
     def _from_first(self, gradients: Gradients) -> Gradients:
         total = dict(gradients)
         for names in self._by_dtype():
             if self._ranks.is_first:
-                self._ranks.from_first(self._flat(gradients, names))
+                self._ranks.broadcast(self._flat(gradients, names))
                 continue
-            parts = self._apart(self._ranks.from_first(self._buffer(names)), names)
+            parts = self._apart(self._ranks.broadcast(self._buffer(names)), names)
             # Copied: a part of a buffer may be aligned otherwise than a tensor of its own, and a norm's bits may depend on that.
             total |= {name: part.clone() for name, part in parts.items()}
         return total
@@ -142,8 +142,8 @@ def _nodes(leaves: int) -> Iterator[tuple[int, int, int]]:
         size *= 2
 
 
-def taken(parameters: Mapping[str, nn.Parameter]) -> Gradients:
-    """The gradients of parameters by name, which then have none."""
+def _take(parameters: Mapping[str, nn.Parameter]) -> Gradients:
+    """Remove the gradients from the parameters, and return them by name."""
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None

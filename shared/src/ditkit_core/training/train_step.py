@@ -131,8 +131,8 @@ def training_step(
     except NonFiniteLoss as error:
         evidence = error.evidence
     # Outside of the handler: the error refers to the step's graph, whose memory the second forward needs.
-    evidence["samples"] = [sample for each in context.ranks.gathered(evidence["samples"]) for sample in each]
-    found = context.ranks.gathered(_origin(model, micro_batches, evidence, context))
+    evidence["samples"] = [sample for each in context.ranks.all_gather_object(evidence["samples"]) for sample in each]
+    found = context.ranks.all_gather_object(_origin(model, micro_batches, evidence, context))
     # The first micro-batch with an origin, else with a reason why none was found.
     raise NonFiniteLoss(evidence | max(found, key=lambda each: (each["where"] is not None, len(each))))
 
@@ -144,7 +144,7 @@ def _mean_loss(losses: Losses, micro_batches: Sequence[MicroBatch], ranks: Ranks
         sizes = [len(batch.ids) for batch in micro_batches]
         start, every = sum(sizes[: losses.first]), torch.zeros(sum(sizes), dtype=torch.float64)
         every[start : start + len(weighted)] = weighted.cpu()
-        weighted = ranks.summed(every).to(weighted.device)
+        weighted = ranks.all_reduce(every).to(weighted.device)
     return weighted.double().sum() / sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
 
 
@@ -193,7 +193,7 @@ def _to_host(loss: Tensor, norm: Tensor, watch: StatsRecorder | None, ranks: Ran
     sent = [piece.double().to(loss.device, non_blocking=True) for piece in pieces]
     total, *others = torch.cat([loss.reshape(1), *sent]).cpu().tolist()
     if watch is not None:
-        watch.read(ranks.gathered(others[1:]))
+        watch.read(ranks.all_gather_object(others[1:]))
     return total, others[0]
 
 

@@ -16,6 +16,7 @@ from ditkit_core.io.console import Bar
 from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.nn.context import AttentionCalls, counted_calls
@@ -225,7 +226,7 @@ class Trainer:
             for step in range(start, steps):
                 self._train_step(metrics, count_attention=step == start)
                 last = state.step == steps
-                saving = self._ranks.as_first(last or save.due(state.step, time.monotonic() - saved_at))
+                saving = self._ranks.broadcast_object(last or save.due(state.step, time.monotonic() - saved_at))
                 # Before the save, which stores the validation loss of its step.
                 if last or (self._validator is not None and self._validator.due(state.step, saving=saving)):
                     self._validate(metrics)
@@ -266,7 +267,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Load the newest save, if there is one."""
-        name = self._ranks.first(lambda: _name_of(latest(self._folder / "state", self._warn)))
+        name = self._ranks.on_first(lambda: _name_of(latest(self._folder / "state", self._warn)))
         self._last_save = self._folder / "state" / name if name else None
         if self._last_save is not None:
             saved = load_state(self._last_save)
@@ -301,7 +302,7 @@ class Trainer:
                 )
         except NonFiniteLoss as error:
             failed, family = error, self._model.spec.name
-            described = self._ranks.first(lambda: _failure(failed, self._folder, lr, self._last_save, family))
+            described = self._ranks.on_first(lambda: _failure(failed, self._folder, lr, self._last_save, family))
             raise UserError(described) from error
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
         # A validation loss belongs to the step that it was measured at.
@@ -346,7 +347,7 @@ class Trainer:
 
     def _save(self, metrics: MetricsLog | NoMetrics) -> None:
         if not self._ranks.is_first:
-            self._last_save = self._folder / "state" / f"step-{self._state.step:06d}"
+            self._last_save = RunFolder(self._folder).save(self._state.step)
             return
         state = replace(self._state.state_dict(), metrics=metrics.saved())
         self._last_save = save_state(self._folder / "state", state, self._config.save)

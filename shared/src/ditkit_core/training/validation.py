@@ -159,7 +159,7 @@ def validation_loss(
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # One sample at a time, so that a clip's error does not depend on the other clips of a batch.
                 errors[place, clip] = float(velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0])
-    return ValidationResult.of(dict(zip(sigmas, ranks.summed(errors).tolist(), strict=True)))
+    return ValidationResult.of(dict(zip(sigmas, ranks.all_reduce(errors).tolist(), strict=True)))
 
 
 class Validator:

@@ -107,7 +107,7 @@ VALIDATED = {
     for i, number in enumerate((52, 57, 73, 85, 88, 93), start=12)
 }
 """Six more of the new place, by the number in their names. Held-out images are chosen by a hash of their names: of the nine that demo.toml
-holds out, these six and two others show the new place. Fewer could not show that the loss fell beyond chance."""
+keeps for validation, these six and two others show the new place. Fewer could not show that the loss fell beyond chance."""
 
 _EDITS = (
     (("red", "circle"), "on the left", "colour", "blue"),

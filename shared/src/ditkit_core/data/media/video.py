@@ -69,7 +69,7 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
             stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except (av.FFmpegError, OSError) as error:
-        # libav says the same of a count in the file that no memory could hold: it allocates at most 2 GiB at once.
+        # libav says the same of a count in the file that fits in no memory: it allocates at most 2 GiB at once.
         if isinstance(error, OSError) or (isinstance(error, MemoryError) and not files.can_allocate(_LIBAV_BYTES)):
             files.refuse_shortage(path, error)
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
