@@ -45,7 +45,7 @@ class BlockEngine:
     """Which block runs under which policy: a configuration's schedule or its text, which is parsed once."""
     backend: str = "sdpa"
     kernels: str = "torch"
-    """What runs norms, rotations, gated units and parts of LoRA and quantized layers: `torch`, or `triton` for the kernels of `nn/kernels/`.
+    """Implementation of norms, rotations, gated units and parts of LoRA and quantized layers: `torch`, or `triton` for the kernels of `nn/kernels/`.
     Compiled blocks have kernels of the compiler's."""
     compile: bool | str = False
     """Whether blocks with a backward are compiled, or the backend of torch's compiler that compiles them (`compile.py`)."""

@@ -207,7 +207,7 @@ class RunFolder:
         return self.path / "complete.json"
 
     def owner(self) -> str:
-        """The process that trains in the folder, as it wrote itself down; empty if none does."""
+        """Id, host and start of the process that trains in the folder; empty if there is none."""
         try:
             return (self.path / _OWNER).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):

@@ -111,7 +111,7 @@ class BlockSettings:
 
     backend: str = "sdpa"
     kernels: str = "torch"
-    """What runs norms, rotations and gated units, splits the factors of a LoRA, and converts quantized weights: `torch`, or `triton` for the
+    """Implementation of norms, rotations, gated units, LoRA factors and quantized weights: `torch`, or `triton` for the
     kernels of `nn/kernels/`. In plans also `compiled`: a LoRA then takes the memory that it takes in compiled code."""
     keep: tuple[str, ...] | None = None
     """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""

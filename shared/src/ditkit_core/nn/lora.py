@@ -215,7 +215,7 @@ def _wide(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "n 
 
 
 class _Split(NamedTuple):
-    """What makes the parts."""
+    """The functions that split factors and sum products."""
 
     factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """A [rank, in] and B [out, rank] to right matrices in parts [6 · rank, in] and [out, 6 · rank]."""
@@ -250,7 +250,7 @@ _IN_KERNELS = _Split(kernels.factor_parts, kernels.product_parts)
 
 
 def _split_for(x: Tensor, down: Tensor, up: Tensor) -> _Split | None:
-    """What makes the parts of these factors; None if fp32 products serve the layer better."""
+    """The functions for these factors; None if fp32 products suit the layer better."""
     if x.dtype != torch.bfloat16 or device_kind(x) != "cuda" or {down.dtype, up.dtype} != {torch.float32}:
         return None
     if settings_in_force().kernels == "triton":

@@ -268,7 +268,7 @@ def _roles(func: Any) -> list[tuple[str, bool, bool]] | None:
         return None
     for spec in func._schema.arguments:
         is_written = spec.alias_info is not None and spec.alias_info.is_write
-        # What is only written: a result that was passed in, and the target of a copy.
+        # Only written: a result that was passed in, and the target of a copy.
         roles.append((spec.name, is_written, not (is_written and (spec.kwarg_only or name in _OVERWRITE))))
     return roles
 

@@ -24,7 +24,7 @@ class ReplicaConformance:
 
     @pytest.fixture
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """What the script wrote; it runs once for all cases."""
+        """The folder that the script writes; it runs once for all cases."""
         return Path(once(tmp_path_factory.getbasetemp(), self.script.stem, self._run))
 
     @classmethod

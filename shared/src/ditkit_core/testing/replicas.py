@@ -38,7 +38,7 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Case:
-    """What one run trains, and from what."""
+    """The settings of one run."""
 
     trained: str
     """A name of `ADAPTERS`."""
@@ -105,11 +105,11 @@ class Replicas:
     """Names of `CASES`."""
 
     def every(self, ranks: Ranks) -> dict[str, Any]:
-        """Train all cases; what a rank has then, by case."""
+        """Train all cases, and return this rank's results by case."""
         return {name: self.train(name, type(ranks)(ranks.rank, ranks.size)) for name in self.cases}
 
     def train(self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = "") -> dict[str, Any]:
-        """Train a case until `steps`, in a folder that the number of ranks names; what a rank has then, for JSON."""
+        """Train a case until `steps`, in a folder named after the number of ranks, and return this rank's results for JSON."""
         case = CASES[name]
         model = make_model(self.spec, self.arch, dtype=case.dtype, adapter=ADAPTERS[case.trained])
         trainable = trainable_parameters(model)
@@ -137,7 +137,7 @@ class Replicas:
 
 
 def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
-    """What the work returns in each of `num` processes that are forked from this one, and talk over gloo.
+    """The results of the work in `num` processes that are forked from this one and connected by gloo.
 
     Raises:
         AssertionError: If one fails; what it printed is in the output of this process.

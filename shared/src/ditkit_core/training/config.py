@@ -120,8 +120,8 @@ class TrainConfig:
     attention: str = setting("sdpa", resume="stated")
     """Attention backend."""
     kernels: Literal["torch", "triton"] = setting("torch", resume="stated")
-    """What runs norms, rotations and gated units on a GPU, splits the factors of a LoRA, and converts weights from int8 and nf4: `torch` in
-    several passes over memory, or `triton` in one. Both compute in fp32 and differ in the last bits. `triton` is not timed on a GPU yet, so it is not the default."""
+    """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, and of converting int8 and nf4 weights:
+    `torch` in several passes over memory, or `triton` in one. Both compute in fp32 and differ in the last bits. `triton` is not timed on a GPU yet, so it is not the default."""
     compile: bool | str = setting(False, resume="stated")
     """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
     other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on

@@ -1,4 +1,4 @@
-"""What all launches share: sizes of tiles, the number of warps, and where kernels run."""
+"""Sizes of tiles, the number of warps, and the choice of device: shared by all launches."""
 
 import os
 from collections.abc import Collection
