@@ -11,7 +11,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.nn.attention_backends import BACKENDS
 from doc_planned import POLICIES, row
 from doc_precision import CASES, precision_of
-from doc_tables import CHECKPOINTING, DATA, PRECISION, TABLES, Table, section, stale, stamp
+from doc_ranks import MACHINES, RUNS
+from doc_tables import CHECKPOINTING, DATA, PRECISION, RANKS, TABLES, Table, section, stale, stamp
 from marked import between
 
 BY_NAME = {table.name: table for table in TABLES}
@@ -75,9 +76,14 @@ def test_every_case_of_the_presets_is_one_that_a_run_may_have():
 
 
 def test_every_marker_of_a_page_is_a_table():
-    for page in (CHECKPOINTING, PRECISION, DATA):
+    for page in (CHECKPOINTING, PRECISION, DATA, RANKS):
         found = re.findall(r"<!-- (\S+): written by tools/doc_tables.py -->", page.read_text(encoding="utf-8"))
         assert sorted(found) == sorted(table.name for table in TABLES if table.page == page)
+
+
+def test_each_run_has_a_row_for_each_number_of_ranks():
+    rows = [line.strip("| ").split(" | ") for line in written(BY_NAME["ranks"])[1:]]
+    assert [(row[0], row[1]) for row in rows] == [(run.name, str(8 * nodes)) for run in RUNS for nodes in MACHINES]
 
 
 def test_a_busy_machine_is_said_to_be_one():

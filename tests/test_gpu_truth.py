@@ -178,7 +178,19 @@ def test_everything_in_it_runs_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    parts = ["facts", "numbers", "bitwise", "quantized", "tests", "plan", "speed", "streaming", "klein", "demos"]
+    parts = [
+        "facts",
+        "numbers",
+        "bitwise",
+        "quantized",
+        "computed",
+        "tests",
+        "plan",
+        "speed",
+        "streaming",
+        "klein",
+        "demos",
+    ]
     assert [row["part"] for row in rows if row.get("status") == "ok"] == parts
     for part in parts:
         assert len([row for row in rows if row["part"] == part]) > 1, part

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from ditkit_core.data.columns import CAPTION_COLUMNS, MEDIA_COLUMNS, NUMBERED_REFERENCES, REFERENCE_COLUMNS
+from ditkit_core.data.masks import MASK
 from ditkit_core.models.conditions import Column
 from ditkit_wan.spec import WAN
 
@@ -22,6 +23,7 @@ def metadata_columns() -> Iterator[str]:
             (*REFERENCE_COLUMNS, NUMBERED_REFERENCES),
             f"images to edit, for models that edit: one path, or a list of them in order, or `{NUMBERED_REFERENCES}_0`, `{NUMBERED_REFERENCES}_1`, …",
         ),
+        ((MASK.name, *MASK.aliases), "its loss mask: an image, or a video for a clip"),
     ):
         yield f"| `{names[0]}` | {_names(names[1:])} | {doc} |"
 

@@ -2,7 +2,7 @@
 
     uv run tools/doc_tables.py                       # print them all
     uv run tools/doc_tables.py --only audit-wan      # print one
-    uv run tools/doc_tables.py --write               # put them between the markers of the pages (20 minutes on a quiet machine)
+    uv run tools/doc_tables.py --write               # put them between the markers of the pages (30 minutes on a quiet machine)
     uv run tools/doc_tables.py --write --only places
     uv run tools/doc_tables.py --check               # compare the pages with the code: takes seconds, measures nothing
 
@@ -28,12 +28,15 @@ from ditkit_core.errors import UserError
 from doc_data import control_columns, metadata_columns
 from doc_planned import budgets, kept
 from doc_precision import audited, backends, places, presets
+from doc_ranks import scaled
 from marked import Markers, between, replaced
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
 PROGRAMS = Path(sys.executable).parent
-CHECKPOINTING, PRECISION, DATA = (ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data"))
+CHECKPOINTING, PRECISION, DATA, RANKS = (
+    ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data", "ranks")
+)
 BUSY = 0.5
 """Load from other programs, as a share of the cores, above which times are marked as unreliable."""
 
@@ -99,6 +102,7 @@ TABLES = (
     Table(name="control-columns", page=DATA, kind="read", make=control_columns),
     Table(name="kept-wan", page=CHECKPOINTING, kind="planned", make=lambda: kept("wan")),
     Table(name="kept-flux2", page=CHECKPOINTING, kind="planned", make=lambda: kept("flux2")),
+    Table(name="ranks", page=RANKS, kind="planned", make=scaled),
     Table(name="budgets", page=CHECKPOINTING, kind="planned", make=budgets),
     # One block and few repeats: less than three minutes on a quiet machine.
     Table(

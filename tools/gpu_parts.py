@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import bench_step
 import plan_truth
@@ -38,6 +38,7 @@ from device_clock import (
 from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.pinned_memory import PinnedPool, host_memory
+from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PrecisionConfig, set_precision
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.context import BlockSettings, block_settings
@@ -45,6 +46,7 @@ from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome, train_shortly
+from ditkit_core.weights.quantize import check_compute_on
 from gpu_late import Delay, late_copies, swapped
 from gpu_truth import append
 
@@ -216,6 +218,46 @@ def quantized(device: torch.device, tiny: bool) -> Rows:
         yield {"name": f"{kind} streamed", "ok": same}
 
 
+def computed(device: torch.device, tiny: bool) -> Rows:
+    """Products in 8 bits against the CPU's, which have the same codes, and their time against bf16, forward and backward."""
+    rows, size = (64, 128) if tiny else (20_280, 5120)
+    given = torch.randn(rows, size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    few, there = given[:64], given.to(device)  # few, because a CPU's are slow
+    dense = nn.Linear(size, size, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    taken = min(seconds(partial(_both_ways, dense, there), device) for _ in range(4))
+    yield {"name": f"bf16, {rows} rows", "both ways": milliseconds(taken)}
+    for kind in ("int8", "fp8"):
+        try:
+            check_compute_on(kind, [device])
+        except UserError as error:
+            yield {"name": f"{kind} computed", "value": str(error)}
+            continue
+        layer = QuantizedLinear(size, size, kind, bias=False)
+        layer.set_weight(torch.randn(size, size, generator=torch.Generator().manual_seed(0)))
+        layer.in_8_bits = True
+        exact = _both_ways(layer, few)
+        layer.to(device)
+        for kernels in ("torch",) if device.type == "cpu" else ("torch", "triton"):
+            with block_settings(BlockSettings(kernels=kernels)):
+                found = _both_ways(layer, few.to(device))
+                taken = min(seconds(partial(_both_ways, layer, there), device) for _ in range(4))
+            apart = max(float((a.cpu() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+            # The sums of fp8 are in fp32, in another order: a result in bf16 may round the other way.
+            row = {
+                "both ways": milliseconds(taken),
+                "difference": apart,
+                "ok": apart <= (2**-9 if kind == "fp8" else 0),
+            }
+            yield {"name": f"{kind} computed, {kernels}, {rows} rows", **row}
+
+
+def _both_ways(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A product, and the gradient of its input."""
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    return out.detach(), torch.autograd.grad(out, x, out.detach())[0]
+
+
 def tests(device: torch.device, tiny: bool) -> Rows:
     """The tests for a GPU, in one process, until the first that fails; where it is tiny they are only collected."""
     root = Path(__file__).parents[1]
@@ -382,7 +424,8 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
-    part.__name__: part for part in (facts, numbers, bitwise, quantized, tests, plan, speed, streaming, klein, demos)
+    part.__name__: part
+    for part in (facts, numbers, bitwise, quantized, computed, tests, plan, speed, streaming, klein, demos)
 }
 
 

@@ -39,6 +39,7 @@ PARTS = (
     Part(name="numbers", seconds=90, about="Gradients on the GPU against the CPU and fp64"),
     Part(name="bitwise", seconds=90, about="Policies, swap and offload against none, with delayed work and copies"),
     Part(name="quantized", seconds=40, about="Codes, values and a step of a quantized base"),
+    Part(name="computed", seconds=30, about="Products in 8 bits against the CPU's, and their time against bf16"),
     Part(name="tests", seconds=120, about="The tests for a GPU"),
     Part(name="plan", seconds=150, about="Plans against allocated, reserved and the driver's memory"),
     Part(name="speed", seconds=150, about="A step against diffusers', and where its time goes"),

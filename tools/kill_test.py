@@ -37,6 +37,7 @@ from ditkit_core.data.media.synthetic import write_inputs
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 from ditkit_core.training.checkpoint import load_state
+from ditkit_core.training.metrics import is_of_the_machine
 
 SPECS = {"wan": ("ditkit_wan.spec", "WAN"), "flux2": ("ditkit_flux2.spec", "FLUX2")}
 FLAGS = (
@@ -54,7 +55,6 @@ KEPT = {
 }
 """The media that are trained on, by the start of their names: their number changes how long a stage takes, not what it writes."""
 KILLS_PER_RUN = 8
-_TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes", "peak_reserved_bytes")
 _OF_THE_START = (".lock", "about.json", "report.html", "metrics.jsonl", "state.json", "hashes.json")
 """Files whose bytes depend on when and where a run was started."""
 _HANGS_SECONDS = 1800.0
@@ -262,7 +262,7 @@ def _equal_saves(one: Path, other: Path) -> bool:
 
 def _metrics(run: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if name not in _TIMES} for row in rows]
+    return [{name: value for name, value in row.items() if not is_of_the_machine(name)} for row in rows]
 
 
 def kill_kind(kind: Kind, kills: int, folder: Path, rng: random.Random) -> tuple[Counter[str], int]:

@@ -98,8 +98,8 @@ CASES = (
 )
 
 
-def ours(case: Case, *, kernels: str = "torch") -> Step:
-    """The step that `train` runs, by the planner's profiler."""
+def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
+    """The step that `train` runs, by the planner's profiler; `base` is `base.compute`."""
     with torch.device("meta"):
         item = case.spec.training.empty_item(case.arch, case.size, ())
     job = StepJob(
@@ -110,6 +110,8 @@ def ours(case: Case, *, kernels: str = "torch") -> Step:
         batch=[item],
         policy="full",
         kernels=kernels,
+        quantize="none" if base == "dtype" else base,
+        compute=base,
         optim=OptimConfig(),
         ema=EMAConfig(),
         flow=FlowConfig(),
@@ -271,7 +273,13 @@ def seconds_of(kernels: Kernels, gpu: GPU, *kinds: str) -> float:
 def block_row(label: str, kernels: Kernels) -> list[str]:
     """A block on the first GPU."""
     gpu, cells = GPUS[0], [label]
-    for kinds in (("matmul_16",), ("attention", "attention_backward"), ("matmul_32",), ("elementwise",)):
+    for kinds in (
+        ("matmul_16",),
+        ("matmul_int8", "matmul_fp8"),
+        ("attention", "attention_backward"),
+        ("matmul_32",),
+        ("elementwise",),
+    ):
         chosen = {k: count for k, count in kernels.items() if k.kind in kinds}
         amount = (
             f"{sum(k.bytes * count for k, count in chosen.items()) / 1e9:.1f} GB"
@@ -283,8 +291,14 @@ def block_row(label: str, kernels: Kernels) -> list[str]:
 
 
 def step_row(label: str, step: Step, peer: Step) -> list[str]:
-    """A step on every GPU, and how many times as fast as the peer's it is on each."""
-    times = [f"{step.seconds(gpu):.2f} s ({peer.seconds(gpu) / step.seconds(gpu):.2f})" for gpu in GPUS]
+    """A step on every GPU that has its products, and how many times as fast as the peer's it is on each."""
+    kinds = {kernel.kind for _, kernels in step.blocks.values() for kernel in kernels}
+    times = [
+        "-"
+        if "matmul_fp8" in kinds and not gpu.fp8_flops
+        else f"{step.seconds(gpu):.2f} s ({peer.seconds(gpu) / step.seconds(gpu):.2f})"
+        for gpu in GPUS
+    ]
     return [label, *times, f"{step.launches:,}"]
 
 
@@ -300,6 +314,11 @@ def page(case: Case) -> Iterator[str]:
     steps = {
         "ours": ours(case),
         "ours, kernels = triton": ours(case, kernels="triton"),
+        **{
+            f"ours, {base} computed, kernels = {kernels}": ours(case, kernels=kernels, base=base)
+            for base in ("int8", "fp8")
+            for kernels in ("torch", "triton")
+        },
         "diffusers, LoRA in fp32": theirs(case, autocast=False),
         "diffusers, bf16 autocast": theirs(case, autocast=True),
     }
@@ -310,6 +329,7 @@ def page(case: Case) -> Iterator[str]:
             [
                 f"one {title}, ms on {GPUS[0].name}",
                 "bf16 matmul",
+                "8-bit matmul",
                 "attention",
                 "fp32 matmul",
                 "elementwise",
@@ -333,7 +353,7 @@ A step is forward, loss and backward of a LoRA of rank {RANK} on the default tar
 without the optimizer, which is the same for all. *ours* runs in the default precision; `kernels = triton` is `train.kernels`, whose norms,
 rotations, gated units and parts of LoRA factors pass over memory once. diffusers {{diffusers}} with peft {{peft}} has the same
 layers adapted, once without autocast (adapters and their products in fp32), once under `torch.autocast` to bf16, as its training scripts
-run. Assumptions:
+run. *computed* is `base.compute`, products of the frozen base in 8 bits; `-` is a GPU that has none of that format. Assumptions:
 
 - An operation reads each input and writes each result once, and is one launch. It takes as long as its arithmetic or its memory traffic,
   whichever is longer; launches cost nothing, and nothing overlaps. Interleaved halves (diffusers' rotation) count as if they were dense.

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.testing.ranks import process_of_rank
+
 STEPS, SAVED = 30, 2
 SHORT = [
     "--train.steps",
@@ -48,6 +50,11 @@ def index(run: Path) -> object:
     return json.loads((run / "state" / f"step-{STEPS:06d}" / "state.json").read_text())
 
 
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The run of one process."""
@@ -71,6 +78,40 @@ def test_two_ranks_train_what_one_process_trains(alone, tmp_path):
     assert all(line["sent_bytes"] > 0 <= line["wait_seconds"] for line in lines if "loss" in line)
 
 
+@pytest.mark.slow
+def test_two_ranks_share_the_tokens_of_each_clip_and_one_process_goes_on(alone, tmp_path):
+    run = tmp_path / "run"
+    command = torchrun("--demo", "--run.folder", str(run), *SHORT, "--ranks.context", "2")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "verified: diffusers loads" in done.stdout
+    expected, found = losses(alone), losses(run)
+    assert len(expected) == len(found) >= STEPS // 5
+    assert found == pytest.approx(expected, rel=1e-3)
+    more = ["--run", str(run), "--train.steps", str(STEPS + 1), "--ranks.context", "1"]
+    subprocess.run([sys.executable, "-m", "ditkit_wan.train", *more], check=True, capture_output=True, timeout=250)
+    assert losses(run)[: len(found)] == found and (run / "state" / f"step-{STEPS + 1:06d}" / "state.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_two_ranks_divide_the_weights_and_one_process_goes_on(tmp_path, method):
+    """Samples and exports need weights whole: rank 0 has them only with the help of rank 1."""
+    run, steps = tmp_path / "run", ["--train.steps", "4", "--save.every_steps", "2", "--held_out.every_steps", "4"]
+    given = [*SHORT, "--adapter.method", method, "--optim.lr", "0.001", *steps, "--train.threads", "1"]
+    given += ["--sample.prompts", '["a bar that moves"]', "--sample.every_steps", "2", "--sample.steps", "2"]
+    command = torchrun("--demo", "--run.folder", str(run), *given, "--ranks.shard", "2")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = [path.name for path in (run / "state" / "step-000004").glob("shard-*")]
+    assert len(parts) == (2 if method == "full" else 0)
+    assert {path.name[:11] for path in (run / "samples").iterdir()} >= {"step-000002", "step-000004"}
+    assert len(list((run / "exports").rglob("*.safetensors"))) >= 2, "of the save and of the finished run"
+    more = ["--run", str(run), "--train.steps", "5", "--ranks.shard", "1"]
+    subprocess.run([sys.executable, "-m", "ditkit_wan.train", *more], check=True, capture_output=True, timeout=250)
+    assert (run / "state" / "step-000005" / "trainable.safetensors").exists()
+
+
 IN_PROC = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"
 )
@@ -88,7 +129,9 @@ def started(tmp_path, *arguments, restarts=0):
             while not (run / "state" / f"step-{3 * SAVED:06d}").exists() and process.poll() is None:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            yield process, process_of_rank(1, process.pid)
+            rank = process_of_rank(1, process.pid)
+            assert rank is not None
+            yield process, rank
         finally:
             process.terminate()
             process.wait(60)
@@ -130,18 +173,6 @@ def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path):
                 os.kill(rank, signal.SIGKILL)
     (line,) = (line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: "))
     assert re.match(r"error: rank 0 of 2 on \S+: rank 1 of 2 on \S+ sent no heartbeat for 3 s", line)
-
-
-def process_of_rank(rank: int, parent: int) -> int:
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            found = re.search(r"^PPid:\s*(\d+)", status.read_text(), re.MULTILINE)
-            environment = status.with_name("environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended
-            continue
-        if found and int(found[1]) == parent and f"RANK={rank}".encode() in environment:
-            return int(status.parent.name)
-    raise AssertionError(f"no process of rank {rank}")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from media_files import picture
+from PIL import Image, ImageDraw
 from toy_world import World, equal
 
 from ditkit_core.testing.specs import altered
@@ -208,3 +209,71 @@ def test_the_cache_may_be_lost_between_two_parts(world: World) -> None:
     shutil.rmtree(world.folder / "cache")
     assert world.train("parts", 4, *BUCKETS) == 0
     assert equal(world.adapter("whole"), world.adapter("parts"))
+
+
+def mask(path: Path, size: tuple[int, int]) -> None:
+    """A mask whose left half is white."""
+    image = Image.new("L", size)
+    ImageDraw.Draw(image).rectangle((0, 0, size[0] // 2 - 1, size[1]), fill=255)
+    path.parent.mkdir(exist_ok=True)
+    image.save(path)
+
+
+def losses(world: World, run: str, key: str = "loss") -> list[float]:
+    rows = map(json.loads, (world.folder / run / "metrics.jsonl").read_text().splitlines())
+    return [row[key] for row in rows if key in row]
+
+
+def test_masks_weigh_the_loss_from_the_folder_to_the_report(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--train.batch_size",
+        "3",
+        "--held_out.clips",
+        "2",
+        "--export.dtype",
+        "fp32",
+        "--sample.captions",
+        "0",
+        "--log.every_steps",
+        "1",
+    )
+    assert world.train("plain", 2, *flags) == 0
+    for i in range(5):
+        mask(world.folder / "masks" / f"{i}.png", (16, 16))
+    masks = (*flags, "--data.masks", str(world.folder / "masks"))
+    capsys.readouterr()
+    assert world.train("whole", 2, *masks) == 0
+    assert "data.folder: 5 of 8 samples have loss masks; train.mask_weight = 0 outside" in capsys.readouterr().out
+    assert "5 with loss masks (weight 0 outside)" in (world.folder / "whole" / "report.html").read_text()
+    plain, whole = losses(world, "plain", "held_out"), losses(world, "whole", "held_out")
+    assert 0 < whole[0] < plain[0], "both before training, by the same weights: the masked one is a part of the other"
+    for weight in ("1", "0.5"):
+        assert world.train(f"weight-{weight}", 2, *masks, "--train.mask_weight", weight) == 0
+    assert losses(world, "weight-1") == pytest.approx(losses(world, "plain"), rel=1e-6)
+    half = losses(world, "weight-0.5", "held_out")[0]
+    assert half == pytest.approx((whole[0] + plain[0]) / 2, rel=1e-6), "the loss is linear in the weight"
+    assert world.train("parts", 1, *masks) == 0
+    assert world.train("parts", 2, *masks) == 0
+    assert equal(world.adapter("whole"), world.adapter("parts"))
+    assert not equal(world.adapter("whole"), world.adapter("plain"))
+
+
+def test_a_run_is_not_continued_with_other_masks(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--sample.captions", "0")
+    assert world.train("run", 1, *flags) == 0
+    mask(world.folder / "clips" / "0-mask.png", (16, 16))
+    capsys.readouterr()
+    assert world.train("run", 2, *flags) == 1
+    assert "was trained on something else (1 changed, first '0'" in capsys.readouterr().err
+
+
+def test_a_plan_has_the_memory_of_masks(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned() -> tuple[str, int]:
+        assert world.train("plan", 1, "--plan", "--json") == 0
+        plan = json.loads(capsys.readouterr().out)
+        return plan["bucket"], plan["devices"][0]["activations"]
+
+    bucket, activations = planned()
+    mask(world.folder / "clips" / "0-mask.png", (16, 16))
+    masked, more = planned()
+    assert masked == bucket.replace(" (", " with loss masks (", 1) and more > activations

@@ -147,14 +147,16 @@ def test_a_dump_does_not_go_among_the_clips(world: World, folder: str, capsys: p
 
 def test_a_dump_shows_the_window_its_references_and_its_controls(tmp_path: Path) -> None:
     numbered_video(tmp_path / "set" / "sub" / "a.mp4", fps=16)
-    numbered_video(tmp_path / "masks" / "sub" / "a.mp4", fps=16, size=(32, 32))
+    numbered_video(tmp_path / "depths" / "sub" / "a.mp4", fps=16, size=(32, 32))
+    numbered_video(tmp_path / "masks" / "sub" / "a.mp4", fps=16)
     picture(tmp_path / "before" / "sub" / "a.png")
     (tmp_path / "set" / "sub" / "a.txt").write_text("one\ntwo")
     config = DataConfig(
         folder=str(tmp_path / "set"), frames=5, height=32, width=48, windows="uniform", clips_per_file=2,
-        captions="lines", references=str(tmp_path / "before"), controls=(f"mask={tmp_path / 'masks'}",),
+        captions="lines", references=str(tmp_path / "before"), controls=(f"depth={tmp_path / 'depths'}",),
+        masks=str(tmp_path / "masks"),
     )  # fmt: skip
-    columns = (Column(name="mask", kind="video"),)
+    columns = (Column(name="depth", kind="video"),)
 
     def size(height: int, width: int, count: int) -> tuple[int, int]:
         return 16, 32
@@ -162,7 +164,7 @@ def test_a_dump_shows_the_window_its_references_and_its_controls(tmp_path: Path)
     found = scan(config, frame_step=4, size_step=16, fps=16.0, columns=columns, reference_size=size)
     written = dump(found.samples, tmp_path / "seen", fps=16.0, columns=columns, reference_size=size)
     assert written == [tmp_path / "seen" / "sub" / f"a#{i}.mp4" for i in range(2)]
-    for name in ("sub/a#1.mp4", "sub/a#1.mask.mp4"):
+    for name in ("sub/a#1.mp4", "sub/a#1.depth.mp4", "sub/a#1.mask.mp4"):
         assert available(tmp_path / "seen" / name, 16.0) == (5, 32, 48)
         clip = read_clip(tmp_path / "seen" / name, frames=5, fps=16.0, height=32, width=48)
         levels = ((clip.mean(dim=(0, 2, 3)) + 1) * 127.5 / 8).tolist()

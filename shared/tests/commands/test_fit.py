@@ -23,7 +23,8 @@ from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.partition_search import FitTask
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.testing.toy import TOY
+from ditkit_core.testing.specs import altered
+from ditkit_core.testing.toy import TOY, ToyArch
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
@@ -272,3 +273,35 @@ def test_what_a_run_refuses_is_refused_before_it_is_planned(option, run_file, ca
         assert cli.run(TOY, "train", [str(run_file), option, "--gpus", "24GiB", *flags]) == 1, key
         (line,) = capsys.readouterr().err.splitlines()
         assert key in line
+
+
+def small_run(tmp_path):
+    """Flags of a run on images of 64 x 64."""
+    size = "--model.preset tiny --data.frames 1 --data.height 64 --data.width 64"
+    return [*size.split(), "--run.folder", str(tmp_path / "run")]
+
+
+def test_ranks_divide_what_does_not_fit_one_gpu(tmp_path, capsys):
+    """All weights of a wide toy: 16 bytes each are more than a GPU has, and a part of them is not."""
+    wide = altered(TOY, presets={"tiny": ToyArch(dim=4096, depth=3)})
+    method = ["--adapter.method", "full", "--model.dtype", "fp32", "--train.accumulation", "4"]
+    given = [*small_run(tmp_path), *method, "--fit"]
+    status = cli.run(wide, "train", [*given, "--gpus", "8GiB", "--nproc", "4", "--link", "pcie"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    fitted = tomllib.loads(out)
+    assert fitted["ranks"]["shard"] == 2 and fitted["ranks"]["context"] == 1, "a half fits"
+    assert (
+        "every 2 of them divide the model, repeated 2 times" in err
+        and "(were 1 and 1)" in err
+        and "s a step with exchanges" in err
+    )
+    status = cli.run(wide, "train", [*given, "--gpus", "1GiB", "--nproc", "2"])
+    assert status == 3 and "however 2 ranks divide the run, each still lacks" in capsys.readouterr().err
+
+
+def test_ranks_share_samples_where_a_step_has_fewer_micro_batches(tmp_path, capsys):
+    given = [*small_run(tmp_path), "--train.accumulation", "2", "--fit"]
+    assert cli.run(TOY, "train", [*given, "--gpus", "24GiB", "--nproc", "2", "--nodes", "2"]) == 0
+    fitted = tomllib.loads(capsys.readouterr().out)
+    assert fitted["ranks"]["context"] == 2, "four ranks, and two micro-batches"

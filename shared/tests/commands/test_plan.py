@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -335,3 +336,27 @@ def test_settings_that_do_nothing_here_are_said(tmp_path, capsys):
         "--train.reserve", "[1]",
     )  # fmt: skip
     assert err == ""
+
+
+def test_a_plan_of_ranks_is_of_one_of_them_and_says_what_it_sends(tmp_path, capsys):
+    flags = ("--gpus", "24GiB", "--nproc", "4", "--nodes", "2", "--train.accumulation", "8", "--train.swap_blocks", "1")
+    status, out, _ = plan(tmp_path, capsys, *flags)
+    assert status == 0
+    assert "24GiB of 8" in out and "8 ranks on 2 machines of 4, each with the whole model" in out
+    assert "of 8 micro-batches of a step a rank has up to 1" in out and "for all 4 of a machine" in out
+    assert ["ib400, s", "10gbe, s"] == re.findall(r"\w+, s\b", out)
+    found = json.loads(plan(tmp_path, capsys, *flags, "--json", "--link", "ib400")[1])
+    host, ranks = found["host"]["streamed_weights"], found["ranks"]
+    assert ranks["host_of_machine"] == 4 * host > 0 and ranks["layout"]["nodes"] == 2
+    (time,) = ranks["times"]
+    assert time["step"] == pytest.approx(found["seconds_per_step"] + time["exposed"]) and 0 < time["efficiency"] < 1
+
+
+def test_a_plan_of_ranks_refuses_what_a_run_of_ranks_refuses(tmp_path, capsys):
+    for flags, words in (
+        (("--nproc", "4"), "train.accumulation"),
+        (("--ranks.shard", "8", "--gpus", "4x24GiB"), "needs a multiple of 8 ranks"),
+        (("--nproc", "2", "--train.accumulation", "2", "--link", "string"), "--link"),
+    ):
+        status, _, err = plan(tmp_path, capsys, *flags)
+        assert status == 1 and words in err

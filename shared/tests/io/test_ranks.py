@@ -32,6 +32,27 @@ def test_every_item_has_one_owner_and_shares_differ_by_one(size, count):
         assert all(Ranks(0, size).owner(item, count) == rank for item in share)
 
 
+@pytest.mark.parametrize("size, context", [(4, 2), (6, 3), (6, 2), (8, 8)])
+def test_ranks_of_a_context_group_work_on_the_same_items(size, context):
+    ranks = [Ranks(rank, size, context=context) for rank in range(size)]
+    groups = [ranks[first : first + context] for first in range(0, size, context)]
+    assert all(each.share(9) == group[0].share(9) for group in groups for each in group)
+    assert [item for group in groups for item in group[0].share(9)] == list(range(9))
+    for each in ranks:
+        owners = [each.owner(item, 9) for item in each.share(9)]
+        assert set(owners) == {each.rank}, "of a group, the rank at its own place"
+        assert [kept for _, kept in each.even_share(9)].count(True) == len(each.share(9))
+        assert len(each.even_share(9)) == -(-9 // len(groups))
+
+
+def test_groups_that_leave_ranks_over_are_refused_with_those_that_do_not():
+    with pytest.raises(
+        UserError, match=r"context = 4 does not divide 6 ranks .* set it to 1, 2, 3 or 6, or start a multiple of 4"
+    ):
+        Ranks(0, 6).grouped(4)
+    assert Ranks(0, 6).grouped(1) == Ranks(0, 6)
+
+
 def test_a_process_alone_exchanges_nothing():
     ranks = Ranks()
     assert ranks.all_reduce(torch.ones(2)).tolist() == [1, 1]

@@ -122,7 +122,7 @@ def run_with(*, optim: OptimConfig | None = None, **fields: Any) -> RunContext:
     [
         ({"optimizer": "bf16"}, OptimConfig(), "moments and updates are fp32.*adamw8bit"),
         ({"optimizer": "fp32"}, OptimConfig(name="adamw8bit"), "fp32: .*adamw8bit stores its moments in 8 bits"),
-        ({"reduction": "bf16"}, OptimConfig(), "over ranks, but this run has one"),
+        ({"reduction": "bf16"}, OptimConfig(), "and here each rank has all weights"),
         ({"accumulation": "bf16"}, OptimConfig(fused_backward=True), "applies each gradient at once"),
     ],
 )

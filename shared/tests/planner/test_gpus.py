@@ -28,6 +28,17 @@ def test_cards_are_known_by_name_in_any_case():
     assert parse_gpus("4070 Ti Super") == parse_gpus("rtx4070tis")
 
 
+def test_products_in_8_bits_have_the_published_rates():
+    """Of the makers' papers, in TOP/s and TFLOP/s without sparsity, to 2 %; fp8 with sums in fp32."""
+    rates = {
+        "rtx2080ti": (215, 0), "v100": (0, 0), "t4": (130, 0), "rtx3090": (284, 0), "a6000": (309.7, 0), "a100": (624, 0),
+        "rtx4090": (660.6, 330.3), "l40s": (733, 733), "h100": (1979, 1979), "h200": (1979, 1979), "rtx5090": (838, 419),
+    }  # fmt: skip
+    for name, (int8, fp8) in rates.items():
+        (card,) = parse_gpus(name)
+        assert (card.int8_flops / 1e12, card.fp8_flops / 1e12) == pytest.approx((int8, fp8), rel=0.02), name
+
+
 @pytest.mark.parametrize(
     "text", ["", "24GiB,", "24", "24MiB", "0x24GiB", "99x24GiB", "rtx9999", "x24GiB", "-1x24GiB", "0.1GiB"]
 )

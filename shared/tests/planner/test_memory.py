@@ -108,6 +108,21 @@ def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
         check_plan(profile(of), of, cuts, rel=0.01)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_allocate(kernels):
+    """The same arithmetic but for a text of few tokens, most of a block's matmuls in 8 bits, and no more is kept for the backward."""
+    stored = toy_job(policy="full", quantize="int8", kernels=kernels)
+    computed = replace(stored, compute="int8")
+    plain, found = (profile(each).blocks[1] for each in (stored, computed))
+    arithmetic = plain.flops_forward, plain.flops_backward
+    assert (found.flops_forward, found.flops_backward) == pytest.approx(arithmetic, rel=1e-3)
+    assert plain.flops_8_forward == plain.bytes_8_backward == 0
+    assert 0.4 < found.flops_8_forward / found.flops_forward < 1 and found.bytes_8_forward > 0
+    assert 0 < found.flops_8_backward < found.flops_backward and found.bytes_8_backward > 0
+    assert (found.kept, found.released) == (plain.kept, plain.released)
+    check_plan(profile(computed), computed, (), rel=0.0)
+
+
 def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
     of = toy_job(adapter=AdapterConfig(rank=4, targets=("layers.[2345].qkv",)), arch=replace(ARCH, depth=8))
     found = profile(of)

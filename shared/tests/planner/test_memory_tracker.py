@@ -44,6 +44,17 @@ def test_products_are_counted_by_the_bits_of_their_inputs():
     }
 
 
+def test_products_of_codes_are_counted_by_their_format():
+    with fake_tensors("cuda") as meter:
+        codes = torch.empty(ROWS, COLUMNS, dtype=torch.int8)
+        torch._int_mm(codes, codes.T)
+        codes, one = torch.empty(ROWS, COLUMNS, dtype=torch.float8_e4m3fn), torch.empty(())
+        torch._scaled_mm(codes, codes.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    flops, size = 2 * ROWS * ROWS * COLUMNS, 2 * ROWS * COLUMNS + 4 * ROWS * ROWS
+    assert {(kernel.kind, kernel.flops) for kernel in meter.kernels} == {("matmul_int8", flops), ("matmul_fp8", flops)}
+    assert all(size <= kernel.bytes <= size + 4 for kernel in meter.kernels), "and the scale that is one"
+
+
 def test_attention_is_one_kernel_each_way():
     with fake_tensors("cuda") as meter:
         q = torch.empty(1, 2, ROWS, 64, dtype=torch.bfloat16, device="cpu:1", requires_grad=True)

@@ -157,7 +157,29 @@ def dequantized_layers() -> Iterator[tuple[str, list[float]]]:
         yield f"dequantized {num_out}x{num_in}", found
 
 
-KINDS = (norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers, dequantized_layers)
+def products_of_codes() -> Iterator[tuple[str, list[float]]]:
+    """Of a product in 8 bits and its gradient against fp64, less what rounding to codes may cost; 1 is added where either is not bitwise
+    that of torch."""
+    for kind in ("int8", "fp8"):
+        for num_out, num_in, rows in [(48, 32, 5), (16, 2064, 37), (4112, 64, 18)]:
+            layer = QuantizedLinear(num_in, num_out, kind, bias=True)
+            layer.set_weight(torch.randn(num_out, num_in) * torch.logspace(-2, 0, num_out)[:, None])
+            layer.bias, layer.in_8_bits = torch.nn.Parameter(torch.randn(num_out), requires_grad=False), True
+            given, upstream, made = torch.randn(rows, num_in), torch.randn(rows, num_out), []
+            given[1] = 0
+            for name in ("torch", "triton"):
+                x = given.clone().requires_grad_()
+                with block_settings(BlockSettings(kernels=name)):
+                    product = layer(x)
+                    made.append([product.detach(), *torch.autograd.grad(product, x, upstream)])
+            weight = layer.dequantize(torch.float64)
+            exact = [given.double() @ weight.T + layer.bias, upstream.double() @ weight]
+            rounding = 0.02 if kind == "int8" else 0.06
+            found = [float((a - b).norm() / b.norm()) / rounding * 1e-6 for a, b in zip(made[1], exact, strict=True)]
+            yield f"{kind} codes {num_out}x{num_in}", [each + (not all(map(torch.equal, *made))) for each in found]
+
+
+KINDS = (norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers, dequantized_layers, products_of_codes)
 
 if __name__ == "__main__":
     torch.manual_seed(0)

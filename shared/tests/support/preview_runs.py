@@ -7,6 +7,7 @@ import torch
 
 from ditkit_core.previews.queue import waiting
 from ditkit_core.training.checkpoint import load_state
+from ditkit_core.training.metrics import is_of_the_machine
 
 FLAGS = (
     "--held_out.clips", "2", "--held_out.every_steps", "2", "--train.caption_dropout", "0.5", "--ema.decay", "0.9",
@@ -14,13 +15,10 @@ FLAGS = (
 )  # fmt: skip
 
 
-MACHINE = ("seconds", "tokens_per_second", "peak_memory_bytes")
-
-
 def numbers(run: Path) -> list[dict[str, float]]:
     """All lines of the metrics file but for what the machine's load decides."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in MACHINE} for row in rows]
+    return [{name: value for name, value in row.items() if not is_of_the_machine(name)} for row in rows]
 
 
 def check_equal(one: Path, other: Path) -> None:

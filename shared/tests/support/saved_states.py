@@ -8,11 +8,9 @@ from toy_training import ToyBatch
 
 from ditkit_core.testing.toy import toy_items
 from ditkit_core.training.checkpoint import load_state
+from ditkit_core.training.metrics import is_of_the_machine
 
 CLIPS = ToyBatch(["held 0"], toy_items(1, seed=9))
-
-
-TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes")
 
 
 def assert_same_state(first: Path, second: Path) -> None:
@@ -28,7 +26,7 @@ def assert_same_state(first: Path, second: Path) -> None:
 def numbers(folder, *, first_step=1):
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if k not in TIMES}
+        {k: v for k, v in line.items() if not is_of_the_machine(k)}
         for line in found
         if "loss" in line and line["step"] >= first_step
     ]

@@ -15,8 +15,8 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizers import OptimConfig
-from ditkit_core.training.train_model import MicroBatch, TrainModel
-from ditkit_core.training.trainer import Callback, DataLoader, Trainer, TrainerConfig, TrainResult
+from ditkit_core.training.train_model import DataLoader, MicroBatch, TrainModel
+from ditkit_core.training.trainer import Callback, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
 
 

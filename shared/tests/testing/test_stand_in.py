@@ -50,6 +50,25 @@ def test_a_page_is_locked_once(stand_in: StandIn) -> None:
     assert not stand_in.runtime.is_locked(tensor)
 
 
+def test_a_device_samples_with_a_generator_of_its_own(stand_in: StandIn) -> None:
+    made = torch.randn(3, generator=torch.Generator(ONE).manual_seed(1), device=ONE)
+    assert torch.equal(on_host(made), torch.randn(3, generator=torch.Generator().manual_seed(1)))
+    for other in (HOST, TWO):
+        with pytest.raises(AssertionError, match="a generator of cpu"):
+            torch.randn(3, generator=torch.Generator(other).manual_seed(2), device=ONE)
+
+
+def test_pinned_memory_is_freed_after_its_copies_but_may_be_written_too_early(stand_in: StandIn) -> None:
+    pinned = torch.ones(8192).pin_memory()
+    there = pinned.to(ONE, non_blocking=True)
+    del pinned
+    assert stand_in.runtime.log.races == [] and float(there.sum()) == 8192
+    pinned = torch.ones(8192).pin_memory()
+    there = pinned.to(ONE, non_blocking=True)
+    pinned.zero_()
+    assert len(stand_in.runtime.log.races) == 1
+
+
 @pytest.mark.parametrize(("locked", "non_blocking", "races"), [(True, True, 1), (False, True, 0), (True, False, 0)])
 def test_the_host_waits_for_copies_as_cuda_has_it(
     stand_in: StandIn, locked: bool, non_blocking: bool, races: int

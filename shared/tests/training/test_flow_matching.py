@@ -5,11 +5,15 @@ import math
 import pytest
 import torch
 
+from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import (
+    LossMask,
     NoisedBatch,
     loss_weight,
     sample_noise,
@@ -171,3 +175,42 @@ def test_the_target_is_noise_minus_data_and_sizes_count_alike():
     assert torch.allclose(model.inputs.latents[0], 0.75 * items[0]["latents"] + 0.25 * noise[0])
     assert torch.equal(model.inputs.latents[1], noise[1])
     assert model.inputs.sigma.dtype is torch.float32
+
+
+def test_a_masked_loss_is_that_of_a_plain_masked_mean_squared_error():
+    """As the training scripts of diffusers and kohya write it: the squared errors, without a reduction, times the mask, and their mean."""
+    model = make_model(TOY, TOY.architecture.presets["tiny"])
+    items, sigma = toy_items(3), torch.tensor([0.2, 0.5, 0.8])
+    random = torch.Generator().manual_seed(0)
+    noise = [torch.randn(item["latents"].shape, generator=random) for item in items]
+    weights = [torch.rand(1, *item["latents"].shape[1:], generator=random) for item in items[:2]]
+    masked = [item | {LOSS_WEIGHTS: weight} for item, weight in zip(items, weights, strict=False)] + items[2:]
+    toy = TrainModel(model, BlockEngine(), TOY)
+    found = velocity_errors(toy, NoisedBatch(masked, sigma, noise), 1.0)
+
+    assert torch.equal(found[2], velocity_errors(toy, NoisedBatch(items, sigma, noise), 1.0)[2]), (
+        "without a mask, as ever"
+    )
+    noised = [(1 - s) * item["latents"] + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
+    predicted = model(TOY.training.make_inputs(noised, sigma, items, 1.0))
+    expected = []
+    for velocity, item, eps, weight in zip(predicted, items, noise, [*weights, torch.ones(())], strict=True):
+        loss = torch.nn.functional.mse_loss(velocity, eps - item["latents"], reduction="none")
+        expected.append((loss * weight).mean())
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=0)
+    parameters = [parameter for name, parameter in model.named_parameters() if "layers" in name]
+    for ours, plain in zip(
+        torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(sum(expected), parameters), strict=True
+    ):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_weights_go_with_the_places_that_the_model_learns():
+    """A given first frame is no part of the mean, whatever the mask says about it."""
+    spec = altered(TOY, loss_mask=lambda item: torch.tensor([0.0, 1.0]).reshape(1, 2, 1, 1))
+    squares = torch.rand(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    weights = torch.rand(1, 2, 4, 4, generator=torch.Generator().manual_seed(1))
+    mask = LossMask.of(spec, {"latents": squares, LOSS_WEIGHTS: weights})
+    torch.testing.assert_close(mask.mean(squares), (squares * weights)[:, 1].mean())
+    nothing = LossMask.of(spec, {"latents": squares, LOSS_WEIGHTS: torch.zeros(1, 2, 4, 4)})
+    assert float(nothing.mean(squares)) == 0, "a sample that is black everywhere teaches nothing"

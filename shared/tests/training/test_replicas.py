@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from replicas_of_toy import DAILY, EVERY, WORLDS
 
-from ditkit_core.testing.conformance_replicas import ReplicaConformance
+from ditkit_core.testing.conformance_replicas import ReplicaConformance, index_of, losses
+from ditkit_core.testing.replicas import CASES
 
 
 class TestReplicas(ReplicaConformance):
     script = Path(__file__).parents[1] / "support" / "replicas_of_toy.py"
-    worlds = WORLDS
+    worlds = WORLDS[:3]
     continued = DAILY
 
     def test_more_micro_batches_need_no_more_exchanges(self, folder):
@@ -23,11 +24,32 @@ class TestReplicas(ReplicaConformance):
         four, eight = ([each[name]["exchanges"] for each in ranks] for name in names)
         assert four == eight and min(four) > 0
 
+    @pytest.mark.parametrize("ranks", ["1 of 2", "2 of 2"])
+    def test_ranks_that_share_tokens_train_what_one_process_trains(self, folder, ranks):
+        """Sums over tokens are taken in another order, in fp32 or bf16."""
+        names = json.loads((folder / "ranks.json").read_text())[ranks][0]
+        assert len(names) == len(CASES) - 1, "all but the case with dropout, whose masks are of all tokens"
+        for name in names:
+            expected, found = losses(folder / f"{name} on 1"), losses(folder / f"{name} on {ranks}")
+            limit = 1e-2 if "bf16" in name else 1e-4
+            for one, other in zip(expected, found, strict=True):
+                assert other == pytest.approx(one, rel=limit), name
+
+    def test_the_number_of_context_groups_changes_no_bit(self, folder):
+        """Each is one replica of the run."""
+        ranks = json.loads((folder / "ranks.json").read_text())
+        for name in ranks["1 of 2"][0].keys() - {"full"}:
+            assert len({each[name]["weights"] for groups in ("1 of 2", "2 of 2") for each in ranks[groups]}) == 1
+            assert index_of(folder / f"{name} on 1 of 2") == index_of(folder / f"{name} on 2 of 2"), name
+
 
 @pytest.mark.exhaustive
 def test_a_run_goes_on_from_any_number_of_ranks_with_any_other(tmp_path):
     script = str(TestReplicas.script)
     assert subprocess.run([sys.executable, script, str(tmp_path), "all"], timeout=280, check=False).returncode == 0
     assert len(EVERY) == 16
+    names = [name for name in CASES if CASES[name].trained != "full"]
+    for name in names:
+        assert index_of(tmp_path / f"{name} on 4") == index_of(tmp_path / f"{name} on 1"), name
     for pair in EVERY:
         TestReplicas.check_continued(tmp_path, *pair)

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from saved_states import CLIPS, numbers
-from toy_training import ToyBatch, ToyData, toy_model, toy_run
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy_training import ToyBatch, toy_model, toy_run
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
@@ -15,12 +16,21 @@ from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
+from ditkit_core.training import tensor_stats
 from ditkit_core.training.config import FlowConfig, TrainConfig
 from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.optimizers import OptimConfig
-from ditkit_core.training.tensor_stats import BlockStats, DriftMonitor, StatsRecorder, StepStats, magnitudes, smallness
+from ditkit_core.training.tensor_stats import (
+    BlockStats,
+    DriftMonitor,
+    StatsRecorder,
+    StepStats,
+    magnitudes,
+    normal_counts,
+)
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
+from ditkit_core.training.trainer import Callback
 
 FLOW = FlowConfig(weighting="bell")
 ARCH = ToyArch(dim=16, depth=3)
@@ -47,17 +57,56 @@ def step(model, run=None, *, watch=None, fused=False, micro_batches=2, number=3)
 # What is seen
 
 
+def below_normal_and_zero(gradient):
+    return [gradient.numel() - float(count) for count in normal_counts(gradient)]
+
+
 def test_magnitudes_are_counted_over_any_number_of_parts(monkeypatch):
-    monkeypatch.setattr("ditkit_core.training.tensor_stats._AT_ONCE", 100)
+    monkeypatch.setitem(tensor_stats._AT_ONCE, "cpu", 100)
     x = torch.randn(7, 50, 3)
     x[3, 7], x[0, 0, 0], x[6, 49, 1] = torch.tensor([INF, -INF, NAN]), NAN, -77.0
     for tensor in (x, x.bfloat16(), x.transpose(0, 2)):
         assert [float(number) for number in magnitudes(tensor)] == [77.0, 4.0]
     tiny = torch.finfo(torch.float32).tiny
     gradient = torch.cat([torch.zeros(150), torch.full((60,), tiny / 2), torch.full((90,), -tiny)])
-    assert [float(number) for number in smallness(gradient)] == [210.0, 150.0]
+    assert below_normal_and_zero(gradient) == [210.0, 150.0]
     half = torch.tensor([6e-5, 6.2e-5, 0.0, -6e-8]).half()
-    assert [float(number) for number in smallness(half)] == [3.0, 1.0], "of the dtype that it is stored in"
+    assert below_normal_and_zero(half) == [3.0, 1.0], "of the dtype that it is stored in"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_at_the_edges_of_a_dtype_are_counted_as_they_are(dtype):
+    limits = torch.finfo(dtype)
+    smallest = torch.tensor([limits.tiny, -limits.tiny], dtype=dtype)
+    below = torch.nextafter(smallest, torch.zeros(2, dtype=dtype)) if dtype != torch.float16 else smallest / 2
+    gradient = torch.cat([smallest, below, torch.tensor([0.0, -0.0, 1.0, INF, NAN], dtype=dtype)])
+    assert below_normal_and_zero(gradient) == [4.0, 2.0]
+    largest = torch.tensor([limits.max, -limits.max], dtype=dtype)
+    assert [float(number) for number in magnitudes(torch.cat([gradient, largest]))] == [limits.max, 2.0]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a GPU would launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_operations_are_launched_for_a_watched_tensor(monkeypatch):
+    monkeypatch.setitem(tensor_stats._AT_ONCE, "cpu", 100)
+    counts = {}
+    for parts in (1, 20):
+        for look in (magnitudes, normal_counts):
+            with Launches() as launches:
+                look(torch.ones(parts * 100))
+            counts[look, parts] = launches.count - 1  # of `ones`
+    assert counts[magnitudes, 20] <= 20 * 4 + 8 and counts[normal_counts, 20] <= 20 * 3 + 6
+    assert counts[magnitudes, 1] <= 12 and counts[normal_counts, 1] <= 4
 
 
 class Seen:
@@ -289,16 +338,15 @@ def test_the_head_and_a_divided_model_are_named_too():
 
 
 def test_an_adapter_that_breaks_after_some_steps_is_named(tmp_path, monkeypatch):
-    class Data(ToyData):
-        def micro_batches(self, index):
-            if index == 4:
+    class Breaking(Callback):
+        def after_step(self, step, metrics):
+            if step == 2:
                 dict(model.named_parameters())["layers.0.qkv.lora_B.default.weight"].data[0, 0] = NAN
-            return super().micro_batches(index)
 
     model, _ = made = toy_model("lora")
     monkeypatch.setattr("toy_training.toy_model", lambda *args, **given: made)
     with pytest.raises(UserError, match=r"step 2 is not finite \(first in block 0 at layers.0.qkv.*evidence is in"):
-        toy_run(tmp_path, 5, method="lora", dropout=0.0, data=Data())
+        toy_run(tmp_path, 5, method="lora", dropout=0.0, callbacks=[Breaking()])
     (file,) = tmp_path.glob("failure-step-*.json")
     found = json.loads(file.read_text())["where"]
     assert found["weights"] == ["layers.0.qkv.lora_B.weight"] and found["pass"] == "forward"

@@ -8,7 +8,7 @@ from toy_training import ToyBatch, toy_model
 
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
-from ditkit_core.training import train_step as step_module
+from ditkit_core.training import flow_matching
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import loss_weight, sample_noise
 from ditkit_core.training.optimizer import NamedOptimizer
@@ -80,7 +80,7 @@ def test_loss_and_gradient_are_those_of_the_weighted_mean_written_out():
 def test_dropout_has_a_mask_of_its_own_in_every_step_and_micro_batch(monkeypatch):
     item = toy_items(1)[0]
     same = torch.tensor(0.5), torch.ones_like(item["latents"])
-    monkeypatch.setattr(step_module, "sample_noise", lambda *names: same)
+    monkeypatch.setattr(flow_matching, "sample_noise", lambda *names: same)
     model, _ = toy_model(dropout=0.5)
     twice = [ToyBatch(["clip"], [item]), ToyBatch(["clip"], [item])]
     losses = []

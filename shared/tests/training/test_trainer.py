@@ -17,11 +17,12 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io import console
 from ditkit_core.io.signals import Interrupts
+from ditkit_core.io.step_clock import PARTS
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training import trainer as train_module
 from ditkit_core.training.checkpoint import load_state
-from ditkit_core.training.config import EMAConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
@@ -168,16 +169,15 @@ def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_the_run_after_the_step_with_a_save(name, tmp_path):
-    class Signalling(ToyData):
-        def micro_batch(self, index):
-            if index == 5:  # in the third step of two micro-batches
+    class Signalling(Callback):
+        def after_step(self, step, metrics):
+            if step == 3:
                 signal.raise_signal(getattr(signal, name))
-            return super().micro_batch(index)
 
     exported, finished = [], []
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    given = {"held_out_clips": CLIPS, "callbacks": [Calls(save=exported.append, finish=finished.append)]}
-    done = toy_run(tmp_path, 10, data=Signalling(), **given).result
+    callbacks = [Signalling(), Calls(save=exported.append, finish=finished.append)]
+    done = toy_run(tmp_path, 10, held_out_clips=CLIPS, callbacks=callbacks).result
     assert (done.step, done.finished, finished) == (3, False, [])
     assert exported == [3] and done.save.name == "step-000003"
     assert steps_of(tmp_path, "held_out") == [0]  # a person who ends a run does not want to wait for it
@@ -352,14 +352,13 @@ def test_several_are_told_in_their_order(tmp_path: Path) -> None:
 def test_whoever_needs_no_time_previews_after_a_signal_too(stopping_too: bool, tmp_path: Path) -> None:
     """After the save, which must not wait for it."""
 
-    class Signalling(ToyData):
-        def micro_batch(self, index: int) -> Any:
-            if index == 2:
+    class Signalling(Callback):
+        def after_step(self, step: int, metrics: Any) -> None:
+            if step == 2:
                 signal.raise_signal(signal.SIGTERM)
-            return super().micro_batch(index)
 
     log = Log((0, 1, 2), stopping_too=stopping_too)
-    toy_run(tmp_path, 4, data=Signalling(), callbacks=[log])
+    toy_run(tmp_path, 4, callbacks=[Signalling(), log])
     assert log.told[-2:] == ([("save", 2), ("preview", 2)] if stopping_too else [("step", 2), ("save", 2)])
 
 
@@ -396,3 +395,34 @@ def test_weights_are_averaged_wherever_they_are_handed_out(tmp_path: Path) -> No
         config = TrainConfig(steps=2, batch_size=2, accumulation=2, seed=5)
         toy_run(tmp_path, 2, config=config, save=SaveConfig(every_steps=1), callbacks=[Looking()])
     assert seen == [("save", True), ("preview", True), ("save", True), ("finished", True)]
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
+def test_the_parts_of_a_step_add_up_to_its_time(tmp_path, policy):
+    model, trainable = toy_model()
+    engine = BlockEngine(policy=policy)
+    toy_training.train(
+        TrainModel(model, engine, TOY, trainable), ToyData(), folder=tmp_path, config=TrainConfig(steps=4, accumulation=2),
+        flow=FlowConfig(), optim=OptimConfig(), ema=EMAConfig(), save=SaveConfig(), held_out=HeldOutConfig(),
+        log=LogConfig(tensorboard=False),
+    )  # fmt: skip
+    for line in (each for each in lines(tmp_path) if "loss" in each):
+        parts = {name.removeprefix("seconds/"): value for name, value in line.items() if name.startswith("seconds/")}
+        assert parts.keys() == set(PARTS) and all(value >= 0 for value in parts.values())
+        assert sum(parts.values()) <= line["seconds"], "nothing is counted twice"
+        assert min(parts["forward"], parts["backward"], parts["optimizer"]) > 0
+        assert (parts["recompute"] > 0) == (policy != "none")
+    assert engine.clock.devices == (), "the engine of others is not timed"
+
+
+def test_the_utilisation_of_a_step_is_that_of_its_items_and_seconds(tmp_path):
+    asked = []
+
+    def utilisation(items, seconds):
+        asked.append((len(items), seconds))
+        return 0.25
+
+    toy_run(tmp_path, 2, utilisation=utilisation)
+    rows = [line for line in lines(tmp_path) if "loss" in line]
+    assert [row["mfu"] for row in rows] == [0.25, 0.25]
+    assert asked == [(4, row["seconds"]) for row in rows]

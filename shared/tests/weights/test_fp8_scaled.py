@@ -84,11 +84,11 @@ def write(folder: Path, state: State, header: dict[str, str] | None = None) -> P
 
 def prepared(
     path: Path, quantize: str = "none", *, adapter: AdapterConfig | None = None, merge: tuple[str, ...] = (),
-    precision: Precision = FP32, say: Callable[[str], None] = lambda line: None,
+    precision: Precision = FP32, say: Callable[[str], None] = lambda line: None, compute: str = "dtype",
 ) -> LoadedModel:  # fmt: skip
     unloaded = build_meta_model(
         TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
-        BaseConfig(quantize=quantize, merge=merge), precision=precision, say=say,
+        BaseConfig(quantize=quantize, compute=compute, merge=merge), precision=precision, say=say,
     )  # fmt: skip
     return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
 
@@ -130,6 +130,19 @@ def test_a_scaled_file_is_planned_as_it_is_held(tmp_path, capsys):
     assert weights["scaled", "none"] == weights["dense", "fp8"] < weights["dense", "none"]
     assert "in scaled 8 bits: planned in that format" in found["scaled", "none"]["notes"][0]
     assert found["dense", "none"]["notes"] == []
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["tensor", "rows"])
+def test_a_scaled_file_is_multiplied_as_it_is(tmp_path, rows):
+    """Its codes, with the scale of the file, in products of fp8."""
+    codes, scales, _ = scaled(original("official"), rows=rows)
+    path, lines = write(tmp_path, *legacy(codes, scales)), list[str]()
+    stored, computed = prepared(path), prepared(path, compute="fp8", say=lines.append)
+    layers = quantized_weights(computed.model)
+    assert lines[-1] == f"base.compute = fp8: {len(layers)} matrices are multiplied in 8 bits, forward and backward"
+    assert layers and all(layer.in_8_bits for layer in layers.values())
+    plain, found = outputs(stored.model), outputs(computed.model)
+    assert 1e-3 < float((found - plain).norm() / plain.norm()) < 0.2
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["tensor", "rows"])

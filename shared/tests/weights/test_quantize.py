@@ -24,7 +24,7 @@ from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
-from ditkit_core.weights.quantize import check_quantize
+from ditkit_core.weights.quantize import check_compute_on, check_quantize
 
 FP32 = Precision(matmul=torch.float32)
 CPU = torch.device("cpu")
@@ -213,11 +213,13 @@ def write_base(folder: Path, dtype: torch.dtype, arch: ToyArch | None = None) ->
     return folder
 
 
-def prepared(base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, say=lambda line: None) -> LoadedModel:
+def prepared(
+    base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, compute="dtype", say=lambda line: None
+) -> LoadedModel:
     spec = altered(TOY, presets={"tiny": arch or ToyArch()})
     unloaded = build_meta_model(
         spec, ModelPaths(transformer=str(base)), adapter or AdapterConfig(rank=4),
-        BaseConfig(quantize=kind, merge=tuple(merge)), precision=precision, say=say,
+        BaseConfig(quantize=kind, compute=compute, merge=tuple(merge)), precision=precision, say=say,
     )  # fmt: skip
     return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
 
@@ -349,6 +351,72 @@ def test_a_run_over_a_quantized_base_is_continued_to_the_bit(world, kind, capsys
     again = ("--adapter.init", str(file), "--base.quantize", "int8")
     assert world.train(f"{kind} again", 1, *again) == 0
     assert world.adapter(f"{kind} again").keys() == whole.keys()
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_run_that_computes_in_8_bits_is_continued_to_the_bit(world, kind, capsys):
+    """Under any policy and streaming; the exported adapter is not the one that products in fp32 train."""
+    quantize = ("--base.quantize", kind)
+    computed = (*quantize, "--base.compute", kind, "--base.quantized_cache", str(world.folder / "kept"))
+    assert world.train(f"{kind} computed", 3, *computed) == 0
+    streamed = ("--train.swap_blocks", "1", "--train.checkpointing", "ops(matmul)")
+    assert world.train(f"{kind} computed parts", 2, *computed, *streamed) == 0
+    assert world.train(f"{kind} computed parts", 3, *computed, "--train.checkpointing", "full") == 0
+    assert world.train(f"{kind} stored", 3, *quantize) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"base.compute = {kind}: 12 matrices are multiplied in 8 bits, forward and backward\n") == 3
+    whole = world.adapter(f"{kind} computed")
+    assert equal(whole, world.adapter(f"{kind} computed parts"))
+    assert not equal(whole, world.adapter(f"{kind} stored"))
+    assert f"matmul fp32 (frozen base {kind})" in (world.folder / f"{kind} computed" / "report.html").read_text()
+
+
+def test_layers_of_other_sizes_keep_their_products_and_are_counted(tmp_path):
+    base, lines = write_base(tmp_path / "odd", torch.float32, ToyArch(dim=24)), []
+    result = prepared(base, "int8", compute="int8", arch=ToyArch(dim=24), say=lines.append)
+    layers = quantized_weights(result.model)
+    assert not any(layer.in_8_bits for layer in layers.values())
+    first = next(iter(layers)).removesuffix(".weight")
+    assert lines[-1] == (
+        "base.compute = int8: 0 matrices are multiplied in 8 bits, forward and backward; 12 in model.dtype, because their sizes are no "
+        f"multiples of 16, {first} the first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--base.compute", "int8"), "base.compute = int8 multiplies the int8 codes of a quantized base, and this base is stored in model.dtype; set base.quantize = int8"),
+        (("--base.compute", "fp8", "--base.quantize", "nf4"), "this base is stored in nf4; set base.quantize = fp8"),
+        (("--base.compute", "int8", "--adapter.method", "full"), "adapter.method = full trains the base; leave base.compute out"),
+        (("--base.compute", "int8", "--base.quantize", "int8", "--train.compile", "true", "--train.checkpointing", "full"), "leave one of the two out"),
+        (("--base.compute", "bf16"), "base.compute"),
+    ],
+)  # fmt: skip
+def test_products_that_a_base_does_not_have_are_refused_before_anything_is_written(world, flags, message, capsys):
+    assert world.train("refused", 1, *flags) != 0
+    said = capsys.readouterr().err
+    assert message in said and len(said.strip().splitlines()) == 1
+    assert not (world.folder / "refused").exists()
+
+
+def test_gpus_that_do_not_multiply_8_bits_are_refused(monkeypatch):
+    gpu = torch.device("cuda:1")
+    for capability, compute, message in (
+        (
+            (8, 6),
+            "fp8",
+            "needs a GPU of the generation Ada or later, compute capability 8.9, and cuda:1 has 8.6; leave base.compute out, or ",
+        ),
+        ((7, 0), "int8", "Turing or later, compute capability 7.5, and cuda:1 has 7.0; leave base.compute out$"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        with pytest.raises(UserError, match=message):
+            check_compute_on(compute, [CPU, gpu])
+        check_compute_on("dtype", [gpu])
+        check_compute_on(compute, [CPU])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_compute_on("fp8", [gpu])
 
 
 def test_a_full_fine_tune_is_refused_before_anything_is_written(world, capsys):

@@ -23,6 +23,7 @@ from ditkit_core.models.spec import (
 )
 from ditkit_flux2.adapters import RULES, check_adapter
 from ditkit_flux2.conditioning.references import reference_size
+from ditkit_flux2.model.carry import TOKEN_STREAMS
 from ditkit_flux2.model.inputs import empty_item, make_inputs, num_tokens
 from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import HUB_PRESETS, PRESETS, Flux2Arch, arch_from_config
@@ -103,7 +104,12 @@ def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: En
 FLUX2 = ModelSpec(
     name="flux2",
     architecture=ArchitectureSpec(
-        presets=PRESETS, hub_presets=HUB_PRESETS, build=Flux2Transformer, names=NAMES, infer_arch=arch_from_config
+        presets=PRESETS,
+        hub_presets=HUB_PRESETS,
+        build=Flux2Transformer,
+        names=NAMES,
+        infer_arch=arch_from_config,
+        token_streams=lambda arch: TOKEN_STREAMS,
     ),
     precision=PrecisionSpec(op_group_of=op_groups_by_name(_STARTS, _ENDS), reference=_REFERENCE),
     training=TrainingSpec(

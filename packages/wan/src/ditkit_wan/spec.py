@@ -24,6 +24,7 @@ from ditkit_core.models.spec import (
 )
 from ditkit_wan.adapters import RULES, RULES_WITHOUT_DIFFUSERS
 from ditkit_wan.conditioning.columns import columns, conditioners
+from ditkit_wan.model.carry import token_streams
 from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
 from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import HUB_PRESETS, PRESETS, WanArch, arch_from_config
@@ -126,6 +127,7 @@ WAN = ModelSpec(
         names=NAMES,
         infer_arch=arch_from_config,
         experts=experts,
+        token_streams=token_streams,
     ),
     precision=PrecisionSpec(op_group_of=op_groups_by_name(_STARTS, _ENDS), reference=_REFERENCE),
     training=TrainingSpec(

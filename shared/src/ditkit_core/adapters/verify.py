@@ -22,7 +22,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.parameters import swapped
-from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights
+from ditkit_core.nn.quantized_linear import dense_weight, products_in_dtype, quantized_weights
 from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.load import first_ten
 
@@ -66,8 +66,8 @@ def compare_with_pipeline(
         _load(pipeline, adapter_file)
         _check_modules(pipeline.transformer, model, names, adapter_file)
         loaded = theirs()
-        # Our adapter as the file has it: what is compared is the file's meaning, not its rounding.
-        with rounded_adapter(model, adapter_file):
+        # Our adapter as the file has it: what is compared is the file's meaning, not its rounding, nor that of `base.compute`.
+        with rounded_adapter(model, adapter_file), products_in_dtype(model):
             expected = ours()
     effect, difference = relative(loaded, bare), relative(loaded, expected)
     if not difference <= TOLERANCE[dtype]:

@@ -120,8 +120,8 @@ def _audit(subject: Subject, weights: str, prepared: LoadedModel, seed: int) -> 
         seconds = estimated_seconds(subject)
         if seconds > _LONG_SECONDS:
             say(
-                f"estimated time: at most {seconds / 3600:.1f} h for {num_passes()} forwards and backwards of {tokens} tokens, most of them "
+                f"estimated time: at most {seconds / 3600:.1f} h for {num_passes(subject)} forwards and backwards of {tokens} tokens, most of them "
                 "at this device's fp64 speed; smaller samples (--data.frames, --data.height, --data.width) take less"
             )
-        with progress("audit", num_passes()) as bar:
+        with progress("audit", num_passes(subject)) as bar:
             return audit(subject, advance=bar.advance, notes=notes)

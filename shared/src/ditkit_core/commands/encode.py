@@ -86,7 +86,13 @@ def _check_dump(data: DataConfig, folder: Path) -> None:
         UserError: If the folder is inside one of the dataset's folders, or contains one.
     """
     target = folder.resolve()
-    for name in (*data.folders, data.folder, data.references, *(item.partition("=")[2] for item in data.controls)):
+    for name in (
+        *data.folders,
+        data.folder,
+        data.references,
+        data.masks,
+        *(item.partition("=")[2] for item in data.controls),
+    ):
         own = Path(name.strip()).resolve()
         if name and (target.is_relative_to(own) or own.is_relative_to(target)):
             raise UserError(

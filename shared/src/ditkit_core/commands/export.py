@@ -218,6 +218,9 @@ class Exporter(Callback):
                 "not verified: diffusers needs the whole model on its device, and this one streams its weights from the host"
             )
             return
+        if self._prepared.shards is not None:
+            say("not verified: diffusers needs the whole model on its device, and this one is divided over ranks")
+            return
         with nullcontext() if streamer is None else streamer.whole():
             for form, file in zip(config.export.forms, files, strict=False):
                 if limit := read_by(run.spec, form, model).get("diffusers"):
@@ -236,7 +239,8 @@ class Exporter(Callback):
     # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
     def _export_adapter(self, name: ExportName, step: int) -> list[Path]:
         run, model, folder = self._run, self._prepared.model, self._folder.exports
-        return export_adapter(model, run.spec, folder, name.stem, run.config.export, metadata=self._metadata(step))
+        with self._prepared.readable(base=False):
+            return export_adapter(model, run.spec, folder, name.stem, run.config.export, metadata=self._metadata(step))
 
     def _export_transformer(self, folder: Path, step: int) -> None:
         run = self._run

@@ -1,8 +1,8 @@
 """`--fit`: choose the settings with which a run fits its devices, and print the configuration with them."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ditkit_core.io.console import doing, say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.autotune import (
+    POLICIES,
     Fit,
     Planned,
     SuggestedChange,
@@ -28,18 +29,22 @@ from ditkit_core.planner.autotune import (
     levers,
 )
 from ditkit_core.planner.auxiliary import AuxiliaryRow, plan_auxiliary
-from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
+from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.partition import host_limit
 from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask
-from ditkit_core.planner.plan import check_plannable, planned_step
+from ditkit_core.planner.plan import check_plannable, check_rates, num_gpus, planned_step
 from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.rank_search import RankFit, fit_ranks
+from ditkit_core.planner.ranks.divided import profile_of_rank
+from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
+from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.step_time import BUFFERS, assumptions
-from ditkit_core.run.checks import check_preview_device
+from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.training.trainer import check_swap
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
@@ -63,17 +68,17 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     if out is not None and out.exists():
         raise UserError(f"--write {out} exists, and nothing is overwritten; give another name, or remove it")
     run = create_run(spec, config)
+    launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
+    ranks = layout_of(run.config, num_gpus(run, options.gpus), launch)
     check_plannable(run, here=False)  # the configured devices are not checked: the search chooses among all
     gpus, names = gpus_to_fit(run.config, options.gpus)
-    task = replace(task_for(run, gpus), host=host_limit(options.host, here=not options.gpus))
-    found = fit(task)
-    if found.chosen is None:
-        for line in _nothing_fits(spec, run.config, task):
-            warn(line)
-        return DOES_NOT_FIT
-    fitted = apply(run.config, found.chosen, names)
-    for line in explained(found, task, names):
+    host = host_limit(options.host, here=not options.gpus)
+    found = _fit_process(run, gpus, names, host) if ranks is None else _fit_ranks(run, gpus, ranks, launch.link, host)
+    for line in found.lines:
         warn(line)
+    if found.chosen is None:
+        return DOES_NOT_FIT
+    fitted = found.config
     if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
         check_preview_device(create_run(spec, fitted))
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
@@ -83,13 +88,120 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
     if lacking:
         warn("training fits, but the items above do not; change them in these settings before you use the settings")
-    text = f"# {_chosen(found.chosen, names)}\n# for {', '.join(gpu.name for gpu in gpus)}\n\n{to_toml(fitted)}"
+    text = f"# {found.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n\n{to_toml(fitted)}"
     if out is None:
         say(text.rstrip("\n"))
     else:
         write_text(out, text)
         warn(f"written to {out}")
     return DOES_NOT_FIT if lacking else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The result of a search; without a choice, the lines say what lacks."""
+
+    config: RunConfig
+    lines: Sequence[str]
+    chosen: Candidate | None = None
+    title: str = ""
+    """The choice in one line."""
+
+
+def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> _Found:
+    """The settings of a process alone."""
+    task = replace(task_for(run, gpus), host=host)
+    found = fit(task)
+    if found.chosen is None:
+        return _Found(config=run.config, lines=list(_nothing_fits(run.given.spec, run.config, task)))
+    config, lines = apply(run.config, found.chosen, names), list(explained(found, task, names))
+    return _Found(config=config, lines=lines, chosen=found.chosen, title=_chosen(found.chosen, names))
+
+
+def _fit_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, link: str, host: int | None) -> _Found:
+    """The division over ranks, and the settings of each."""
+    gpu = weakest(gpus)
+    tasks = tasks_of(run, gpu, None if host is None else host // ranks.nproc)
+    found = division_of(run, tasks, ranks, link)
+    if isinstance(found, int):
+        words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {found / GIB:.2f} GiB"
+        return _Found(config=run.config, lines=[words])
+    layout, before, time = found.layout, run.config.ranks, found.plan.times[0]
+    config = apply(run.config, found.chosen, ("cuda:0",))
+    config = replace(
+        config,
+        ranks=replace(before, shard=layout.shard, context=layout.context),
+        train=replace(config.train, device="auto"),  # each rank takes its own
+    )
+    title = f"{layout}: ranks.shard = {layout.shard}, ranks.context = {layout.context}"
+    (plan,) = found.chosen.plan
+    own = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
+    lines = [
+        f"fits: {title} (were {before.shard} and {before.context}), {_chosen(found.chosen, ('each rank',))}",
+        f"each rank ({plan.budget.name}): {own}; page-locked host memory of a machine: {found.plan.host_of_machine / GIB:.1f} GiB",
+        f"about {found.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are not hidden; efficiency {time.efficiency or 0:.0%}",
+        f"exchanges are an estimate: {time.rates}",
+        *(f"the time is an estimate: {line}" for line in assumptions([gpu], work_of(run))),
+    ]
+    return _Found(config=config, lines=lines, chosen=found.chosen, title=title)
+
+
+def tasks_of(run: RunContext, gpu: GPU, host: int | None = None) -> Callable[[int], FitTask]:
+    """The search problems of a rank with the whole model, by the number of ranks that share each sample; each is made once.
+
+    Args:
+        run: The run.
+        gpu: That of each rank.
+        host: Page-locked memory of each rank in bytes; None for no limit.
+    """
+
+    @functools.cache
+    def task_of(context: int) -> FitTask:
+        return replace(task_for(_divided(run, RankLayout(nproc=context, context=context)), (gpu,)), host=host)
+
+    return task_of
+
+
+def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLayout, link: str) -> RankFit | int:
+    """How ranks divide a run; or the bytes that each lacks if nothing fits.
+
+    Args:
+        run: The run.
+        tasks: From `tasks_of`.
+        ranks: Processes and machines.
+        link: The `--link` flag.
+
+    Raises:
+        UserError: If the run cannot have these ranks.
+    """
+    parse_links(link, ranks)  # a mistake in it is reported before the search
+    refused: list[str] = []
+
+    def task_of(layout: RankLayout) -> FitTask | None:
+        try:
+            check_ranks(_divided(run, layout), layout.size)
+        except UserError as error:
+            refused.append(str(error))
+            return None
+        task = tasks(layout.context)
+
+        @functools.cache
+        def profile_of(policy: str, quantize: str) -> Profile:
+            return profile_of_rank(task.profile_of(policy, quantize), layout, run.precision.reduction)
+
+        return replace(task, profile_of=profile_of, streams=layout.shard == 1)
+
+    found = fit_ranks(task_of, ranks, link)
+    if found is None:
+        raise UserError(refused[0])
+    return found
+
+
+def _divided(run: RunContext, layout: RankLayout) -> RunContext:
+    """The run with ranks that divide it so, and without the settings that the search chooses."""
+    train = replace(run.config.train, swap_blocks=(), checkpointing=POLICIES[0])
+    ranks = replace(run.config.ranks, shard=layout.shard, context=layout.context)
+    return with_config(run, replace(run.config, train=train, ranks=ranks))
 
 
 def auxiliary_of(run: RunContext, chosen: Candidate, *, gpus: bool) -> tuple[AuxiliaryRow, ...]:
@@ -103,6 +215,9 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
     Args:
         config: The run's configuration.
         gpus: The `--gpus` flag; empty for the GPUs of this machine.
+
+    Raises:
+        UserError: If one of them has no products in the 8 bits of base.compute.
     """
     if gpus:
         found = parse_gpus(gpus)
@@ -112,6 +227,7 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
     else:
         devices = _devices_here(config)
         found, names = gpus_here(devices), tuple(map(str, devices))
+    check_rates(config.base.compute, found)
     return keeping_reserves(found, config.train.reserve), names
 
 
@@ -131,11 +247,15 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
 
     # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
     eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
+    formats = ("none",) if config.adapter.method == "full" else ("none", *eight_bits, "nf4")
+    if config.base.compute != "dtype":  # products in 8 bits need that format
+        formats = (config.base.quantize,)
     return FitTask(
         gpus=gpus,
         profile_of=profile_of,
         work=work_of(step.run),
-        quantizations=("none",) if config.adapter.method == "full" else ("none", *eight_bits, "nf4"),
+        quantizations=formats,
+        adapts=config.adapter.method != "full",
         streams_trained=_streams_trained(config),
     )
 

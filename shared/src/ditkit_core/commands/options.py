@@ -78,6 +78,21 @@ class TrainOptions:
     host: str = option("", goes_with={"plan fit": "limits host memory in a plan; add --plan or --fit"})
     """Host memory that a plan may use for streamed weights: `32GiB`. Unset: the free memory of this machine minus 2 GiB; unlimited with
     --gpus."""
+    nproc: int = option(
+        0,
+        goes_with={
+            "plan fit": "is the number of processes in a plan; add --plan or --fit, or start them with torchrun"
+        },
+    )
+    """Processes on each machine to plan for, as torchrun's --nproc-per-node; each has a GPU of its own. Unset: with ranks.shard or
+    ranks.context one for each GPU, else a single process, which divides the model over its GPUs."""
+    nodes: int = option(
+        1,
+        goes_with={"plan fit": "is the number of machines in a plan; add --plan or --fit, or start them with torchrun"},
+    )
+    """Machines to plan for, as torchrun's --nnodes; --gpus names the GPUs of one."""
+    link: str = option("", goes_with={"plan fit": "is a link between ranks in a plan; add --plan or --fit"})
+    """Link between ranks to plan for: `nvlink`, `pcie`, `ib400` or `10gbe`; `pcie,10gbe` within and between machines. Unset: two usual ones."""
     write: str = option("", goes_with={"fit": "saves the configuration that --fit chose; add --fit"})
     """File to save the configuration in that --fit chose."""
     audit_precision: bool = option(

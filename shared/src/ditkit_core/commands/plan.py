@@ -11,6 +11,7 @@ from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.io.console import say
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
+from ditkit_core.planner.ranks.layout import PlannedLaunch
 from ditkit_core.planner.report import plan_json, print_plan
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
@@ -32,7 +33,8 @@ def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """
     # JSON alone goes to stdout, so that a script can pipe it; progress and notes go to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        report = make_report(create_run(spec, config), options.gpus, options.host)
+        launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
+        report = make_report(create_run(spec, config), options.gpus, options.host, launch)
     if options.json:
         say(json.dumps(plan_json(report), indent=1, allow_nan=False))
     else:

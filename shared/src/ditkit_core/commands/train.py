@@ -8,7 +8,7 @@ contains what belongs to all of them: the configuration, the adapters, the sampl
 Each step only does what is missing, so the same command starts a run, continues it, and reports that it is complete.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.doctor.dataset import summarize_data
 from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, model_summary, write_about
 from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.diagnostics.step_trace import StepTrace
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
@@ -31,10 +32,12 @@ from ditkit_core.io.run_dir import RunFolder, open_run
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
+from ditkit_core.planner.utilisation import utilisation_of
 from ditkit_core.previews.callbacks import QueuedPreviews, SamplesInPlace
 from ditkit_core.previews.class_images import (
     check_class_prompt,
     class_conditions,
+    encoded_class_images,
     generate_class_images,
     num_missing_class_images,
 )
@@ -50,7 +53,7 @@ from ditkit_core.run.checks import (
 )
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_arch
-from ditkit_core.run.encoding import Encoded, encode_all, encode_prior
+from ditkit_core.run.encoding import Encoded, encode_all
 from ditkit_core.run.expert_runs import (
     Component,
     ComponentRuns,
@@ -62,10 +65,10 @@ from ditkit_core.run.expert_runs import (
 )
 from ditkit_core.run.experts import describe_expert
 from ditkit_core.run.init_from import check_start, start_from
-from ditkit_core.run.model import build_model, engine_of, load_model, tracked_run
+from ditkit_core.run.model import build_model, divide_weights, engine_of, load_model, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
 from ditkit_core.run.train_data import check_data, training_data
-from ditkit_core.sampling.denoise import DenoiserStage, single_stage
+from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.metrics import log_left_samples
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig, TrainResult
@@ -239,9 +242,9 @@ def _train_component(
     if not is_started:
         check_start(component.init_from, folder)
     num_images = ranks.on_first(lambda: num_missing_class_images(run, started=is_started))
-
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
+    check_ranks(run, ranks.size)
     if is_joint(run):
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     # before hours of encoding: a model that does not fit its devices is reported now
@@ -259,10 +262,11 @@ def _train_component(
     callbacks = _callbacks(run, folder, prepared, data, previews) if ranks.is_first else []
     model = TrainModel(
         module=prepared.model,
-        engine=engine_of(run, prepared, placement.checkpointing),
+        engine=engine_of(run, prepared, placement.checkpointing, ranks),
         spec=run.spec,
         trainable=prepared.trainable,
         streamer=prepared.streamer,
+        shards=prepared.shards,
         matmul_dtype=run.precision.matmul,
     )
     _stage(4, "train")
@@ -285,10 +289,9 @@ def _say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
 
 
 def _precision(run: RunContext) -> str:
-    optim = run.config.optim
-    return run.precision.described(
-        averages_in_8_bits=optim.kind.averages_in_8_bits, fused_backward=optim.fused_backward
-    )
+    base_compute, optim = run.config.base.compute, run.config.optim
+    in_8_bits, fused = optim.kind.averages_in_8_bits, optim.fused_backward
+    return run.precision.described(base_compute=base_compute, averages_in_8_bits=in_8_bits, fused_backward=fused)
 
 
 def _opening(run: RunContext) -> str:
@@ -354,32 +357,24 @@ def _load(
     at a time, so the images are generated before the expert that is trained gets loaded.
     """
     if num_images and run.expert is not None:
-        data = data._replace(prior=_class_images(run, lambda: denoiser_stages(run, {}), num_images))
+        data = data._replace(prior=encoded_class_images(run, lambda: denoiser_stages(run, {}), num_images))
     if run.auxiliary.conditioning and any(
         conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
     ):
         kinds = ", ".join(each.kind for each in run.auxiliary.conditioning.conditioners if each.optional)
         share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
+    if current_ranks().shard > 1:  # a GPU may not have room for all weights
+        placement = placement.on_host()
     if run.config.base.quantized_cache:  # the first rank writes it, and the others read it
         prepared = current_ranks().first_rank_first(lambda: load_model(run, unloaded, placement))
     else:
         prepared = load_model(run, unloaded, placement)
+    prepared = divide_weights(run, prepared, current_ranks())
     if num_images and run.expert is None:
         stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
-        data = data._replace(prior=_class_images(run, stages, num_images))
+        data = data._replace(prior=encoded_class_images(run, stages, num_images, prepared.shards))
     return prepared, data
-
-
-def _class_images(run: RunContext, stages: Callable[[], Sequence[DenoiserStage]], count: int) -> list[EncodedSample]:
-    """Generate class images, and encode them."""
-
-    def made() -> list[EncodedSample]:
-        if current_ranks().is_first:
-            generate_class_images(run, stages(), count, class_conditions(run))
-        return encode_prior(run)
-
-    return current_ranks().first_rank_first(made)
 
 
 class _Samples(NamedTuple):
@@ -421,6 +416,8 @@ def _callbacks(
     ]
     if previews is not None:
         callbacks.append(QueuedPreviews(run, prepared, previews))
+    if run.config.train.profile:
+        callbacks.append(StepTrace(run.config.train.profile, folder.trace, warn))
     return callbacks
 
 
@@ -436,11 +433,11 @@ def _trainer(
         save=config.save,
         log=config.log,
         tracked=tracked_run(run, folder),
+        utilisation=utilisation_of(run, samples.trained),
     )
-    data = training_data(run, samples.trained, samples.prior)
     return Trainer(
         model,
-        data,
+        training_data(run, samples.trained, samples.prior),
         sections,
         folder=folder.path,
         validator=samples.validator,

@@ -76,6 +76,9 @@ class DataConfig:
     controls: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Folders of further conditions, as `column=folder`: `cat.mp4` of the dataset uses the file named `cat` there. Metadata may
     name the files instead, in a column of that name."""
+    masks: str = setting("", resume="refused", holds="path")
+    """Folder of loss masks: `cat.png` of the dataset uses the image or video named `cat` there; white is learnt, and train.mask_weight
+    is the weight of the rest. Without metadata `cat-mask.png` next to `cat.png` is its mask, too; metadata has a column `mask`."""
     seed: int = setting(0, resume="refused")
     """Seed for random windows and tag orders."""
     allow_outside: bool = setting(False, resume="free")
@@ -154,8 +157,10 @@ class DataConfig:
             raise UserError(
                 f"data.repeats has {len(self.repeats)} numbers for {named} folders; set one for each, in the same order"
             )
-        if len(self.folders) > 1 and (self.references or self.controls):
-            name = "data.references" if self.references else "data.controls"
+        if len(self.folders) > 1 and (
+            one := [each for each in ("references", "controls", "masks") if getattr(self, each)]
+        ):
+            name = f"data.{one[0]}"
             raise UserError(
                 f"{name} works with one folder only; with data.folders, name the files in each folder's metadata"
             )

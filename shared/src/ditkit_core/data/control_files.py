@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
+from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind
 from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, read_dataset_text, status, walk
 from ditkit_core.data.media.image_sequence import check_inside
@@ -139,8 +140,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def control_folders(written: Sequence[str], columns: Sequence[Column]) -> dict[str, Path]:
-    """The folders in `data.controls`, by column.
+def control_folders(written: Sequence[str], columns: Sequence[Column], masks: str = "") -> dict[str, Path]:
+    """The folders in `data.controls` and `data.masks`, by column.
 
     Raises:
         UserError: If an item is not `column=folder`, or names an unknown column, a column twice, or a folder that does not exist.
@@ -151,6 +152,8 @@ def control_folders(written: Sequence[str], columns: Sequence[Column]) -> dict[s
         name, equals, folder = item.partition("=")
         if not (equals and name.strip() and folder.strip()):
             raise UserError(f"data.controls has {item!r}, which is not column=folder; write it like vace_video=masks")
+        if name.strip() == MASK.name:
+            raise UserError(f"data.controls has {item!r}; set data.masks to the folder of loss masks")
         if not columns:
             raise UserError(f"data.controls has {item!r}, but this model takes no conditions from files; remove it")
         if name.strip() not in names:
@@ -163,6 +166,10 @@ def control_folders(written: Sequence[str], columns: Sequence[Column]) -> dict[s
         if not is_folder(Path(folder.strip())):
             raise UserError(f"data.controls {item!r}: the path does not exist or is not a folder; correct the path")
         found[column] = Path(folder.strip())
+    if masks:
+        if not is_folder(Path(masks)):
+            raise UserError(f"data.masks {masks} does not exist or is not a folder; correct the path")
+        found[MASK.name] = Path(masks)
     return found
 
 
@@ -194,6 +201,7 @@ def controls_by_name(
         if column.name not in folders:
             continue
         folder, found = folders[column.name], defaultdict[str, list[str]](list)
+        setting = f"data.masks {folder}" if column is MASK else f"data.controls {column.name}={folder}"
         for name in _files(folder, ids):
             path, is_folder = Path(name), (folder / name).is_dir()
             accepted = _SUFFIXES.get(column.kind)
@@ -202,9 +210,7 @@ def controls_by_name(
             id = (path if is_folder else path.with_suffix("")).as_posix()
             found[id].append(name)
         if not found.keys() & set(ids):
-            raise UserError(
-                f"data.controls {column.name}={folder}: no file has the name of a sample; name the files like those in {dataset}"
-            )
+            raise UserError(f"{setting}: no file has the name of a sample; name the files like those in {dataset}")
         for id, names in found.items():
             if id in ids:
                 controls[id][column.name] = Control(folder, _only(folder, column, id, names))

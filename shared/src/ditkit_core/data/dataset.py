@@ -12,6 +12,7 @@ from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig, folder_error
 from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
 from ditkit_core.data.discovery import list_records, names_of
+from ditkit_core.data.masks import MASK, checked_mask
 from ditkit_core.data.media.clip import (
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
@@ -48,6 +49,8 @@ class Sample:
     """Reference images, in order; the caption is then the instruction that edits them into this image."""
     controls: Mapping[str, str] = field(default_factory=dict)
     """Conditions of the clip by column: the path of a file, or a text."""
+    mask: Path | None = None
+    """Loss mask: white where the clip is learnt. None learns all of it."""
     start_seconds: float = 0.0
     """Time of the first frame in seconds, counted from the file's first frame."""
     repeats: float = 1.0
@@ -183,13 +186,14 @@ class _LeftOut(NamedTuple):
 def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftOut]]:
     """The samples of one folder, and the files that were left out."""
     config, folder = reader.config, Path(reader.config.folder)
-    control_paths = control_folders(config.controls, reader.columns)
+    control_paths = control_folders(config.controls, reader.columns, config.masks)
     for name, place in control_paths.items():
         if place.resolve() == folder.resolve():
-            raise UserError(f"data.controls {name} is {key} {folder} itself; put the files into a folder of their own")
+            setting = "data.masks" if name == MASK.name else f"data.controls {name}"
+            raise UserError(f"{setting} is {key} {folder} itself; put the files into a folder of their own")
     by_id, unread = _entries_by_id(reader, control_paths)
     references, unused = references_by_name(config, by_id)
-    controls, also_unused = controls_by_name(control_paths, reader.columns, by_id, folder)
+    controls, also_unused = controls_by_name(control_paths, (*reader.columns, MASK), by_id, folder)
     samples: list[Sample] = []
     problems: list[tuple[str, UserError]] = []
     for id, entries in sorted(by_id.items()):
@@ -331,6 +335,7 @@ class _Reader:
         there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
         height, width = nearest_size(there.height, there.width, self.sizes)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)
+        mask = self._control(MASK, media, entry, controls, windows)
         whole_file = Sample(
             id=f"{self.prefix}{id}",
             media=media,
@@ -339,7 +344,12 @@ class _Reader:
             width=width,
             frames=1,
             references=self._references(media, entry, references),
-            controls=self._controls(media, entry, controls, windows),
+            controls={
+                column.name: given
+                for column in self.columns
+                if (given := self._control(column, media, entry, controls, windows)) is not None
+            },
+            mask=None if mask is None else checked_mask(Path(mask), media, (there.height, there.width)),
             repeats=(*self.config.repeats, 1.0)[0],
         )
         samples = []
@@ -368,32 +378,28 @@ class _Reader:
             )
         return [Window(0, 0, frames)]
 
-    def _controls(
-        self, media: Path, entry: Record, named: Mapping[str, Control], windows: Sequence[Window]
-    ) -> dict[str, str]:
-        """The conditions of a clip by column: the path of a file, or a text."""
-        found = {}
-        for column in self.columns:
-            own, other = entry.controls.get(column.name), named.get(column.name)
-            folder, name = other or Control(Path(self.config.folder), own or "")
-            if isinstance(name, UserError):
-                raise name
-            if own is not None and other is not None:
+    def _control(
+        self, column: Column, media: Path, entry: Record, named: Mapping[str, Control], windows: Sequence[Window]
+    ) -> str | None:
+        """The path of a file, or the text, that a clip has in a column."""
+        own, other = entry.controls.get(column.name), named.get(column.name)
+        folder, name = other or Control(Path(self.config.folder), own or "")
+        if isinstance(name, UserError):
+            raise name
+        if own is not None and other is not None:
+            places = "of its own and in data.masks" if column is MASK else "in the metadata and in data.controls"
+            raise UserError(f"{media} has {column.name} {places}; remove one of the two")
+        if own is None and other is None:
+            if column.required:
                 raise UserError(
-                    f"{media} has {column.name} in the metadata and in data.controls; remove one of the two"
+                    f"{media} has no {column.name}, which this model requires; add it to the metadata, or to data.controls"
                 )
-            if own is None and other is None:
-                if column.required:
-                    raise UserError(
-                        f"{media} has no {column.name}, which this model requires; add it to the metadata, or to data.controls"
-                    )
-                continue
-            if other is not None and column.kind == "text":
-                name = text_of(folder, name, allow_outside=self.config.allow_outside)
-            found[column.name] = checked_control(
-                folder, name, column, allow_outside=self.config.allow_outside, fps=self.fps, windows=windows
-            )
-        return found
+            return None
+        if other is not None and column.kind == "text":
+            name = text_of(folder, name, allow_outside=self.config.allow_outside)
+        return checked_control(
+            folder, name, column, allow_outside=self.config.allow_outside, fps=self.fps, windows=windows
+        )
 
     def _references(self, media: Path, entry: Record, named: tuple[str, ...] | UserError) -> tuple[Path, ...]:
         if isinstance(named, UserError):

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ditkit_core.data.masks import MASK, clip_of_mask
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
 from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular, read_dataset_text, status, walk
 from ditkit_core.data.media.image import HEIC_SUFFIXES
@@ -153,9 +154,10 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
     """The records of a folder without metadata: every media file, with the caption in a text file next to it."""
     folder = reader.folder
     lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
-    nothing = True
-    for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
-        nothing = False
+    found = list(media_files(folder, skip=reader.skip, image_folders=reader.image_folders))
+    masks = _masks_by_clip(folder, found)
+    are_masks = {mask for names in masks.values() for mask in names}
+    for media in (each for each in found if each not in are_masks):
         try:
             if called_like_media(media) and is_folder(folder / media):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
@@ -165,11 +167,25 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
                     f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
                 )
             text = read_dataset_text(folder, there[0], allow_outside=reader.allow_outside)
-            yield Record(media=media, captions=reader.split(f"caption {folder / there[0]}", [text]))
+            own = masks.get(_stem(media), [])
+            if len(own) > 1:
+                raise UserError(f"{' and '.join(own)} in {folder} are both the mask of {media}; remove all but one")
+            captions = reader.split(f"caption {folder / there[0]}", [text])
+            yield Record(media=media, captions=captions, controls={MASK.name: own[0]} if own else {})
         except UserError as error:
             yield Record(media=media, problem=error)
-    if nothing:
+    if not found:
         _hint_at_tables(folder)
+
+
+def _masks_by_clip(folder: Path, media: Sequence[str]) -> dict[str, list[str]]:
+    """The masks among the media files of a folder, by the name of their clip; a file with a caption of its own is a sample."""
+    masks: dict[str, list[str]] = defaultdict(list)
+    stems = set(map(_stem, media))
+    for each in media:
+        if (clip := clip_of_mask(_stem(each), stems)) is not None and not _texts_of(folder, each):
+            masks[clip].append(each)
+    return masks
 
 
 def _hint_at_tables(folder: Path) -> None:

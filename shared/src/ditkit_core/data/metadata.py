@@ -20,6 +20,7 @@ from ditkit_core.data.columns import (
     reference_columns,
 )
 from ditkit_core.data.control_files import control_headers, control_values
+from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import kind_by_name
 from ditkit_core.data.media.files import is_folder, status
 from ditkit_core.errors import UserError
@@ -48,7 +49,7 @@ class Record:
     references: tuple[str, ...] = ()
     """Paths of the reference images, as written, in order."""
     controls: Mapping[str, str] = field(default_factory=dict)
-    """Conditions of the clip by column: a path as written, or a text."""
+    """Conditions of the clip, and its loss mask, by column: a path as written, or a text."""
     problem: UserError | None = None
 
 
@@ -66,6 +67,11 @@ class Reader:
     """Whether the model takes references."""
     image_folders: bool
     """Whether a folder of numbered images counts as one clip."""
+
+    @property
+    def files(self) -> Sequence[Column]:
+        """The model's columns, and that of the loss mask."""
+        return (*self.columns, MASK)
 
     def check_media(self, where: str, paths: Sequence[str]) -> None:
         """Refuse a path that is not a media file by its name. The check is made here so that the message names the line.
@@ -163,7 +169,7 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     try:
         where = f"{path} line 1"
         names = rows.fieldnames or []
-        controls = control_headers(where, names, reader.columns, media=media_columns(names), other=_OTHER)
+        controls = control_headers(where, names, reader.files, media=media_columns(names), other=_OTHER)
         plain = [name for name in names if name not in controls]
         lists = [name for name, meant in controls.items() if len(meant) > 1]
         only_column(where, plain, media_columns(plain), "media")
@@ -198,7 +204,7 @@ def _record(reader: Reader, where: str, row_of: Callable[[], object], paths: Pat
 
 
 def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) -> Record:
-    headers = control_headers(where, row, reader.columns, media=media_columns(row), other=_OTHER)
+    headers = control_headers(where, row, reader.files, media=media_columns(row), other=_OTHER)
     plain = {name: value for name, value in row.items() if name not in headers}
     column = only_column(where, plain, media_columns(plain), "media")
     (media,) = _texts(f"{where}: {column!r}", [row[column]])
@@ -209,7 +215,7 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
     references = tuple(
         path for name in _reference_columns(reader, where, plain) for path in paths(f"{where}: {name!r}", row[name])
     )
-    controls = control_values(where, row, reader.columns, headers)
+    controls = control_values(where, row, reader.files, headers)
     reader.check_media(where, (media, *references))
     return Record(media=media, captions=captions, references=references, controls=controls)
 

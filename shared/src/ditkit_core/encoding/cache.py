@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -35,6 +36,8 @@ _LAYOUT = "ditkit_layout"
 _MEDIA_TENSOR = "latents"
 """The tensor that every entry of kind `media` has."""
 
+_ahead = ContextVar("ahead", default=False)
+
 Taken = TypeVar("Taken")
 Read = Callable[[str, str], dict[str, Taken] | None]
 
@@ -57,6 +60,16 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def _layout(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return key("layout", json.dumps(sorted(shapes.items())))
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """Inside the block, for a background thread, a damaged entry is an error: encoding it again would meet the training on its device."""
+    before = _ahead.set(True)
+    try:
+        yield
+    finally:
+        _ahead.reset(before)
 
 
 @contextmanager
@@ -171,7 +184,7 @@ class Cache:
             UserError: If the entry was removed since by somebody else, or cannot be encoded again.
         """
         taken = read(kind, key)
-        if taken is None and self._path(kind, key) in self._removed:
+        if taken is None and self._path(kind, key) in self._removed and not _ahead.get():
             encode_again()
             taken = read(kind, key)
         if taken is None:

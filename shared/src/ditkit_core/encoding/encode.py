@@ -6,7 +6,7 @@ stored at once, so a run that was killed continues where it stopped.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +14,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
+from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import TRANSFORM_VERSION, media_kind, read_clip
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.encoding.encoded_sample import Condition, EncodedSample
+from ditkit_core.encoding.loss_masks import MaskEncoder
 from ditkit_core.encoding.missing import EncodeTask, Progress, encode_missing, should_continue, with_owner
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import NullProgress
@@ -50,6 +52,8 @@ class SampleEncoders:
     """The encoders of conditions besides the caption."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """`TrainingSpec.assemble`."""
+    mask_weight: float = 0.0
+    """`train.mask_weight`."""
 
 
 def encode(
@@ -83,10 +87,23 @@ def encode(
     failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
     left = {name: controls for name, controls in given.items() if keys[clips[name][0]] not in failures}
     conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
+    masked = {
+        each.id: replace(left[each.id], files={MASK.name: str(each.mask)})
+        for each in samples
+        if each.mask is not None and each.id in left
+    }
+    grids = {
+        (each.frames, each.height, each.width): cache.found(
+            cache.shapes, "media", keys[clips[name][0]], str(each.clip)
+        )["latents"][1:]
+        for name, each in masked.items()
+    }
+    masks = Conditioning(conditioners=[MaskEncoder(encoders.media.identity, grids)] if masked else [])
+    weights = masks.fill(masked, masks.used(masked), cache, failures, progress, keep_going=keep_going)
     encoded, captions = [], [""]
     for sample in samples:
         media_keys = [keys[clip] for clip in clips[sample.id]]
-        its_conditions = conditions.get(sample.id, ())
+        its_conditions = (*conditions.get(sample.id, ()), *weights.get(sample.id, ()))
         failed = [failures[key] for key in (*media_keys, *(each.key for each in its_conditions)) if key in failures]
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
@@ -101,6 +118,7 @@ def encode(
                 reference_keys=tuple(media_keys[1:]),
                 conditions=its_conditions,
                 assemble=encoders.assemble,
+                mask_weight=encoders.mask_weight,
                 repeats=sample.repeats,
                 encode_again=partial(encode, [sample], encoders, cache),
             )

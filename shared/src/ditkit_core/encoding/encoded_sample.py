@@ -7,7 +7,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ditkit_core.data.masks import MASK
 from ditkit_core.encoding.cache import Cache
+from ditkit_core.encoding.loss_masks import weighted
 from ditkit_core.models.spec import identity
 
 Found = TypeVar("Found")
@@ -39,6 +41,8 @@ class EncodedSample:
     """Conditions besides the caption."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """`TrainingSpec.assemble`."""
+    mask_weight: float = 0.0
+    """Weight of the loss where the sample's mask is black, if it has one."""
     repeats: float = 1.0
     """Average number of uses per epoch."""
     encode_again: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
@@ -68,7 +72,7 @@ class EncodedSample:
             if not (optional and drop_controls):
                 item |= self._found(kind, key, self.cache.get)
         text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
-        return self.assemble(item | self._found("text", text_key, self.cache.get))
+        return self._item(item | self._found("text", text_key, self.cache.get))
 
     def media_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors except those of the text, which samples of one micro-batch share. Reads headers only."""
@@ -82,7 +86,12 @@ class EncodedSample:
     def outline(self) -> dict[str, Tensor]:
         """The training item with the first caption on the `meta` device: only shapes, for counting tokens."""
         shapes = self.media_shapes() | self._found("text", self.text_keys[0], self.cache.shapes)
-        return self.assemble({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        return self._item({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+
+    def _item(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        mask = tensors.pop(MASK.name, None)
+        item = self.assemble(tensors)
+        return item if mask is None else weighted(item, mask, self.mask_weight)
 
     def _found(self, kind: str, key: str, read: Callable[[str, str], dict[str, Found] | None]) -> dict[str, Found]:
         return self.cache.found(read, kind, key, f"{kind} of {self.id!r}", self.encode_again)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
+from ditkit_core.data.masks import MASK
 from ditkit_core.encoding.batch_sampler import BatchSampler, BucketBatchSampler
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
@@ -210,7 +211,11 @@ class TrainDataLoader:
 
 def shapes_of(sample: EncodedSample) -> Shapes:
     """The shapes that samples of one micro-batch share; texts may have different lengths, because models pad them."""
-    return tuple(sorted(sample.media_shapes().items()))
+    shapes = sample.media_shapes()
+    shapes.pop(
+        MASK.name, None
+    )  # masks weigh the loss of each sample alone, so that those with and without one may share a micro-batch
+    return tuple(sorted(shapes.items()))
 
 
 def grouped_by_shape(samples: Sequence[EncodedSample], size: BatchSize) -> tuple[list[Shapes], dict[Shapes, int]]:

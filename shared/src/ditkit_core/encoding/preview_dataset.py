@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 from ditkit_core.data.dataset import Sample
+from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import media_kind, read_clip, write_image, write_video
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.io.console import NullProgress
@@ -22,7 +23,7 @@ def dump(
 ) -> list[Path]:
     """Write each sample as it is encoded: a clip as .mp4, a still image as .png, captions as .txt with empty lines between them.
 
-    Control videos are cropped and trimmed like their clip and written next to it as `NAME.COLUMN.mp4`, references as
+    Control videos and masks are cropped and trimmed like their clip and written next to it as `NAME.COLUMN.mp4`, references as
     `NAME.reference_0.png`. A png has exactly the encoded pixels, rounded to 8 bits; an mp4 is compressed with H.264.
 
     Args:
@@ -42,6 +43,8 @@ def dump(
         write_text(folder / f"{name}.txt", "\n\n".join(sample.captions) + "\n")
         for column in [each for each in sample.controls if kinds.get(each) == "video"]:
             _write(folder, f"{name}.{column}", Path(sample.controls[column]), sample, fps)
+        if sample.mask is not None:
+            _write(folder, f"{name}.{MASK.name}", sample.mask, sample, fps)
         sizes = encoded_sizes(sample.references, reference_size) if reference_size and sample.references else []
         for number, (path, (height, width)) in enumerate(zip(sample.references, sizes, strict=True)):
             image = read_clip(path, frames=1, fps=0.0, height=height, width=width)

@@ -31,7 +31,9 @@ PRIOR_MARK = "prior: "
 def prior_data_config(data: DataConfig, folder: str) -> DataConfig:
     """The `[data]` section for the class images: like the instance's, but with another folder and without the trigger word."""
     # The trigger word names the instance. In captions of the class it would teach the model that they are the same.
-    return replace(data, folder=folder, folders=(), repeats=(), metadata="", references="", controls=(), trigger="")
+    return replace(
+        data, folder=folder, folders=(), repeats=(), metadata="", references="", controls=(), masks="", trigger=""
+    )
 
 
 def count_media(folder: Path) -> int:

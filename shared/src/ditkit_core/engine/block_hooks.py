@@ -8,6 +8,7 @@ from torch import Tensor, autograd, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ditkit_core.engine.ac_policies import Policy
+from ditkit_core.io.step_clock import Part, StepClock
 
 
 class BlockHooks(Protocol):
@@ -28,6 +29,28 @@ class BlockHooks(Protocol):
     def pre_backward(self, index: int, block: nn.Module) -> None:
         """Called before the block's backward, when that of everything after the block on its device is launched."""
         return
+
+
+class _Marks(BlockHooks):
+    """Marks the beginning of a part of a block's forward and of its backward."""
+
+    def __init__(self, clock: StepClock, forward: Part, backward: Part):
+        self._clock, self._forward, self._backward = clock, forward, backward
+
+    def pre_forward(self, index: int, block: nn.Module) -> None:
+        self._clock.enter(next(block.parameters()).device, self._forward)
+
+    def pre_backward(self, index: int, block: nn.Module) -> None:
+        self._clock.enter(next(block.parameters()).device, self._backward)
+
+
+def timed(clock: StepClock, hooks: Sequence[BlockHooks]) -> tuple[BlockHooks, ...]:
+    """Hooks between marks: what they wait for is `copies`, what follows them is the block's forward or backward. A clock without devices
+    needs no marks."""
+    if not clock.devices:
+        return tuple(hooks)
+    first = [_Marks(clock, "copies", "copies")] if hooks else []
+    return (*first, *hooks, _Marks(clock, "forward", "backward"))
 
 
 class BlockRunner(Protocol):

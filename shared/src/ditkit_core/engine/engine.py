@@ -3,6 +3,7 @@
 The engine itself only calls, stage by stage, small objects with one job each:
 
 - `ACSchedule.policies` gives the policy of each block,
+- `ContextParallel` divides the tokens among ranks, if several share them, and gathers them for the head,
 - `DeviceHops` sends the carry to the device of the next stage,
 - `offloading` moves to the host what blocks with an offloading policy keep,
 - `HookedRunner` calls hooks where a block begins and ends, in forward and backward,
@@ -12,7 +13,7 @@ No module is wrapped, and no parameter changes its name.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,9 +24,12 @@ from torch.utils._pytree import tree_map_only
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, offloading
-from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner
+from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner, timed
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
+from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.run_block import EagerRunner
+from ditkit_core.errors import UserError
+from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import BlockSettings, calls_in_force
@@ -51,11 +55,17 @@ class BlockEngine:
     """Whether blocks with a backward are compiled, or the backend of torch's compiler that compiles them (`compile.py`)."""
     hooks: tuple[BlockHooks, ...] = ()
     """Called where the carry enters and leaves a block, in forward and backward: for block swap and statistics."""
+    context: ContextParallel | None = None
+    """Divides the tokens of each sample among ranks; None if this process has all of them."""
+    clock: StepClock = field(default_factory=StepClock, compare=False, repr=False)
+    """Times blocks in forward and backward, and their recomputes unless they are compiled. The times of hooks are `copies`."""
     host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
     """Host memory for the tensors of blocks whose policy offloads. Shared by all forwards, so that buffers are allocated once."""
 
     def __post_init__(self) -> None:
         check_compiled(backend_of(self.compile), self.schedule.distinct, attention=self.backend)
+        if self.compile and self.context is not None:
+            raise UserError("compiled blocks cannot share a sample's tokens with other ranks: leave compile out")
 
     @cached_property
     def schedule(self) -> ACSchedule:
@@ -65,8 +75,12 @@ class BlockEngine:
     @cached_property
     def runner(self) -> BlockRunner:
         """Runs a single block."""
-        eager = EagerRunner(BlockSettings(backend=self.backend, kernels=self.kernels))
+        eager = EagerRunner(self._settings, self.clock)
         return CompiledRunner(eager, backend_of(self.compile)) if self.compile else eager
+
+    @property
+    def _settings(self) -> BlockSettings:
+        return BlockSettings(backend=self.backend, kernels=self.kernels)
 
     def __call__(self, model: StagedModel, inputs: Any) -> Any:
         compute_fp32_in_fp32()  # of the process: another's training loop, or a benchmark, calls no command that does
@@ -77,9 +91,12 @@ class BlockEngine:
         # A model casts explicitly. An autocast of the caller would change the dtype of its matmuls without a word.
         autocast_off = autocast_disabled(next(iter(model.head.parameters())).device.type)
         with offloading(self.host, model, policies, devices) as stores, autocast_off:
-            run = HookedRunner((*self.hooks, *stores), self.runner)
             hops = DeviceHops(device_of(model.embed))
-            carry = self._embed(model, inputs)
+            carry, runner, exchange = self._embed(model, inputs), self.runner, None
+            if self.context is not None:
+                carry, exchange = self.context.cut(carry)
+                runner = EagerRunner(replace(self._settings, exchange=exchange), self.clock)
+            run = HookedRunner((*timed(self.clock, self.hooks), *stores), runner)
             for index, (block, policy, device) in enumerate(zip(blocks, policies, devices, strict=True)):
                 # Rebound at once: the carry on the device before would otherwise stay in memory while the block runs.
                 carry = hops.to(device, carry)
@@ -88,6 +105,8 @@ class BlockEngine:
             if (calls := calls_in_force()) is not None:
                 # After the last block, when every attention call of the step was counted.
                 calls.check()
+            if self.context is not None and exchange is not None:
+                carry = self.context.gather(carry, exchange)
             return self._head(model, carry)
 
     # Methods of their own, so that `planner/profiler.py` can measure each stage.

@@ -1,6 +1,6 @@
-"""Shards parameters, gradients and optimizer state of a model over ranks, by FSDP2: for training loops of your own.
+"""Shards parameters, gradients and optimizer state of a model over ranks, by FSDP2.
 
-The commands run in one process. To use several (torchrun), write the loop and call `shard` once the model is built, adapters included:
+The train command does it with `ranks.shard`, by `Shards`. A training loop of your own calls `shard` once the model is built, adapters included:
 
     torch.distributed.init_process_group()
     shard(model, precision)
@@ -34,7 +34,9 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.linear import CastLinear
 
 
-def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = None) -> None:
+def shard(
+    model: StagedModel, precision: Precision, mesh: DeviceMesh | None = None, *, sum_over: int | None = None
+) -> None:
     """Shard a model, on one device, over ranks in place: each block is gathered while it runs, all else with the model.
 
     Gradients are averaged over ranks, in `precision.reduction`. FSDP2 takes trained parameters of one dtype at a time.
@@ -45,6 +47,7 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
     Args:
         mesh: The ranks; by default all of them. With two dimensions, parameters are sharded over the second and
             replicated over the first.
+        sum_over: Gradients of sharded parameters are summed and divided by this number instead of averaged.
 
     Raises:
         UserError: Without a process group, for a model that is sharded already, or for a model on several devices.
@@ -71,6 +74,11 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
         # Before FSDP2's own hook, which would otherwise take a recompute for a forward.
         unit.register_forward_pre_hook(_enter_backward, prepend=True)
+    if sum_over is not None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+                module.set_gradient_divide_factor(float(sum_over))
     if whole:
         reduce_whole(whole, mesh, precision.reduction)
     # With dtypes sorted out, nothing trained should be left to a single rank; FSDP2 itself would not report
@@ -168,6 +176,9 @@ class _Reduction:
 
     @torch.no_grad()
     def _reduce(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:  # used by samples of other ranks
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         # One collective for all: these parameters are many and small.
         joined = torch.cat([gradient.flatten().to(self._dtype) for gradient in gradients])

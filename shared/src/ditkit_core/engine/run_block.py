@@ -10,7 +10,7 @@ end, which is one more large matmul per block.) `attn_only` is torch_remat, whic
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.engine.selective_ac import GeneratorHook, Region, kept_ops
 from ditkit_core.errors import UserError
+from ditkit_core.io.step_clock import StepClock
 from ditkit_core.nn.context import BlockSettings, block_settings, calls_in_force, scope_set
 from ditkit_core.nn.remat import RecomputeDone, RecomputeScope
 
@@ -140,15 +141,23 @@ class EagerRunner:
     """Runs a block operation by operation."""
 
     settings: BlockSettings
+    clock: StepClock = field(default_factory=StepClock, compare=False)
+    """Times recomputes."""
 
     def __call__(
         self, index: int, block: nn.Module, carry: Any, *, policy: BlockPolicy, device: torch.device | None
     ) -> Any:
-        return run_block(block, carry, policy=policy, settings=self.settings, name=f"block {index}")
+        return run_block(block, carry, policy=policy, settings=self.settings, name=f"block {index}", clock=self.clock)
 
 
 def run_block(
-    block: nn.Module, carry: Any, *, policy: BlockPolicy, settings: BlockSettings | None = None, name: str
+    block: nn.Module,
+    carry: Any,
+    *,
+    policy: BlockPolicy,
+    settings: BlockSettings | None = None,
+    name: str,
+    clock: StepClock | None = None,
 ) -> Any:
     """Run one block under a policy: carry in, carry out.
 
@@ -159,6 +168,7 @@ def run_block(
         carry: A NamedTuple, or any other pytree with tensors.
         settings: How attention and elementwise work run; None for the defaults.
         name: Names the checkpoint in memory reports; unique among the blocks of a model.
+        clock: Times the recompute; None for nobody.
 
     Returns:
         The block's carry. Tensors that the block passed on unchanged keep their identity.
@@ -173,7 +183,7 @@ def run_block(
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     settings = replace(settings, keep=policy.kept_attention, keeps_results=policy.keeps_results, calls=calls)
-    body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec)
+    body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec, clock or StepClock())
     made = iter(policy.checkpoint(body, tensors, name))
     rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in body.after]
     return tree_unflatten(rebuilt, body.after_spec)
@@ -189,7 +199,10 @@ class _BlockBody:
         after: The leaves of the block's output carry, with markers in place of tensors.
     """
 
-    def __init__(self, block: nn.Module, settings: BlockSettings, outline: Sequence[Any], spec: TreeSpec):
+    def __init__(
+        self, block: nn.Module, settings: BlockSettings, outline: Sequence[Any], spec: TreeSpec, clock: StepClock
+    ):
+        self._clock = clock
         self._block, self._settings, self._outline, self._spec = block, settings, outline, spec
         # The hooks below the checkpoint's own: they may offload a result, and `RecomputeScope` has to pass results through them itself.
         self._scope = RecomputeScope(torch._C._autograd._top_saved_tensors_default_hooks(True))
@@ -199,7 +212,11 @@ class _BlockBody:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in self._outline], self._spec)
-        after = self._forward(inner, tensors) if self._results is None else self._recompute(inner)
+        if self._results is None:
+            after: list[Any] | None = self._forward(inner, tensors)
+        else:
+            with self._clock.recompute(tensors[0].device):
+                after = self._recompute(inner)
         if after is None:
             # Nobody reads the results: the checkpoint only wants as many as in the forward, with the same dtypes.
             kinds = self._results or ()

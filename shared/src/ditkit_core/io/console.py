@@ -82,9 +82,11 @@ _FORMATS = {
     "lr": "lr {:.2e}",
     "grad_norm": "grad norm {:.3g}",
     "seconds": "{:.2f} s/step",
+    "data_seconds": "data {:.2f} s",
     "tokens_per_second": "{:.0f} tokens/s",
     "peak_memory_bytes": "peak {:.2f} GiB",
     "peak_reserved_bytes": "with gaps {:.2f} GiB",
+    "mfu": "MFU {:.0%}",
     "wait_seconds": "waited {:.2f} s",
     "sent_bytes": "sent {:.2f} GiB",
 }
@@ -167,8 +169,8 @@ class Bar(Protocol):
     def update(self, **fields: SupportsFloat) -> None:
         """Set figures to show with the bar, before the advance that they belong to; other figures stay.
 
-        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second, peak_memory_bytes,
-        peak_reserved_bytes, wait_seconds (for other ranks) and sent_bytes (to them).
+        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), data_seconds (waited for data in it), tokens_per_second,
+        peak_memory_bytes, peak_reserved_bytes, wait_seconds (for other ranks) and sent_bytes (to them).
         """
         ...
 
@@ -280,6 +282,8 @@ def _time_text(seconds: float) -> str:
 
 
 def _figures(fields: dict[str, SupportsFloat]) -> dict[str, str]:
-    """The figures as texts with units."""
+    """The figures as texts with units; those of the parts of a step are for files alone."""
     units = {name: 2**30 if name.endswith("_bytes") else 1 for name in fields}
-    return {name: _FORMATS[name].format(float(value) / units[name]) for name, value in fields.items()}
+    return {
+        name: _FORMATS[name].format(float(value) / units[name]) for name, value in fields.items() if name in _FORMATS
+    }

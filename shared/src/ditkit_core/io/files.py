@@ -297,3 +297,9 @@ def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType(
         raise UserError(
             f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
         )
+
+
+def flush(path: Path) -> None:
+    """Have a file survive a power failure."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())

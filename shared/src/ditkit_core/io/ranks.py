@@ -8,7 +8,8 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ditkit_core.config.field import setting
@@ -19,15 +20,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+WITHOUT_LIMIT = timedelta(days=365)
+"""Of exchanges: a rank may encode, compile or generate samples for hours."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """The `[ranks]` section, for a run that torchrun starts as several processes. Nothing in it changes a result."""
+    """The `[ranks]` section, for a run that torchrun starts as several processes. Nothing in it changes a result but by roundings."""
 
+    shard: int = setting(1, resume="free")
+    """Number of ranks that divide weights, gradients and optimizer state among themselves (FSDP2); with more ranks in all, each such group
+    has the whole model. 1 gives every rank the whole model."""
+    context: int = setting(1, resume="free")
+    """Number of ranks that share the tokens of each sample, and so its activations: for samples too large for one GPU."""
     timeout: float = setting(120.0, resume="free")
     """Seconds without a heartbeat of a process after which the run ends. A process that works may take any time."""
 
     def __post_init__(self) -> None:
+        for name in ("shard", "context"):
+            if getattr(self, name) < 1:
+                raise UserError(f"ranks.{name} = {getattr(self, name)} must be at least 1")
+        small, large = sorted((self.shard, self.context))
+        if large % small:
+            raise UserError(
+                f"ranks.shard = {self.shard} and ranks.context = {self.context} do not nest; one must be a multiple of the other"
+            )
         if not self.timeout >= 1:
             raise UserError(f"ranks.timeout = {self.timeout:g} must be at least 1 second")
 
@@ -43,32 +60,117 @@ class Ranks:
     rank: int = 0
     """From 0; rank 0 alone prints and writes."""
     size: int = 1
+    shard: int = 1
+    """Ranks that divide the weights among themselves: `ranks.shard`."""
     seconds_waited: float = 0.0
     """Spent in exchanges so far, which is mostly waiting for slower ranks."""
     bytes_sent: int = 0
     """Given to exchanges so far."""
+    leads: bool = False
+    """Whether this is the first rank in work of its own that the others help with: `on_first`."""
+    context: int = 1
+    """Number of consecutive ranks that share the tokens of each sample: a context group. All of them work on the same items."""
+    group: Any = field(default=None, repr=False, compare=False)
+    """torch's process group of this rank's context group; `grouped` makes it."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.rank == 0
 
+    @property
+    def num_groups(self) -> int:
+        """Number of context groups, among which items are divided; that of ranks if each is a group of its own."""
+        return self.size // self.context
+
+    @property
+    def group_index(self) -> int:
+        """The number of this rank's context group, from 0."""
+        return self.rank // self.context
+
+    @property
+    def place(self) -> int:
+        """The number of this rank within its context group, from 0; the one at 0 contributes what only one of a group may."""
+        return self.rank % self.context
+
+    def grouped(self, context: int) -> "Ranks":
+        """These ranks in context groups of so many; all ranks call it at once.
+
+        Raises:
+            UserError: If ranks are left over.
+        """
+        if context == 1:
+            return self
+        if self.size % context:
+            fitting = [str(number) for number in range(1, self.size + 1) if self.size % number == 0]
+            raise UserError(
+                f"ranks.context = {context} does not divide {self.size} ranks into groups; set it to {', '.join(fitting[:-1])} or "
+                f"{fitting[-1]}, or start a multiple of {context} processes"
+            )
+        group, _ = distributed().new_subgroups(context, timeout=WITHOUT_LIMIT)
+        return replace(self, context=context, group=group)
+
     def share(self, count: int) -> range:
-        """Those of `count` consecutive items that this rank works on; the ranks' shares differ by at most one."""
-        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+        """Those of `count` consecutive items that this rank's context group works on; shares differ by at most one."""
+        return range(self.group_index * count // self.num_groups, (self.group_index + 1) * count // self.num_groups)
+
+    def even_share(self, count: int) -> list[tuple[int, bool]]:
+        """The share, for ranks that must all work on equally many: with stand-ins at its end, which are marked False and do not count."""
+        share, most = self.share(count), -(-count // self.num_groups)
+        return [(item, True) for item in share] + [(share[-1] if share else 0, False)] * (most - len(share))
 
     def owner(self, item: int, count: int) -> int:
-        """The rank whose share of `count` items has this one."""
-        return ((item + 1) * self.size - 1) // count
+        """The rank whose share of `count` items has this one; of its context group, the one at this rank's place."""
+        return ((item + 1) * self.num_groups - 1) // count * self.context + self.place
 
-    def all_reduce(self, numbers: "Tensor") -> "Tensor":
-        """The sum of the ranks' tensors, which is exact where all but one rank have zeros."""
+    def all_reduce(self, numbers: "Tensor", group: Any = None) -> "Tensor":
+        """The sum of the tensors of all ranks, or of those of a group; it is exact where all but one rank have zeros."""
         if self.size == 1:
             return numbers
         total = numbers.clone()
         with self._exchange(total):
-            distributed().all_reduce(total)
+            distributed().all_reduce(total, group=group)
         return total
+
+    def gather(self, tensor: "Tensor", into: "list[Tensor] | None", group: Any) -> None:
+        """Send a tensor to the first rank, which gets those of its group in `into`."""
+        with self._exchange(tensor):
+            distributed().gather(tensor, into, dst=0, group=group)
+
+    def sum_of_groups(self, numbers: "Tensor") -> "Tensor":
+        """The sum of the context groups' tensors, of which all ranks of a group have the same."""
+        return self.all_reduce(numbers if self.place == 0 else numbers.new_zeros(numbers.shape))
+
+    def mean_in_group(self, tensor: "Tensor") -> "Tensor":
+        """The mean of the tensors of this context group's ranks, written into this one."""
+        if self.context > 1:
+            with self._exchange(tensor):
+                distributed().all_reduce(tensor, group=self.group)
+            tensor /= self.context
+        return tensor
+
+    def all_to_all(self, parts: "Tensor") -> "Tensor":
+        """What each rank of the context group has for this one.
+
+        Args:
+            parts: [context, ...], contiguous: what this rank has for each of them.
+        """
+        import torch
+
+        received = torch.empty_like(parts)
+        with self._exchange(parts):  # as bytes: gloo does not know every dtype
+            distributed().all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self.group)
+        return received
+
+    def all_gather(self, part: "Tensor") -> "Tensor":
+        """The tensors of the context group's ranks, [context, ...]."""
+        import torch
+
+        found = part.new_empty(self.context, *part.shape)
+        into, own = (x.reshape(-1).view(torch.uint8) for x in (found, part))
+        with self._exchange(own):
+            distributed().all_gather_into_tensor(into, own, group=self.group)
+        return found
 
     def send(self, tensor: "Tensor", to: int) -> None:
         """Send a tensor to a rank that receives it."""
@@ -97,10 +199,10 @@ class Ranks:
         return bool(self.all_reduce(torch.tensor([float(flag)])) > 0)
 
     def total(self, numbers: Iterable[float]) -> float:
-        """The sum of whole numbers over all ranks."""
+        """The sum of whole numbers over the context groups."""
         import torch
 
-        return float(self.all_reduce(torch.tensor(float(sum(numbers)), dtype=torch.float64)))
+        return float(self.sum_of_groups(torch.tensor(float(sum(numbers)), dtype=torch.float64)))
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -127,9 +229,33 @@ class Ranks:
         """The first rank's value; JSON must be able to store it."""
         return cast(T, self.all_gather_object(value if self.is_first else None)[0])
 
-    def on_first(self, work: Callable[[], T]) -> T:
-        """The result of work that only the first rank does, while the others wait however long; JSON must be able to store it."""
-        return cast(T, self.broadcast_object(work() if self.is_first else None))
+    def on_first(self, work: Callable[[], T], help: Callable[[str], None] | None = None) -> T:
+        """The result of work that only the first rank does, while the others wait however long; JSON must be able to store it.
+
+        `help` is called on the others with each text that the work passes to `ask`.
+        """
+        if self.size == 1:
+            return work()
+        if help is None:
+            return cast(T, self.broadcast_object(work() if self.is_first else None))
+        if self.is_first:
+            self.leads = True
+            try:
+                result = work()
+            finally:
+                self.leads = False
+            self.broadcast_object({"done": result})
+            return result
+        message: dict[str, Any] = self.broadcast_object({})
+        while "ask" in message:
+            help(message["ask"])
+            message = self.broadcast_object({})
+        return cast(T, message["done"])
+
+    def ask(self, request: str) -> None:
+        """Have the other ranks help with the first rank's work."""
+        assert self.leads, request
+        self.broadcast_object({"ask": request})
 
     def first_rank_first(self, work: Callable[[], T]) -> T:
         """Do work on the first rank, and then on the others, which find its files."""

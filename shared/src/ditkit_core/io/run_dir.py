@@ -163,6 +163,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def trace(self) -> Path:
+        """The Chrome trace of `train.profile`."""
+        return self.path / "profile.json.gz"
+
+    @property
     def report(self) -> Path:
         """The report page."""
         return self.path / "report.html"

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, cast
 
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import complain, mute
-from ditkit_core.io.ranks import RankLost, Ranks, RanksConfig, distributed, reason_of
+from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, RanksConfig, distributed, reason_of
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_WITHOUT_LIMIT = timedelta(days=365)
 _START_SECONDS = 300.0
 """Seconds that ranks have to start: most import torch from a disk that all of them read."""
 _GRACE = 5.0
@@ -75,7 +74,8 @@ def joined(config: RanksConfig, device: str, about: Mapping[str, str]) -> Iterat
         about: What must be the same for all ranks, by name: versions, settings.
 
     Raises:
-        UserError: If a rank does not start, or ranks differ in something, or two would use one GPU; or out of memory.
+        UserError: If a rank does not start, ranks differ in something, two would use one GPU, or `ranks.context` does not divide
+            them; or out of memory.
     """
     global _present
     if (launch := launched()) is None:
@@ -90,8 +90,9 @@ def joined(config: RanksConfig, device: str, about: Mapping[str, str]) -> Iterat
         mute()
     try:
         _connect(launch, store, on_gpus=device != "cpu")
-        ranks = _present = Ranks(launch.rank, launch.size)
+        ranks = _present = Ranks(launch.rank, launch.size, shard=config.shard)
         ranks.check_same(about)
+        ranks = _present = ranks.grouped(config.context)
         try:
             yield ranks
         except Interrupted:
@@ -134,7 +135,7 @@ def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
         torch.cuda.set_device(launch.local)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=_WITHOUT_LIMIT)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=WITHOUT_LIMIT)
     except RuntimeError as error:
         raise UserError(
             f"the ranks cannot connect to each other ({reason_of(error)}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network device "

@@ -21,6 +21,9 @@ from ditkit_core.io.console import say
 from ditkit_core.io.files import read_json_object, write_text
 from ditkit_core.io.run_dir import RunFolder
 
+TIMES = "seconds/"
+"""Prefix of the times of a step's parts among metrics."""
+
 _INIT_SECONDS, _FINISH_SECONDS = 30.0, 60.0
 """Without a network wandb would wait longer before training, and without end after it; what is not uploaded stays in the run's folder."""
 

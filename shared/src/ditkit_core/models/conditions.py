@@ -1,11 +1,13 @@
 """Conditions of a model besides text: images, control videos, music. The columns of a dataset they come from, and how they are encoded."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from ditkit_core.io.console import NullProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +113,38 @@ class Conditioner(Protocol):
     def unload(self) -> None:
         """Free the weights."""
         ...
+
+
+class ClipConditioner:
+    """Base of the conditioners: they encode one clip at a time. Each has its `identity`, and defines its columns and its tensors."""
+
+    kind: str
+    optional = False
+    items_at_once = 1
+
+    def load(self) -> None:
+        """Read the weights onto the device, if there are any."""
+
+    def unload(self) -> None:
+        """Free them."""
+
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
+        """The condition of one clip; reads its files."""
+        (controls,) = items
+        tensors = self.condition(controls)
+        advance(1.0)
+        return [tensors]
+
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
+        """As `Conditioner.uses`."""
+        raise NotImplementedError
+
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
+        """The condition's tensors by name, on the CPU.
+
+        Raises:
+            UserError: If a file cannot be read.
+        """
+        raise NotImplementedError

@@ -97,7 +97,7 @@ class Denoiser:
         """The transformer's prediction."""
         assert self._current is not None, "another transformer took over"
         model, run = self._current
-        return run(model, inputs)
+        return model(inputs, engine=run)  # as a module is called: FSDP2 gathers its weights there
 
     def let_go(self) -> None:
         """Drop the reference to the model."""

@@ -104,10 +104,13 @@ class Precision:
         entering = stream != self.residual and stream.itemsize < self.norms.itemsize
         return stream if entering else self.norms
 
-    def described(self, *, averages_in_8_bits: bool = False, fused_backward: bool = False) -> str:
+    def described(
+        self, *, base_compute: str = "dtype", averages_in_8_bits: bool = False, fused_backward: bool = False
+    ) -> str:
         """What each place runs in: `timestep fp64, rotary tables fp32, …, matmul bf16`.
 
         Args:
+            base_compute: `base.compute`.
             averages_in_8_bits: Whether the optimizer of `optim.name` keeps its averages in 8 bits.
             fused_backward: Whether gradients are applied as they come: nothing is accumulated then.
         """
@@ -115,6 +118,8 @@ class Precision:
         names = {place: dtype_name(getattr(self, place)) for place in places}
         if averages_in_8_bits:
             names["optimizer"] = "8 bits"
+        if base_compute != "dtype":
+            names["matmul"] += f" (frozen base {base_compute})"
         return ", ".join(f"{place.replace('_', ' ')} {name}" for place, name in names.items())
 
 
@@ -196,13 +201,16 @@ class PrecisionConfig:
                 raise UserError(f"{what}: {_NO_FP16[place]}{where}; {remedy}")
         return Precision(matmul=matmul, **chosen)
 
-    def check_training(self, *, optimizer: str, in_8_bits: Sequence[str], fused_backward: bool) -> None:
+    def check_training(
+        self, *, optimizer: str, in_8_bits: Sequence[str], fused_backward: bool, sharded: bool = False
+    ) -> None:
         """Refuse a dtype that a place of the training would not have.
 
         Args:
             optimizer: `optim.name`.
             in_8_bits: Names of the optimizers that keep their averages in 8 bits, at least one.
             fused_backward: `optim.fused_backward`.
+            sharded: Whether ranks divide the weights.
 
         Raises:
             UserError: If a setting would have no effect; the message names the place and the remedy.
@@ -217,9 +225,10 @@ class PrecisionConfig:
                 f"precision.optimizer = {self.optimizer}: moments and updates are fp32; remove this setting, or for less memory set "
                 f"optim.name = {' or '.join(in_8_bits)}, which stores its moments in 8 bits"
             )
-        if self.reduction not in (None, "fp32"):
+        if self.reduction not in (None, "fp32") and not sharded:
             raise UserError(
-                f"precision.reduction = {self.reduction} is for gradients summed over ranks, but this run has one rank; remove it"
+                f"precision.reduction = {self.reduction} is for gradients of weights that ranks divide (ranks.shard), and here each rank has "
+                "all weights; remove it"
             )
         if self.accumulation is not None and fused_backward:
             raise UserError(

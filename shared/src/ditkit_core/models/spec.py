@@ -15,6 +15,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.models.token_streams import TokenStreams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,9 @@ class ArchitectureSpec:
 
     experts: Callable[[Any], Sequence[Expert]] = lambda arch: ()
     """From architecture to its experts, the noisiest first; empty if one transformer covers all noise levels."""
+
+    token_streams: Callable[[Any], TokenStreams | None] = lambda arch: None
+    """From architecture to what runs along tokens, for `ranks.context`; None if its blocks need all tokens of a sample."""
 
 
 def op_groups_by_name(starts: Mapping[str, str], ends: Mapping[str, str]) -> Callable[[str], str]:

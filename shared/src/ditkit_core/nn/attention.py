@@ -49,9 +49,12 @@ def attend(
     if settings.calls is not None and not settings.recomputing and torch.is_grad_enabled():
         # Not in a recompute: it would count a call twice, and only those that are not kept.
         settings.calls.made[name] += 1
+    kernel = backend.kernel
+    if settings.exchange is not None and name in settings.exchange.calls:
+        kernel = partial(settings.exchange.attend, kernel)
     if not settings.keeps(name):
-        return backend.kernel(q, k, v, padding_mask, dropout)
-    return _kept(backend.kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
+        return kernel(q, k, v, padding_mask, dropout)
+    return _kept(kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
 
 
 def kept(function: Callable[..., Tensor], name: str, *given: Any) -> Tensor:

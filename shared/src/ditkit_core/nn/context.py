@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.runtimes import runtime_of
+from ditkit_core.nn.token_exchange import TokenExchange
 
 
 @dataclass(kw_only=True)
@@ -120,6 +121,8 @@ class BlockSettings:
     recomputing: bool = False
     """Whether a block runs again for its backward."""
     calls: AttentionCalls | None = None
+    exchange: TokenExchange | None = None
+    """How ranks that share the tokens of each sample attend to all of them; None if this process has all tokens."""
 
     def keeps(self, name: str) -> bool:
         """Whether the call with this name is kept."""

@@ -1,15 +1,22 @@
-"""Frozen matrices in 8 or 4 bits, converted to the input's dtype for each product.
+"""Frozen matrices in 8 or 4 bits, converted to the input's dtype for each product, or multiplied as they are stored (`base.compute`).
 
 The values are bitwise identical to torchao's weight-only quantization (`Int8WeightOnlyConfig`, `Float8WeightOnlyConfig`, NF4 with doubly
 quantized scales), but its tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are missing) nor be
 views into one buffer, which block swap needs. Their own forward also has autograd keep each dequantized weight: 1.5 times the dense
 model. Here weight and scales are plain parameters, and nothing is kept.
+
+A product in 8 bits is of two matrices of codes: W has a scale for each row from the start, and the input gets one for each of its rows, its
+largest magnitude divided by the largest code. Sums of int8 codes are exact, those of fp8 in fp32; both scales are applied to the sum, in
+fp32, and the result is rounded once to the input's dtype. In the backward the sum runs over W's rows, whose scales cannot be taken out of
+it: they multiply the columns of the gradient before its rows get scales of their own. So the codes of W serve both products, and no second
+rounding of W exists.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +58,9 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
     """A frozen Linear layer with a quantized weight: `weight` contains the codes, other parameters their scales.
 
     Built under `torch.device("meta")`, its parameters have their final dtypes and no memory.
+
+    Attributes:
+        in_8_bits: Whether products with it and with its transpose are of 8-bit codes; only where `computes_in_8_bits`.
     """
 
     def __init__(self, num_in: int, num_out: int, kind: str, *, bias: bool):
@@ -58,6 +68,7 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         # Not nn.Linear's: it would allocate and initialise a dense weight.
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = num_in, num_out, kind
+        self.in_8_bits = False
         for name, (shape, dtype) in LAYOUTS[kind].about(num_out, num_in).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_out), requires_grad=False) if bias else None)
@@ -87,27 +98,67 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         """The codes. peft's DoRA calls `dequantize` for the weight of a layer that has an attribute of this name."""
         return self.weight
 
+    @property
+    def computes_in_8_bits(self) -> bool:
+        """Whether its format and its size allow products of 8-bit codes."""
+        sizes = self.in_features, self.out_features
+        # Tensor cores take multiples of 16, and a sum of 2**17 products of int8 codes fits int32.
+        return self.kind in _LARGEST_CODE and all(size % 16 == 0 and size <= 2**17 for size in sizes)
+
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
         # The compiler decides by itself what it keeps for the backward, so compiled code gets the plain product.
         if torch.compiler.is_compiling():
             return F.linear(x, self.dequantize(x.dtype), self.bias)
-        values, fused = self.values(), kernels_in_force(x)
+        values = self.values()
+        stored = _Stored(
+            self.kind, (self.out_features, self.in_features), tuple(values), kernels_in_force(x), self.in_8_bits
+        )
         if torch.is_grad_enabled() and x.requires_grad:
-            product: Tensor = _Product.apply(
-                x, self.bias, self.kind, self.out_features, tuple(values), fused, *values.values()
-            )
+            product: Tensor = _Product.apply(x, self.bias, stored, *values.values())
             return product
-        shape = self.out_features, self.in_features
-        return F.linear(x, _dequantized(self.kind, values, shape, x.dtype, fused), self.bias)
+        return stored.product(x, self.bias, tuple(values.values()))
 
     def extra_repr(self) -> str:
         """The layer's arguments in its printed form."""
         return f"{super().extra_repr()}, kind={self.kind}"
 
 
+class _Stored(NamedTuple):
+    """How a layer's parameters are multiplied."""
+
+    kind: str
+    shape: tuple[int, int]
+    names: tuple[str, ...]
+    """Of the parameters, in the order in which the functions get them."""
+    fused: bool
+    in_8_bits: bool
+
+    def product(self, x: Tensor, bias: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
+        """x Wᵀ + b."""
+        if self.in_8_bits:
+            codes, scale = self._codes(tensors)
+            return _product_of_codes(x, codes.T, after=scale.T, bias=bias, fused=self.fused)
+        return F.linear(x, self._matrix(tensors, x.dtype), bias)
+
+    def transposed(self, gradient: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """gradient · W."""
+        if self.in_8_bits:
+            codes, scale = self._codes(tensors)
+            # Tensor cores multiply 8 bits only if both matrices are contiguous along the sum: hence a transposed copy, for a moment.
+            return _product_of_codes(gradient, codes.T.contiguous().T, before=scale.T, fused=self.fused)
+        return gradient @ self._matrix(tensors, gradient.dtype)
+
+    def _codes(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        values = dict(zip(self.names, tensors, strict=True))
+        return values["weight"], values["weight_scale"]
+
+    def _matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return _dequantized(self.kind, dict(zip(self.names, tensors, strict=True)), self.shape, dtype, self.fused)
+
+
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b with a W that is dequantized here, and again in the backward.
+    """x Wᵀ + b with a W that is read here, and again in the backward.
 
     The node refers to the parameters itself; they are not saved tensors. They are frozen, so no version has to be checked. Block swap
     empties and fills their storage between the two passes, and the backward reads what is there then. And a checkpoint that recomputes up
@@ -115,25 +166,84 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        kind: str,
-        num_out: int,
-        names: tuple[str, ...],
-        fused: bool,
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.kind, ctx.shape, ctx.names, ctx.tensors, ctx.fused = kind, (num_out, x.shape[-1]), names, tensors, fused
-        values = dict(zip(names, tensors, strict=True))
-        return F.linear(x, _dequantized(kind, values, ctx.shape, x.dtype, fused), bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, stored: _Stored, *tensors: Tensor) -> Tensor:
+        ctx.stored, ctx.tensors = stored, tensors
+        return stored.product(x, bias, tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        values = dict(zip(ctx.names, ctx.tensors, strict=True))
-        d_x = gradient @ _dequantized(ctx.kind, values, ctx.shape, gradient.dtype, ctx.fused)
-        return d_x, *[None] * (5 + len(values))
+        return ctx.stored.transposed(gradient, ctx.tensors), None, None, *[None] * len(ctx.tensors)
+
+
+_LARGEST_CODE = {"int8": 127.0, "fp8": torch.finfo(_FP8).max}
+"""What the largest magnitude of a row of inputs becomes, by format of a product's codes."""
+_LEAST_ROWS = 17  # of torch's int8 product on a GPU
+
+
+def _product_of_codes(
+    x: Tensor,
+    codes: Tensor,
+    *,
+    before: Tensor | None = None,
+    after: Tensor | None = None,
+    bias: Tensor | None = None,
+    fused: bool = False,
+) -> Tensor:
+    """x · codes, with rows of x rounded to codes, in the dtype of x.
+
+    Args:
+        x: [.., k].
+        codes: int8 or fp8 codes of a matrix [k, n].
+        before: Factors [1, k] of the columns of x.
+        after: Factors [1, n] of the columns of the result.
+        bias: Added to each row of the result, before it is rounded.
+        fused: Whether kernels of our own round rows and apply scales.
+    """
+    fused = fused and x.dtype.itemsize <= 4
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows.new_empty(len(rows), codes.shape[1])
+    # Rows have scales of their own, so a part of them is independent of the others, and only a part exists in 32 bits.
+    at_once = max(_LEAST_ROWS, AT_ONCE[device_kind(x)] // max(codes.shape))
+    for start in range(0, len(rows), at_once):
+        part = slice(start, start + at_once)
+        if fused:
+            of_rows, scale = kernels.round_rows(rows[part], before, codes.dtype)
+            kernels.apply_scales(_sums(of_rows, codes), scale, after, bias, out=out[part])
+            continue
+        of_rows, scale = _rounded(rows[part] if before is None else rows[part] * before, codes.dtype)
+        wide = _sums(of_rows, codes) * scale
+        if after is not None:
+            wide.mul_(after)
+        if bias is not None:
+            wide.add_(bias)
+        out[part].copy_(wide)
+    return out.view(*x.shape[:-1], codes.shape[1])
+
+
+def _rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of rows [n, k], and their scales [n, 1] in fp32, or fp64 if the rows are. A row that is not finite stays so in its scale."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    largest = torch.linalg.vector_norm(rows, math.inf, 1, keepdim=True).to(wide)
+    limit = _LARGEST_CODE["int8" if dtype == torch.int8 else "fp8"]
+    # Not below the smallest normal number: rows of zeros stay zeros.
+    scale = (largest / limit).clamp_(min=torch.finfo(torch.float32).tiny)
+    scaled = rows / scale
+    if dtype == torch.int8:
+        scaled.round_()
+    return scaled.to(dtype, memory_format=torch.contiguous_format), scale
+
+
+def _sums(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two matrices of codes: int32 of int8, fp32 of fp8."""
+    if left.dtype == torch.int8:
+        if (missing := _LEAST_ROWS - len(left)) > 0:
+            return torch._int_mm(F.pad(left, (0, 0, 0, missing)), right)[: len(left)]
+        return torch._int_mm(left, right)
+    if device_kind(left) == "cpu":  # torch's own is a thousand times slower there; products of fp8 are exact in fp32
+        return left.float() @ right.float()
+    one = torch.ones((), device=left.device)
+    sums: Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return sums
 
 
 _KERNELS = {"int8": kernels.dequantize_rows, "nf4": kernels.dequantize_nf4}
@@ -164,6 +274,19 @@ def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLine
         for name, module in model.named_modules()
         if isinstance(module, QuantizedLinear)
     }
+
+
+@contextmanager
+def products_in_dtype(model: nn.Module | StagedModel) -> Iterator[None]:
+    """Inside the block, quantized weights are dequantized for their products, whatever `base.compute` says."""
+    layers = [layer for layer in quantized_weights(model).values() if layer.in_8_bits]
+    for layer in layers:
+        layer.in_8_bits = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.in_8_bits = True
 
 
 def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) -> dict[str, Tensor]:

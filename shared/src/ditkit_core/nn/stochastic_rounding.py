@@ -63,28 +63,39 @@ def _signed(word: int) -> int:
 
 
 @torch.no_grad()
-def write_stochastic(weight: Tensor, values: Tensor, key: int) -> None:
+def write_stochastic(weight: Tensor, values: Tensor, key: int, *, start: int = 0, of: int | None = None) -> None:
     """Round values into a bf16 weight, up or down at random, with the value as mean.
+
+    A part of a tensor is rounded as it would be with the whole, so that ranks that divide a weight write the same.
 
     Args:
         weight: bf16, any shape, written in place.
         values: fp32, of the same shape; overwritten.
         key: Determines the random bits, 0 to 2**64 - 1: one for each tensor and step, from `seed_of`.
+        start: Place of the first value in the whole tensor.
+        of: Number of values of the whole tensor; None: these are all.
     """
-    flat = values.contiguous().view(-1)
-    for start, bits in _parts(flat):
+    flat, of = values.contiguous().view(-1), values.numel() if of is None else of
+    # Random bits are a function of a value's place within its chunk of the whole tensor.
+    for chunk in range(start - start % _AT_ONCE, start + flat.numel(), _AT_ONCE):
+        low, high = max(chunk, start), min(chunk + _AT_ONCE, start + flat.numel())
+        bits = _bits(flat[low - start : high - start])
+        random = random_bits(min(_AT_ONCE, of - chunk), key, weight.device, start=chunk // 2)
         # Added below bf16's last bit, a random number carries into it with the wanted probability. Clearing the rest truncates.
-        bits.add_(random_bits(bits.numel(), key, weight.device, start=start // 2)).bitwise_and_(_KEPT)
+        bits.add_(random[low - chunk : high - chunk]).bitwise_and_(_KEPT)
     weight.copy_(flat.view(values.shape))  # exact by now
 
 
 def _parts(flat: Float[Tensor, "count"]) -> Iterator[tuple[int, Int[Tensor, "part"]]]:
-    """The start of each part, and its bits in the same memory. All NaNs get one pattern: in others, a sum could carry into the sign and
-    leave a zero."""
-    assert flat.dtype == torch.float32, flat.dtype
+    """The start of each part, and its bits in the same memory."""
     for start in range(0, flat.numel(), _AT_ONCE):
-        part = flat[start : start + _AT_ONCE]
-        yield start, part.masked_fill_(part.isnan(), math.nan).view(torch.int32)
+        yield start, _bits(flat[start : start + _AT_ONCE])
+
+
+def _bits(part: Float[Tensor, "count"]) -> Int[Tensor, "count"]:
+    """The bits of fp32 numbers, in the same memory. All NaNs get one pattern: in others, a sum could carry into the sign and leave a zero."""
+    assert part.dtype == torch.float32, part.dtype
+    return part.masked_fill_(part.isnan(), math.nan).view(torch.int32)
 
 
 @torch.no_grad()

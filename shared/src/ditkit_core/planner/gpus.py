@@ -34,6 +34,10 @@ class GPU:
     """Dense matrix products in 16 bits with sums in fp32, without sparsity."""
     fp32_flops: float
     """Matrix products in fp32, not in TF32."""
+    int8_flops: float
+    """Matrix products of int8; 0 if its tensor cores have none."""
+    fp8_flops: float
+    """Those of fp8, with sums in fp32; 0 if its tensor cores have none."""
     memory_bandwidth: float
     """Bytes per second of its own memory."""
     host_bandwidth: float
@@ -64,11 +68,14 @@ _TURING = "NVIDIA Turing whitepaper"
 _VOLTA = "NVIDIA V100 datasheet, SXM2"
 _BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
 _FP16_ONLY = (_TURING, _VOLTA, "NVIDIA T4 datasheet")
+_FP8 = (_ADA, _BLACKWELL, "NVIDIA L40S datasheet", "NVIDIA H100 datasheet, SXM", "NVIDIA H200 datasheet")
+"""Sources of GPUs that multiply fp8."""
 _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
 
 # name, other names, MiB as the driver reports them, TFLOP/s in bf16 (fp16 before Ampere) and in fp32, GB/s of memory, PCIe, source.
 # GeForce GPUs multiply 16 bits with fp32 sums at half their fp16 rate; rates that are published "with sparsity" are halved here. The
 # whitepapers give the rates of a generation per multiprocessor and clock; a GPU's own are its published boost clock times those.
+# Products of int8 are published at 4 times that 16-bit rate for GeForce GPUs, and at twice for others; those of fp8 at twice for both.
 _TABLE = (
     ("rtx2080ti", "2080ti", 11264, 53.8, 13.4, 616, "3x16", _TURING),
     ("t4", "", 15360, 65.0, 8.1, 320, "3x16", "NVIDIA T4 datasheet"),
@@ -107,6 +114,8 @@ def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
             reserve=default_reserve(total),
             bf16_flops=bf16 * 1e12,
             fp32_flops=fp32 * 1e12,
+            int8_flops=0.0 if source == _VOLTA else bf16 * 1e12 * (4 if name.startswith("rtx") else 2),
+            fp8_flops=bf16 * 1e12 * 2 if source in _FP8 else 0.0,
             memory_bandwidth=memory * 1e9,
             host_bandwidth=_PCIE[link],
             source=f"{source}; PCIe {link[0]} {link[1:]}",
@@ -176,6 +185,15 @@ def of_size(total: int, name: str) -> GPU:
     like = min(as_large, key=lambda gpu: gpu.bf16_flops)
     source = f"rates assumed as of {like.name}, the slowest known with as much memory ({like.source})"
     return replace(like, name=name, total=total, reserve=default_reserve(total), source=source)
+
+
+def weakest(gpus: Sequence[GPU]) -> GPU:
+    """A GPU with the least memory and the lowest rates of several, each of which does the same work."""
+    names = dict.fromkeys(gpu.name for gpu in gpus)
+    if len(names) == 1:
+        return gpus[0]
+    smallest, slowest = min(gpus, key=lambda gpu: gpu.budget.available), min(gpus, key=lambda gpu: gpu.bf16_flops)
+    return replace(slowest, name=" and ".join(names), total=smallest.total, reserve=smallest.reserve)
 
 
 def gpus_here(devices: Sequence[torch.device]) -> tuple[GPU, ...]:

@@ -25,8 +25,12 @@ class Workload:
     """Whether matrices are multiplied in fp32."""
     quantize: str = "none"
     """Format of the frozen matrices."""
+    compute: str = "dtype"
+    """`base.compute`."""
     kernels: str = "torch"
     """`train.kernels`."""
+    ranks: "RankGradients | None" = None
+    """Gradients of the fullest rank, if several ranks share the step; `micro_batches` are then those of the rank that has most."""
 
     @property
     def waiting(self) -> int:
@@ -35,6 +39,8 @@ class Workload:
 
     def rounds(self, *, trains_all: bool) -> list["Round"]:
         """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set."""
+        if self.ranks is not None:
+            return list(self.ranks.rounds)
         apart = not (trains_all or self.pipelined)  # else all are added to one set
         leaves = range(self.micro_batches)
         sums = [max((num_waiting_sums(leaf) for leaf in leaves[odd::2]), default=0) * apart for odd in (0, 1)]
@@ -47,11 +53,29 @@ class Round(NamedTuple):
     again: bool
     """Whether its gradients are added in place to those of the one before."""
     sums: int = 0
-    """Sets of gradients that wait to be added to others."""
+    """Sets of gradients that wait to be added to others. Where ranks divide gradients: whether they already have their parts of some."""
+    whole: bool = False
+    """Whether ranks that divide gradients leave them whole, because a later micro-batch adds to them."""
+
+
+class RankGradients(NamedTuple):
+    """Sets of gradients of ranks that share a step; each figure is that of the fullest rank."""
+
+    rounds: tuple[Round, ...]
+    exchanged: int
+    """Sets that exist while ranks exchange theirs, buffers included."""
 
 
 PLAIN = Workload()
 """One micro-batch of exact weights."""
+
+
+class Rows(NamedTuple):
+    """The rows of one parameter, which ranks can divide among themselves."""
+
+    number: int
+    bytes_each: int
+    is_trained: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +110,24 @@ class StageCost:
     """Floating-point operations of matmuls and attention."""
     flops_backward: int = 0
     """The same for the backward, recompute included."""
+    flops_8_forward: int = 0
+    """Those of them that multiply 8-bit codes."""
+    flops_8_backward: int = 0
+    bytes_8_forward: int = 0
+    """Bytes that products of 8-bit codes read and write."""
+    bytes_8_backward: int = 0
+    sent_forward: int = 0
+    """Bytes of tokens that its forward sends to ranks with which it shares samples."""
+    sent_backward: int = 0
+    """The same for its backward, recompute included."""
+    rows: tuple["Rows", ...] = ()
+    """Its parameters; empty if unknown."""
+    gathered: int = 0
+    """Of ranks that divide the weights: bytes of the whole ones, which a rank has while the stage runs."""
+    reduced: int = 0
+    """Of ranks that divide the weights: bytes of the whole gradients while they are added up over ranks."""
+    whole_gradients: int = 0
+    """The same before that: in the dtype of gradients, of all ranks' rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +313,8 @@ class DeviceSpan:
         last = len(profile.blocks) + 1
         held = range(0 if start == 0 else start + 1, end + 1 + (end == last - 1))
         self.profile, self.held = profile, held
-        ends = {0: profile.embed, last: profile.head}
-        self.stages = [ends[stage] if stage in ends else profile.blocks[stage - 1] for stage in held]
+        named = {0: profile.embed, last: profile.head}
+        self.stages = [named[stage] if stage in named else profile.blocks[stage - 1] for stage in held]
         if held.start > 1:  # the previous block is on another device, so its offloaded bytes do not leave this one
             self.stages[0] = behind(self.stages[0], profile.blocks[held.start - 2].on_host)
         self.receives = profile.crossing[held.start - 1] if held.start > 0 else 0
@@ -282,6 +324,9 @@ class DeviceSpan:
         self.freed = self.stages[-1].freed_at_cut if held.stop <= last else 0
         self.passing = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 in streamed]
         self.resident = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 not in streamed]
+        # Ranks that divide the weights gather two blocks at a time, one runs and the next arrives, and all else for the whole micro-batch.
+        ends = [profile.embed.gathered * (0 in held), profile.head.gathered * (last in held)]
+        self.gathered = sum(ends) + _pair([profile.blocks[stage - 1].gathered for stage in held if 0 < stage < last])
         self.last_passing = max((stage - held.start for stage in held if stage - 1 in streamed), default=0)
 
     def plan(self, budget: Budget, work: Workload = PLAIN) -> DevicePlan:
@@ -295,7 +340,10 @@ class DeviceSpan:
         # An optimizer that works parameter by parameter frees its temporary memory in between.
         whole = sum if self.profile.update_adds_up else max
         # Updates come last: all gradients exist, and no activations.
-        moments.append(PeakMoment(whole(cost.update_extra for cost in self.stages), all_gradients, 0))
+        updating = whole(cost.update_extra for cost in self.stages)
+        moments.append(PeakMoment(max(0, updating - self.gathered), all_gradients, 0))
+        if work.ranks is not None:
+            moments.append(PeakMoment(0, work.ranks.exchanged * all_gradients, 0))
         highest = max(moments, key=sum)
         held = {
             **static,
@@ -316,7 +364,9 @@ class DeviceSpan:
         on_device = self.resident if trains_all else self.stages
         static = {
             # of streamed blocks two are on the device at a time: one runs, the next arrives
-            "weights": sum(cost.weights for cost in self.resident) + _pair([cost.weights for cost in self.passing]),
+            "weights": sum(cost.weights for cost in self.resident)
+            + _pair([cost.weights for cost in self.passing])
+            + self.gathered,
             "adapters": sum(cost.adapters for cost in on_device),
             "average": sum(cost.average for cost in on_device),
         }
@@ -333,7 +383,7 @@ class DeviceSpan:
             of: The micro-batch.
             waiting: Micro-batches whose forward has run, and whose backward has not.
         """
-        gradients, again = (of.sums + of.again) * sum(cost.gradients for cost in self.stages), of.again
+        gradients, again = self._gradients_before(of), of.again
         kept = self.receives + self.targets + sum(cost.kept for cost in self.stages) - self.freed
         live = waiting * kept + self.receives + self.targets
         states = [cost.optimizer for cost in self.passing] if self.profile.trains_all else []
@@ -344,14 +394,31 @@ class DeviceSpan:
             live += cost.kept
         # Gradients of the next device arrive here, and the carry that was sent to it is freed.
         live += self.receives_back - self.freed
+        adding = 0  # the whole gradients of the stage before, while ranks add them up
         for place, cost in reversed(list(enumerate(self.stages))):
             extra = cost.backward_extra_again if again else cost.backward_extra
             state = states[-1] if states and place > self.last_passing else _pair(states)
-            moments.append(PeakMoment(live + extra, gradients, state))
+            moments.append(PeakMoment(live + extra, gradients + adding, state))
             live -= cost.released
-            # A later micro-batch adds to the gradients of the first in place.
-            gradients += 0 if again else cost.gradients
+            gradients += _gradients_left(cost, of)
+            adding = 0 if of.whole else cost.reduced
         return moments
+
+    def _gradients_before(self, of: Round) -> int:
+        """Bytes of the gradients of earlier micro-batches."""
+        if self.gathered and of.again:
+            return sum(cost.whole_gradients for cost in self.stages)
+        return (of.sums + of.again) * sum(cost.gradients for cost in self.stages)
+
+
+def _gradients_left(cost: StageCost, of: Round) -> int:
+    """Bytes by which a stage's backward changes its gradients."""
+    if not cost.whole_gradients:
+        return 0 if of.again else cost.gradients  # a later micro-batch adds to the gradients of the first in place
+    if of.whole:
+        return 0 if of.again else cost.whole_gradients
+    # Added up over ranks, of which each keeps its part.
+    return cost.gradients - cost.whole_gradients if of.again else 0 if of.sums else cost.gradients
 
 
 def _pair(sizes: Sequence[int]) -> int:

@@ -24,8 +24,8 @@ from ditkit_core.nn.context import as_on
 
 _HOST = torch.device("cpu")
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
-"""Operations whose arithmetic torch counts under another name."""
+_COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten._int_mm: torch.ops.aten.mm}
+"""Operations whose arithmetic torch counts under another name, or not at all."""
 PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations")
 """Purposes of memory; tensors that are created outside of `purpose` are activations."""
 
@@ -174,7 +174,8 @@ class Kernel(NamedTuple):
     """The work of one operation."""
 
     kind: str
-    """`matmul_16` and `matmul_32` (bits of its inputs), `attention`, `attention_backward`, or `elementwise` for all else."""
+    """`matmul_16` and `matmul_32` (bits of its inputs), `matmul_int8`, `matmul_fp8`, `attention`, `attention_backward`, or `elementwise` for
+    all else."""
     flops: int
     """Of matmuls and attention; 0 for all else."""
     bytes: int
@@ -234,6 +235,8 @@ def _kind(func: Any, args: Any) -> str:
     if "attention" in name:
         return "attention_backward" if "backward" in name else "attention"
     first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    if first.dtype.itemsize == 1:
+        return "matmul_int8" if first.dtype == torch.int8 else "matmul_fp8"
     return "matmul_16" if first.dtype.itemsize == 2 else "matmul_32"
 
 

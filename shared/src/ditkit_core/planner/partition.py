@@ -260,6 +260,7 @@ class Partitioner:
     model: StagedModel
     """The model with its adapters, also on `meta`."""
     targets: Targets
+    work: Workload
     profile_of: Callable[[Policy], Profile]
     """The profile of a step in which all blocks have the policy; cached."""
 
@@ -292,7 +293,7 @@ class Partitioner:
             profile_of=self.profile_of,
             division=_partition_of(placement),
             budgets=limits,
-            work=work_of(self.run),
+            work=self.work,
             host=host,
             can_offload=targets.kind == "cuda",
         )
@@ -373,7 +374,8 @@ def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Pl
     began, held = time.monotonic(), as_held(run)
     bucket = largest_bucket(held, unloaded.arch)
     profiles = profiles_of(job_of(held, unloaded.arch, unloaded.adapter, bucket, kind))
-    solution = Partitioner(run=run, model=unloaded.model, targets=targets, profile_of=profiles).solve(schedule)
+    solver = Partitioner(run=run, model=unloaded.model, targets=targets, work=work_of(run), profile_of=profiles)
+    solution = solver.solve(schedule)
     if solution.chosen:
         say(solution.chosen)
     if compared:

@@ -46,10 +46,14 @@ class FitTask:
     """The step as configured; the search chooses whether micro-batches overlap, and the format of the weights."""
     quantizations: tuple[str, ...] = ("none", "int8", "nf4")
     """From exact to coarse; a full fine-tune has only `none`."""
+    adapts: bool = True
+    """Whether adapters are trained; False if all weights are."""
     host: int | None = None
     """Bytes that streamed weights and offloaded activations may use on the host; None for no limit."""
     streams_trained: bool = False
     """Whether blocks whose weights are trained can be streamed."""
+    streams: bool = True
+    """Whether blocks can be streamed: those that ranks divide cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,7 @@ class Search:
         self._work = replace(task.work, pipelined=pipelined, quantize=quantize)
         self._num_blocks = len(profile.blocks)
         trained = profile.trains_all and task.streams_trained
-        self._has_weights = [block.weights + trained * block.adapters > 0 for block in profile.blocks]
+        self._has_weights = [task.streams and block.weights + trained * block.adapters > 0 for block in profile.blocks]
         # A block without parameters runs where its carry is: no device begins with it.
         self._starts = [i for i, block in enumerate(profile.blocks) if i and block.weights + block.adapters > 0]
         kinds = {block: kind for kind, block in enumerate(dict.fromkeys(profile.blocks))}

@@ -1,15 +1,18 @@
 """`train --plan`: the memory of a run on each device, before anything is loaded or written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from ditkit_core.data.dataset import Sample
+from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
 from ditkit_core.planner.auxiliary import plan_auxiliary
-from ditkit_core.planner.memory import Workload, compose, on_host
+from ditkit_core.planner.memory import Budget, Profile, Workload, compose, on_host
 from ditkit_core.planner.partition import (
     Partitioner,
     Solution,
@@ -20,25 +23,33 @@ from ditkit_core.planner.partition import (
     profiles_of,
 )
 from ditkit_core.planner.planned_step import PlannedStep, as_held, work_of
+from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
+from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
+from ditkit_core.planner.ranks.links import Route, parse_links
+from ditkit_core.planner.ranks.traffic import RankStep
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.report import PlanReport
-from ditkit_core.planner.step_time import assumptions, both_orders, step_seconds
-from ditkit_core.run.checks import check_run, check_settings, check_training
+from ditkit_core.planner.step_time import assumptions, both_orders, rate_of_codes, step_seconds
+from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on
 from ditkit_core.run.prepare import arch_here, build_on_meta
 
+ALONE = PlannedLaunch()
+"""No flags about ranks."""
 
-def make_report(run: RunContext, gpus: str = "", host: str = "") -> PlanReport:
+
+def make_report(run: RunContext, gpus: str = "", host: str = "", launch: PlannedLaunch = ALONE) -> PlanReport:
     """Plan a run.
 
     Args:
         run: The run.
-        gpus: The GPUs to plan for; empty for the run's devices on this machine.
+        gpus: The GPUs to plan for, of one machine; empty for the run's devices on this machine.
         host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
+        launch: The ranks to plan for.
     """
     check_plannable(run, here=not gpus)
-    return report_of(run, gpus, host)
+    return report_of(run, gpus, host, launch=launch)
 
 
 def report_of(
@@ -47,26 +58,40 @@ def report_of(
     host: str = "",
     samples: Sequence[Sample] | None = None,
     class_images: Sequence[Sample] | None = None,
+    launch: PlannedLaunch = ALONE,
 ) -> PlanReport:
     """Plan a run that was checked already.
 
     Args:
-        run, gpus, host: As for `make_report`.
+        run, gpus, host, launch: As for `make_report`.
         samples: Its training samples, if known already; None reads the dataset.
         class_images: The class images of prior preservation, likewise.
     """
     configured, run = run, as_held(largest_expert_run(run))
-    targets = _targets(run, gpus, host)
+    routes = _routes(run, gpus, launch)
+    layout = routes[0].layout if routes else None
+    targets = _targets(run, gpus, host, layout)
     # Notes are about the run as configured.
     notes = (*notes_on(configured), *_notes(configured, targets.gpus))
     step, work = PlannedStep.of(run, targets.kind, samples, class_images), work_of(run)
+    if layout is not None:
+        work = work_of_rank(work, layout, adapts=run.config.adapter.method != "full")
+    profiles = profiles_of(step.job)
     solution = Partitioner(
-        run=run, model=_divisible(step, targets), targets=targets, profile_of=profiles_of(step.job)
+        run=run,
+        model=_divisible(step, targets),
+        targets=targets,
+        work=work,
+        profile_of=profiles if layout is None else _of_rank(profiles, layout, run.precision.reduction),
     ).solve(run.config.train.schedule)
     found, division = solution.profile, solution.division
     plans = compose(found, division, targets.budgets, work)
     streamed = on_host(found, division.streamed)
     stages = (found.embed, *found.blocks, found.head)
+    rank_step = None
+    if layout is not None:
+        gpu = targets.gpus[0] if targets.gpus else None
+        rank_step = RankStep(layout=layout, profile=found, division=division, work=work_of(run), gpu=gpu)
     return PlanReport(
         model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
         policy=str(solution.placement.checkpointing),
@@ -83,8 +108,39 @@ def report_of(
         flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
         is_cuda=targets.kind == "cuda",
         notes=notes,
+        ranks=rank_step.plan(routes, streamed + sum(plan.host for plan in plans)) if rank_step else None,
         **_times(solution, targets.gpus, work),
     )
+
+
+def _of_rank(
+    profiles: Callable[[Policy], Profile], layout: RankLayout, reduction: torch.dtype
+) -> Callable[[Policy], Profile]:
+    @cache
+    def profile_of(policy: Policy) -> Profile:
+        return profile_of_rank(profiles(policy), layout, reduction)
+
+    return profile_of
+
+
+def num_gpus(run: RunContext, gpus: str) -> int:
+    """GPUs of a machine: as `--gpus` names them, or as there are here; 1 on a CPU."""
+    if gpus:
+        return len(hardware.parse_gpus(gpus))
+    return torch.cuda.device_count() if run.devices[0].type == "cuda" else 1
+
+
+def _routes(run: RunContext, gpus: str, launch: PlannedLaunch) -> tuple[Route, ...]:
+    """The links to plan for, with the ranks between them; none for a process alone.
+
+    Raises:
+        UserError: If the flags do not fit, or the run cannot have these ranks.
+    """
+    layout = layout_of(run.config, num_gpus(run, gpus), launch)
+    if layout is None:
+        return ()
+    check_ranks(run, layout.size)
+    return parse_links(launch.link, layout)
 
 
 def _times(solution: Solution, gpus: Sequence[hardware.GPU], work: Workload) -> dict[str, Any]:
@@ -130,8 +186,22 @@ def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:
         yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
 
 
-def _targets(run: RunContext, gpus: str, host: str) -> Targets:
-    reserve = run.config.train.reserve
+def check_rates(compute: str, gpus: Sequence[hardware.GPU]) -> None:
+    """Refuse products in 8 bits on a GPU that has none of that format.
+
+    Raises:
+        UserError: With the GPU's name.
+    """
+    for gpu in gpus if compute != "dtype" else ():
+        if gpu.bf16_flops and not rate_of_codes(gpu, compute):
+            raise UserError(
+                f"base.compute = {compute}: {gpu.name} has no products of this format; leave base.compute out"
+            )
+
+
+def _targets(run: RunContext, gpus: str, host: str, layout: RankLayout | None) -> Targets:
+    """The devices of a process."""
+    per_machine, reserve = 1 if layout is None else layout.nproc, run.config.train.reserve
     if not gpus and run.devices[0].type == "cpu":
         if host:
             raise UserError(
@@ -139,12 +209,35 @@ def _targets(run: RunContext, gpus: str, host: str) -> Targets:
                 "or name the GPUs to plan for: --gpus 24GiB"
             )
         # The device is the host itself, so there is no other memory to limit.
-        return Targets(kind="cpu", devices=run.devices, budgets=budgets_here(run.devices, reserve))
+        budgets = budgets_here(run.devices, reserve)
+        return Targets(kind="cpu", devices=run.devices, budgets=tuple(_part(each, per_machine) for each in budgets))
     found = hardware.parse_gpus(gpus) if gpus else hardware.gpus_here(run.devices)
+    check_rates(run.config.base.compute, found)
+    if layout is not None:
+        found = (hardware.weakest(found),)
     devices = _named(run, len(found)) if gpus else run.devices
     found = hardware.keeping_reserves(found, reserve)
     limit = host_limit(host, here=not gpus)
-    return Targets(kind="cuda", devices=devices, budgets=budgets_of(found), gpus=found, host=limit)
+    return Targets(
+        kind="cuda",
+        devices=devices,
+        budgets=tuple(_of_ranks(each, layout) for each in budgets_of(found)),
+        gpus=found,
+        host=None if limit is None else limit // per_machine,
+    )
+
+
+def _part(budget: Budget, per_machine: int) -> Budget:
+    """A rank's part of the host, which all ranks of a machine share."""
+    return (
+        budget
+        if per_machine == 1
+        else replace(budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine)
+    )
+
+
+def _of_ranks(budget: Budget, layout: RankLayout | None) -> Budget:
+    return budget if layout is None else replace(budget, name=f"{budget.name} of {layout.size}")
 
 
 def _named(run: RunContext, count: int) -> tuple[torch.device, ...]:

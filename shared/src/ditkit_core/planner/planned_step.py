@@ -15,6 +15,7 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.read import config_from_file, open_adapter
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
+from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.io.files import local_path
@@ -51,7 +52,8 @@ class Bucket:
         frames, height, width = self.size
         edited = f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}" if self.references else ""
         what = f"{frames} frames of {height}x{width}" if frames > 1 else f"{height}x{width}"
-        return f"{len(self.items)} x {what}{edited} ({self.source})"
+        masked = " with loss masks" if LOSS_WEIGHTS in self.items[0] else ""
+        return f"{len(self.items)} x {what}{edited}{masked} ({self.source})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +75,12 @@ class StepJob:
     flow: FlowConfig
     clip_norm: float = 1.0
     quantize: str = "none"
+    compute: str = "dtype"
+    """`base.compute`."""
     micro_batches: int = 1
     """Number accumulated in a step; with several, the backward of a later one is also measured."""
+    context: int = 1
+    """Ranks that share the tokens of each sample: the step is that of one of them."""
     kind: str = "cuda"
     """Kind of device that the step runs on: `cuda` or `cpu`."""
 
@@ -131,7 +137,9 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
         flow=config.flow,
         clip_norm=config.train.clip_norm,
         quantize=config.base.quantize,
+        compute=config.base.compute,
         micro_batches=config.micro_batches,
+        context=config.ranks.context,
         kind=kind,
     )
 
@@ -143,6 +151,7 @@ def work_of(run: RunContext) -> Workload:
         pipelined=run.config.train.pipelined,
         fp32=run.precision.matmul == torch.float32,
         quantize=run.config.base.quantize,
+        compute=run.config.base.compute,
         kernels=run.config.train.kernels,
     )
 
@@ -184,12 +193,15 @@ def largest_bucket(
         samples: The samples of the dataset, if known already.
         class_images: The class images of prior preservation, if known already.
     """
+    if samples is None and has_data(run):
+        samples = run.data.dataset.samples
     shapes, source = _data_shapes(run, samples)
     of_class = _class_shapes(run, class_images)
-    batches = {shape: _batch(run, arch, shape) for shape in sorted(shapes)}
+    masked = bool(run.config.data.masks) or any(sample.mask is not None for sample in samples or ())
+    batches = {shape: _batch(run, arch, shape, masked=masked) for shape in sorted(shapes)}
     # A micro-batch of class images has at most as many as the data's micro-batch before it.
     most = max(map(len, batches.values()))
-    batches |= {shape: _batch(run, arch, shape)[:most] for shape in sorted(of_class - shapes)}
+    batches |= {shape: _batch(run, arch, shape, masked=masked)[:most] for shape in sorted(of_class - shapes)}
     largest = max(batches, key=lambda shape: sum(map(run.spec.training.num_tokens, batches[shape])))
     if largest not in shapes:
         source = "the largest of the class images, which is larger than the data's"
@@ -203,10 +215,12 @@ def largest_bucket(
     )
 
 
-def _batch(run: RunContext, arch: Any, shape: Shape) -> list[dict[str, Tensor]]:
+def _batch(run: RunContext, arch: Any, shape: Shape, *, masked: bool) -> list[dict[str, Tensor]]:
     train = run.config.train
     with torch.device("meta"):
         item = run.spec.training.empty_item(arch, *shape)
+        if masked:
+            item[LOSS_WEIGHTS] = torch.empty(1, *item["latents"].shape[1:])
     # The same item repeated: a plan only needs its shapes.
     return [item] * (
         max(1, train.batch_tokens // run.spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
@@ -216,8 +230,6 @@ def _batch(run: RunContext, arch: Any, shape: Shape) -> list[dict[str, Tensor]]:
 def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
     """The shapes of the data, and where they come from."""
     data = run.config.data
-    if samples is None and has_data(run):
-        samples = run.data.dataset.samples
     if samples is not None:
         return _shapes(run, samples), f"the largest in {', '.join(data.folders or (data.folder,))}"
     if not data.buckets:

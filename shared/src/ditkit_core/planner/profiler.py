@@ -19,12 +19,14 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import call_before_backward
+from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.planner.memory import Profile, StageCost, behind, mixed
+from ditkit_core.planner.memory import Profile, Rows, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
+from ditkit_core.planner.ranks.recorded import RecordedRanks
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
 from ditkit_core.training.optimizer import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
@@ -87,11 +89,23 @@ class StageMoment:
     """What ran until the next boundary."""
     on_host: int = 0
     """Bytes of activations on the host when the stage began."""
+    sent: int = 0
+    """Bytes of tokens that were sent to other ranks until the next boundary."""
 
     @property
     def flops(self) -> int:
         """Floating-point operations of matmuls and attention until the next boundary."""
         return sum(kernel.flops * count for kernel, count in self.kernels.items())
+
+    @property
+    def in_8_bits(self) -> tuple[int, int]:
+        """Those of products of 8-bit codes, and the bytes that these products read and write."""
+        found = [
+            (kernel, count) for kernel, count in self.kernels.items() if kernel.kind in ("matmul_int8", "matmul_fp8")
+        ]
+        return sum(kernel.flops * count for kernel, count in found), sum(
+            kernel.bytes * count for kernel, count in found
+        )
 
 
 @dataclass
@@ -180,6 +194,7 @@ class _Measuring:
     ):
         self.job, self.model, self.meter, self.updates, self.backward = job, model, meter, updates, backward
         self.devices = [torch.device("cpu", 1 + place) for place in range(max(places) + 1)]
+        self.ranks = RecordedRanks(0, job.context, context=job.context)
         self.found = MeasuredStep(places)
         self.open: StageMoment | None = None
 
@@ -233,6 +248,7 @@ class _Measuring:
         engine = _Watched(
             policy=job.schedule,
             kernels=job.kernels,
+            context=self._context(),
             model=self.model,
             entered=partial(self._entered, forward),
             entered_backward=partial(self._entered_backward, backward),
@@ -249,6 +265,10 @@ class _Measuring:
             accumulate_gradients(model, batches, StepContext(step=1, seed=0, flow=job.flow))
         self.found.attention = tuple(sorted(calls.made))
         return self._boundary()
+
+    def _context(self) -> ContextParallel | None:
+        streams = self.job.spec.architecture.token_streams(self.job.arch) if self.job.context > 1 else None
+        return None if streams is None else ContextParallel(self.ranks, streams)
 
     def _entered(self, forward: list[StageMoment], stage: int) -> None:
         assert stage == len(forward)
@@ -279,6 +299,7 @@ class _Measuring:
         if self.open is not None:
             self.open.peak = Counter({i: meter.peak[device] for i, device in enumerate(self.devices)})
             self.open.kernels = meter.kernels
+            self.open.sent, self.ranks.bytes_sent = self.ranks.bytes_sent, 0
             self.found.peaks |= self.open.peak
         meter.restart_peak()
         meter.kernels = Counter()
@@ -303,6 +324,7 @@ class _Measuring:
             gradients=0 if self.job.optim.fused_backward else gradients,
             optimizer=size(states),
             average=size([trained.average.values[name] for name in named if name in trained.average.values]),
+            rows=tuple(Rows(len(p), p.nbytes // max(1, len(p)), p.requires_grad) for p in stage.parameters() if p.ndim),
         )
 
 
@@ -368,7 +390,10 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
             kept=following.activations[0] - entered.activations[0],
             forward_extra=highest - entered.total[0],
             flops_forward=entered.flops,
+            flops_8_forward=entered.in_8_bits[0],
+            bytes_8_forward=entered.in_8_bits[1],
             on_host=following.on_host - entered.on_host if 0 < stage < head else 0,
+            sent_forward=entered.sent,
         )
         if stage in backward:
             place = order.index(stage)
@@ -380,6 +405,9 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
                 backward_extra=here.peak[0] - here.total[0],
                 backward_extra_again=added.peak[0] - added.total[0],
                 flops_backward=here.flops,
+                flops_8_backward=here.in_8_bits[0],
+                bytes_8_backward=here.in_8_bits[1],
+                sent_backward=here.sent,
             )
         costs.append(cost)
     return costs

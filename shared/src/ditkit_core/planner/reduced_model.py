@@ -16,7 +16,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.weights.quantize import check_quantize, convert
+from ditkit_core.weights.quantize import check_quantize, compute_in_8_bits, convert
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     check_quantize(job.quantize, adapter.method)
     if job.quantize != "none":
         convert(model, job.quantize, spec.precision.keep_fp32)
+    if job.compute != "dtype":
+        compute_in_8_bits(model, job.compute)
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     kinds = _kinds(model, set(targets), whole=adapter.method == "full")
     chosen = ReducedModel(model, *_choose(kinds, of_each))

@@ -9,6 +9,7 @@ from ditkit_core.io.console import say
 from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.memory import DevicePlan, Partition, Workload
+from ditkit_core.planner.ranks.traffic import RanksPlan
 from ditkit_core.planner.step_time import Comparison
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
@@ -49,6 +50,8 @@ class PlanReport:
     """Differences between the plan and the configuration, line by line."""
     chosen: str = ""
     """The choice of a checkpointing budget, in one line."""
+    ranks: RanksPlan | None = None
+    """For several ranks: what they exchange. All other figures are those of one rank."""
 
     @property
     def fits(self) -> bool:
@@ -62,7 +65,7 @@ class PlanReport:
 
     @property
     def host_missing(self) -> int:
-        """Missing bytes of host memory; 0 if there is enough or it is unknown."""
+        """Missing bytes of host memory; 0 if there is enough or it is unknown. Of several ranks each has an equal part."""
         return 0 if self.host_limit is None else max(0, self.host + self.host_activations - self.host_limit)
 
     @property
@@ -78,6 +81,7 @@ class PlanReport:
 
 def plan_json(report: PlanReport) -> dict[str, Any]:
     """The plan as plain values; sizes in bytes."""
+    ranks = {} if report.ranks is None else {"ranks": asdict(report.ranks)}
     return {
         "model": report.model,
         "fits": report.fits,
@@ -117,6 +121,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "assumed_rates": list(report.rates),
         "pipelining": None if report.orders is None else _orders_json(report.orders),
         "notes": list(report.notes),
+        **ranks,
     }
 
 
@@ -169,6 +174,9 @@ def print_plan(report: PlanReport, remedy: str = "") -> None:
         head = ["GiB", "on", "weights", "training", "peak", "available", ""]
         Table(head=head, rows=_auxiliary_rows(report), num_left=2).show()
         say("")
+    if report.ranks is not None:
+        _show_exchanges(report.ranks)
+        say("")
     *lines, last = _lines(report)
     for line in lines:
         say(line)
@@ -176,9 +184,9 @@ def print_plan(report: PlanReport, remedy: str = "") -> None:
 
 
 def _headline(report: PlanReport) -> None:
-    say(
-        f"{report.model}, checkpointing {report.policy}, base {'as it is' if report.work.quantize == 'none' else report.work.quantize}"
-    )
+    base = "as it is" if report.work.quantize == "none" else report.work.quantize
+    computed = "" if report.work.compute == "dtype" else ", multiplied as it is stored"
+    say(f"{report.model}, checkpointing {report.policy}, base {base}{computed}")
     batches = (
         f", {report.work.micro_batches} micro-batches{' at once' if report.work.pipelined else ''}"
         if report.work.micro_batches > 1
@@ -189,6 +197,24 @@ def _headline(report: PlanReport) -> None:
 
 def _show_devices(report: PlanReport, rows: Sequence[Sequence[str]]) -> None:
     Table(head=["GiB", *(plan.budget.name for plan in report.devices)], rows=rows, num_left=1).show()
+
+
+def _show_exchanges(ranks: RanksPlan) -> None:
+    """The exchanges of a rank in a step, with their times by link."""
+    head = ["a rank sends in a step", "GiB", *(f"{time.name}, s" for time in ranks.times)]
+    rows = [
+        [name, _gib(num_bytes), *(_seconds(time.exchanges[place]) for time in ranks.times)]
+        for place, (name, num_bytes) in enumerate(ranks.sent.items())
+    ]
+    rows.append(["not hidden by arithmetic", "", *(_seconds(time.exposed) for time in ranks.times)])
+    if all(time.step is not None for time in ranks.times):
+        rows.append(["step", "", *(_seconds(time.step or 0.0) for time in ranks.times)])
+        rows.append(["efficiency", "", *(f"{time.efficiency or 0.0:.0%}" for time in ranks.times)])
+    Table(head=head, rows=rows, num_left=1).show()
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.1f}"
 
 
 def _auxiliary_rows(report: PlanReport) -> list[list[str]]:
@@ -237,7 +263,16 @@ def _rows(report: PlanReport) -> list[list[str]]:
 
 
 def _lines(report: PlanReport) -> list[str]:
-    lines = []
+    lines, ranks = [], report.ranks
+    if ranks is not None:
+        lines += [
+            f"{ranks.layout}; of {ranks.micro_batches} micro-batches of a step a rank has up to {report.work.micro_batches}",
+            *(f"exchanges are an estimate: {time.rates}" for time in ranks.times),
+        ]
+        if encoders := [row.weights for row in report.auxiliary if row.stage == "encode"]:
+            lines.append(
+                f"encoders run one at a time and on rank 0 alone: up to {_gib(max(encoders))} GiB of weights, once for all ranks"
+            )
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
         lines.append(f"sent to the next device in each forward: {sent}")
@@ -247,10 +282,12 @@ def _lines(report: PlanReport) -> list[str]:
     if any(held.values()):
         available = "" if report.host_limit is None else f", of {_gib(report.host_limit)} GiB available"
         parts = ", for ".join(f"{what}: {_gib(size)} GiB" for what, size in held.items() if size)
-        lines.append(f"host memory for {parts}, page-locked{available}")
+        each = ranks and f" for each rank, {_gib(ranks.host_of_machine)} GiB for all {ranks.layout.nproc} of a machine"
+        lines.append(f"host memory for {parts}, page-locked{available}{each or ''}")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
     if report.seconds is not None:
-        lines.append(f"time: about {report.seconds:.1f} s per step")
+        exchanges = "" if ranks is None else ", without exchanges"
+        lines.append(f"time: about {report.seconds:.1f} s per step{exchanges}")
         lines += [f"the time is an estimate: {rate}" for rate in report.rates]
     if report.orders is not None:
         lines.append(str(report.orders))

@@ -24,7 +24,15 @@ from ditkit_core.planner.memory_tracker import Kernel
 
 UTILISATION = 0.5
 """Share of a GPU's published rate that a whole step is assumed to reach: including elementwise work, which is not counted separately."""
-SHARES = {"matmul_16": 0.8, "matmul_32": 0.67, "attention": 0.63, "attention_backward": 0.49, "memory": 0.9}
+SHARES = {
+    "matmul_16": 0.8,
+    "matmul_32": 0.67,
+    "matmul_int8": 0.65,
+    "matmul_fp8": 0.65,
+    "attention": 0.63,
+    "attention_backward": 0.49,
+    "memory": 0.9,
+}
 """Shares of a GPU's published rates that single kernels of a kind are assumed to reach; those of its memory for all that is elementwise."""
 LINK_SHARE = 0.8
 """Share of a link's published rate that copies from pinned memory are assumed to reach."""
@@ -39,6 +47,9 @@ CONVERSION_TRAFFIC = {
 """By `train.kernels`, bytes read and written for each stored byte when quantized weights are converted to bf16. By separate operations of
 torch, 8 bits are copied and scaled; a byte of two 4-bit codes is widened, looked up, scaled and copied. A kernel reads and writes once."""
 CONVERSIONS_FORWARD, CONVERSIONS_BACKWARD = 1, 2
+ROUNDING_TRAFFIC = {"torch": 9, "triton": 2}
+"""By `train.kernels`, bytes read and written when inputs of products in 8 bits are rounded, and scales are applied to their sums: for each
+byte that the product itself reads or writes. Operations of torch pass over memory seven times, kernels twice."""
 
 
 class StageTime(NamedTuple):
@@ -219,17 +230,17 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
         stages.append((profile.head, False))
     link = gpu.host_bandwidth * LINK_SHARE
 
-    def timed(stage: StageCost, copied: int, flops: int, conversions: int) -> tuple[int, int]:
+    def timed(stage: StageCost, copied: int, *, backward: bool) -> tuple[int, int]:
         # A block's offloaded activations use the link after its forward, and again before its backward, also one block at a time.
-        return compute_time(stage, gpu, flops, conversions, work), int((copied + stage.on_host) / link * 1e9)
+        return compute_time(stage, gpu, work, backward=backward), int((copied + stage.on_host) / link * 1e9)
 
     forward, backward = [], []
     for stage, is_streamed in stages:
         # In a full fine-tune, trained weights are copied in for the forward; for the backward in and out again, with optimizer state.
         trained = (stage.adapters, 2 * (stage.adapters + stage.optimizer)) if profile.trains_all else (0, 0)
         there, back = (stage.weights + each if is_streamed else 0 for each in trained)
-        forward.append(timed(stage, there, stage.flops_forward, CONVERSIONS_FORWARD))
-        backward.append(timed(stage, back, stage.flops_backward, CONVERSIONS_BACKWARD))
+        forward.append(timed(stage, there, backward=False))
+        backward.append(timed(stage, back, backward=True))
     # A device that waits for the one before it has prefetched its first blocks meanwhile. A backward starts with the blocks that the
     # forward ended with, which are still there.
     passes = streaming_time(forward, ahead=start > 0), streaming_time(backward[::-1], ahead=True)
@@ -242,16 +253,33 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
     )
 
 
-def compute_time(stage: StageCost, gpu: GPU, flops: int, conversions: int, work: Workload) -> int:
-    """Nanoseconds of a stage's arithmetic, with its quantized weights converted so many times."""
-    rate = (gpu.fp32_flops if work.fp32 else gpu.bf16_flops) * UTILISATION
-    converted = stage.weights * CONVERSION_TRAFFIC[work.kernels][work.quantize] * conversions
-    return int(flops / rate * 1e9) + int(converted / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9)
+def compute_time(stage: StageCost, gpu: GPU, work: Workload, *, backward: bool) -> int:
+    """Nanoseconds of a stage's arithmetic, its quantized weights converted, or its inputs rounded where it multiplies 8-bit codes."""
+    flops, in_8_bits, touched, conversions = (
+        (stage.flops_backward, stage.flops_8_backward, stage.bytes_8_backward, CONVERSIONS_BACKWARD)
+        if backward
+        else (stage.flops_forward, stage.flops_8_forward, stage.bytes_8_forward, CONVERSIONS_FORWARD)
+    )
+    rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
+    seconds, moved = flops / (rate * UTILISATION), touched * ROUNDING_TRAFFIC[work.kernels]
+    if not in_8_bits:
+        moved = max(stage.weights, stage.gathered) * CONVERSION_TRAFFIC[work.kernels][work.quantize] * conversions
+    elif of_codes := rate_of_codes(gpu, work.compute):
+        # Only products are faster, not what the utilisation stands for apart from them.
+        share = SHARES["matmul_32" if work.fp32 else "matmul_16"]
+        seconds += in_8_bits / (of_codes * SHARES[f"matmul_{work.compute}"]) - in_8_bits / (rate * share)
+    return int(seconds * 1e9) + int(moved / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9)
+
+
+def rate_of_codes(gpu: GPU, compute: str) -> float:
+    """A GPU's published rate of products of `int8` or `fp8` codes; 0 if it has none."""
+    return {"int8": gpu.int8_flops, "fp8": gpu.fp8_flops}.get(compute, 0.0)
 
 
 def kernel_seconds(kernel: Kernel, gpu: GPU) -> float:
     """Time of one kernel: of its arithmetic or of its memory traffic, whichever is longer."""
     rate = gpu.fp32_flops if kernel.kind == "matmul_32" else gpu.bf16_flops
+    rate = rate_of_codes(gpu, kernel.kind.removeprefix("matmul_")) or rate
     arithmetic = kernel.flops / (rate * SHARES[kernel.kind]) if kernel.flops else 0.0
     return max(arithmetic, kernel.bytes / (gpu.memory_bandwidth * SHARES["memory"]))
 
@@ -296,4 +324,12 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
             f"{'fp32' if work.fp32 else gpu.half}; memory {gpu.memory_bandwidth * MEMORY_SHARE / 1e9:.0f} GB/s, link to the host "
             f"{gpu.host_bandwidth * LINK_SHARE / 1e9:.1f} GB/s, which is {LINK_SHARE:.0%} of the published figures ({gpu.source})"
         )
+        if work.compute != "dtype":
+            of_codes, share = rate_of_codes(gpu, work.compute), SHARES[f"matmul_{work.compute}"]
+            lines.append(
+                f"{gpu.name}: products of the frozen base in {work.compute} at {share:.0%} of {of_codes / 1e12:.0f} TFLOP/s, with inputs rounded "
+                f"{'in one pass' if work.kernels == 'triton' else 'in several passes over memory: train.kernels = triton rounds them in one'}"
+                if of_codes
+                else f"{gpu.name} does not multiply {work.compute}: base.compute = {work.compute} is refused there"
+            )
     return lines

@@ -1,24 +1,31 @@
 """Generates the class images of prior preservation with the base model, before training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ditkit_core.data.discovery import lists_of
 from ditkit_core.data.media.clip import write_image
+from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import write_text
+from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.previews.generate import guided_by, text_conditions
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import encode_prior
 from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
+
+if TYPE_CHECKING:
+    from ditkit_core.engine.shards import Shards
 
 
 def num_missing_class_images(run: RunContext, *, started: bool) -> int:
@@ -138,6 +145,25 @@ def generate_class_images(
     finally:
         run.auxiliary.sampler.release()
     return [_image_path(folder, seed) for seed in seeds]
+
+
+def encoded_class_images(
+    run: RunContext,
+    stages: Callable[[], Sequence[DenoiserStage]],
+    count: int,
+    shards: "Shards | None" = None,
+) -> list[EncodedSample]:
+    """Generate class images on the first rank, and encode them; other ranks with `shards` of the weights help it."""
+    made: list[EncodedSample] = []
+
+    def make() -> None:
+        generate_class_images(run, stages(), count, class_conditions(run))
+        made.extend(encode_prior(run))
+
+    current_ranks().on_first(make, None if shards is None else shards.help)
+    if shards is not None:
+        shards.changed()  # the first rank alone still has weights whole that it gathered last
+    return made or encode_prior(run)  # the others find the files
 
 
 def _image_path(folder: Path, seed: int) -> Path:

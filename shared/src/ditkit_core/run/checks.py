@@ -22,7 +22,7 @@ from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optimizers import optimizers_that
 from ditkit_core.training.trainer import check_fused_backward, check_swap
-from ditkit_core.weights.quantize import check_quantize
+from ditkit_core.weights.quantize import check_compute, check_compute_on, check_quantize
 
 
 def check_run(run: RunContext) -> None:
@@ -31,13 +31,16 @@ def check_run(run: RunContext) -> None:
     per_device(run.config.train.reserve, len(run.devices), "train.reserve")
     choose_device(run.config.encode.device, "encode.device")
     check_backend(run.config.train.attention, training=False, devices=[device.type for device in run.devices])
+    check_compute_on(run.config.base.compute, run.devices)
     check_settings(run)
 
 
 def check_settings(run: RunContext) -> None:
     """The checks of `check_run` that do not depend on the devices of this machine."""
     assert run.precision  # read for its own checks: a property that raises where the dtypes contradict each other
-    check_quantize(run.config.base.quantize, run.config.adapter.method)
+    base, method = run.config.base, run.config.adapter.method
+    check_quantize(base.quantize, method)
+    check_compute(base.compute, run.stored_as if base.quantize == "none" else base.quantize, method)
     check_export(run.spec, run.config.export, run.config.adapter)
     check_backend(run.config.train.attention, training=False)
     run.config.sample.check(
@@ -77,6 +80,11 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_compiler(backend_of(train.compile), kinds)
     quantized = base.quantize != "none" or run.stored_as != "none"
     check_compiled(backend_of(train.compile), train.schedule.distinct, attention=train.attention, quantized=quantized)
+    if train.compile and base.compute != "dtype":
+        raise UserError(
+            f"train.compile converts quantized weights to model.dtype, and base.compute = {base.compute} multiplies them as they are; leave one "
+            "of the two out"
+        )
     if run.precision.matmul == torch.float16:
         raise UserError(
             "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
@@ -89,7 +97,12 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
             "optim.rounding to stochastic, or to split (2 bytes more per weight), or model.dtype = fp32"
         )
     in_8_bits = optimizers_that(lambda kind: kind.averages_in_8_bits)
-    run.config.precision.check_training(optimizer=optim.name, in_8_bits=in_8_bits, fused_backward=optim.fused_backward)
+    run.config.precision.check_training(
+        optimizer=optim.name,
+        in_8_bits=in_8_bits,
+        fused_backward=optim.fused_backward,
+        sharded=run.config.ranks.shard > 1,
+    )
     for unused in _unused(run) if here else ():
         warn(unused)
 
@@ -97,13 +110,24 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
 def check_ranks(run: RunContext, size: int) -> None:
     """Refuse settings that do not go with several ranks, each of which has the whole model on a GPU of its own.
 
+    To be called again once the architecture is known.
+
     Raises:
         UserError: Naming the setting and a value that works.
     """
+    config, train = run.config, run.config.train
+    if size % config.ranks.shard:
+        raise UserError(
+            f"ranks.shard = {config.ranks.shard} does not divide this run's {size} process{'es' * (size > 1)}; start a multiple of it, or set "
+            f"ranks.shard to {' or '.join(str(number) for number in range(1, size + 1) if size % number == 0)}"
+        )
+    _check_context(run, size)
     if size == 1:
         return
-    config, train = run.config, run.config.train
-    several = f"this run has {size} ranks, each with the whole model"
+    if config.ranks.shard > 1:
+        _check_sharded(run)
+    num_groups = size // config.ranks.context
+    several = f"this run has {size} ranks, each on one GPU"
     if train.devices:
         raise UserError(f"train.devices = {list(train.devices)} divides the model, and {several}; leave it out")
     if train.device not in ("auto", "cpu", "cuda"):
@@ -124,13 +148,59 @@ def check_ranks(run: RunContext, size: int) -> None:
         raise UserError(
             f"optim.fused_backward updates weights before the gradients of all ranks are added, and {several}; set it to false"
         )
-    if config.micro_batches < size:
-        most = config.micro_batches
+    if config.micro_batches < num_groups:
+        most, fitting = config.micro_batches, config.micro_batches * config.ranks.context
+        working = f"{size} ranks" if num_groups == size else f"{num_groups} groups of {config.ranks.context} ranks"
         raise UserError(
-            f"train.accumulation = {train.accumulation} makes {most} micro-batch{'es' * (most > 1)} a step in all, too few for {size} ranks; set "
-            f"train.accumulation to {size} or a multiple of it (train.batch_size is of one micro-batch), or start at most {most} "
-            f"process{'es' * (most > 1)}"
+            f"train.accumulation = {train.accumulation} makes {most} micro-batch{'es' * (most > 1)} a step in all, too few for {working}; set "
+            f"train.accumulation to {num_groups} or a multiple of it (train.batch_size is of one micro-batch), or start at most {fitting} "
+            f"process{'es' * (fitting > 1)}"
         )
+
+
+def _check_sharded(run: RunContext) -> None:
+    """Refuse settings that need a weight whole, where ranks divide it.
+
+    Raises:
+        UserError: Naming the setting and a value that works.
+    """
+    config, shard = run.config, f"ranks.shard = {run.config.ranks.shard}"
+    if not config.optim.kind.by_element:
+        raise UserError(
+            f"optim.name = {config.optim.name} needs whole weights or all of them at once, and {shard} gives each rank some rows; use "
+            f"{' or '.join(optimizers_that(lambda kind: kind.by_element))}"
+        )
+    if any(config.train.swap_blocks):
+        raise UserError(
+            f"train.swap_blocks streams whole weights, and {shard} divides them over ranks; leave it out, or divide them over more ranks"
+        )
+    if config.train.compile:
+        raise UserError(f"train.compile cannot compile the gathering of weights that {shard} needs; set it to false")
+    if config.train.schedule.budget is not None:
+        raise UserError(
+            f"train.checkpointing = {config.train.checkpointing!r} is planned for whole weights, and {shard} divides them; name a policy, such "
+            "as full or attn_only"
+        )
+
+
+def _check_context(run: RunContext, size: int) -> None:
+    """Refuse settings that do not go with ranks that share the tokens of each sample. `Ranks.grouped` refuses sizes that do not divide."""
+    config, context = run.config, run.config.ranks.context
+    if context == 1:
+        return
+    shared = f"ranks.context = {context} shares each sample's tokens among {context} ranks"
+    if size == 1:
+        raise UserError(
+            f"{shared}, and this run has one; start it with torchrun --nproc-per-node {context}, or leave it out"
+        )
+    if config.adapter.method != "full" and config.adapter.dropout:
+        raise UserError(
+            f"{shared}, and a mask of adapter.dropout = {config.adapter.dropout:g} is of all tokens at once; set it to 0"
+        )
+    if config.train.compile:
+        raise UserError(f"{shared}, which compiled blocks cannot exchange; leave train.compile out")
+    if run.arch is not None and run.spec.architecture.token_streams(run.arch) is None:
+        raise UserError(f"{shared}, and blocks of this architecture read groups of tokens; leave ranks.context out")
 
 
 def check_preview_device(run: RunContext) -> None:

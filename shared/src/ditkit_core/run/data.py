@@ -62,6 +62,11 @@ class RunData:
         edits = sum(bool(sample.references) for sample in found.samples)
         if edits:
             say(f"{key}: {edits} of {len(found.samples)} samples have references")
+        if masked := sum(sample.mask is not None for sample in found.samples):
+            outside = self.config.train.mask_weight
+            say(
+                f"{key}: {masked} of {len(found.samples)} samples have loss masks; train.mask_weight = {outside:g} outside"
+            )
         if config.buckets:
             say(f"{key}: buckets {describe_sizes((sample.height, sample.width) for sample in found.samples)} samples")
         if config.frame_buckets or config.windows != "first":

@@ -80,6 +80,7 @@ def encode_samples(
         reference_size=run.spec.data.reference_size,
         conditioning=run.auxiliary.conditioning,
         assemble=run.spec.training.assemble,
+        mask_weight=run.config.train.mask_weight,
     )
     on_bad = left_out if run.config.data.on_bad == "skip" else None
     return encode(samples, encoders, run.data.cache, extra_captions=texts, progress=_encode_progress, on_bad=on_bad)

@@ -2,6 +2,7 @@
 
 import json
 import platform
+from dataclasses import replace
 
 import torch
 
@@ -11,9 +12,11 @@ from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
+from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.console import say
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.run.context import RunContext
@@ -37,21 +40,45 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Lo
     return prepared
 
 
-def engine_of(run: RunContext, prepared: LoadedModel, schedule: ACSchedule | None = None) -> BlockEngine:
+def divide_weights(run: RunContext, prepared: LoadedModel, ranks: Ranks) -> LoadedModel:
+    """The model with each weight's rows divided over ranks, on this rank's device; unchanged if `ranks.shard` is 1."""
+    if ranks.shard == 1:
+        return prepared
+    from ditkit_core.engine.shards import Shards  # imports parts of torch that take seconds
+
+    shards = Shards(prepared.model, prepared.trainable, run.precision, ranks, run.devices[0])
+    say(f"weights, gradients and optimizer state are divided over {ranks.shard} ranks")
+    return replace(prepared, shards=shards, trainable=shards.local)
+
+
+def engine_of(
+    run: RunContext, prepared: LoadedModel, schedule: ACSchedule | None = None, ranks: Ranks | None = None
+) -> BlockEngine:
     """The engine that runs the model as configured.
 
     Args:
         run: The run.
         prepared: The model.
         schedule: The resolved `train.checkpointing`; None for inference, where a budget need not be resolved.
+        ranks: Those that train, and share each sample's tokens if they are in groups. None for inference on this rank alone.
     """
     config = run.config.train
     streaming = () if prepared.streamer is None else (prepared.streamer,)
     # Without a backward, a budget of memory has nothing to decide: any policy runs the same forward.
     if schedule is None:
         schedule = config.schedule if config.schedule.budget is None else ACSchedule.everywhere(Policy())
+    context = None
+    if ranks is not None and ranks.context > 1:
+        streams = run.spec.architecture.token_streams(run.arch)
+        assert streams is not None, "refused by check_ranks"
+        context = ContextParallel(ranks, streams)
     return BlockEngine(
-        policy=schedule, backend=config.attention, kernels=config.kernels, compile=config.compile, hooks=streaming
+        policy=schedule,
+        backend=config.attention,
+        kernels=config.kernels,
+        compile=config.compile,
+        hooks=streaming,
+        context=context,
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ from ditkit_core.weights.load import Advice, fits_shapes, load_into, match, read
 from ditkit_core.weights.quantize import (
     check_quantize,
     check_scaled,
+    compute_in_8_bits,
     convert,
     describe_quantized,
     hold_as_stored,
@@ -52,6 +53,9 @@ from ditkit_core.weights.quantize import (
     num_bytes,
     quantized_bytes,
 )
+
+if TYPE_CHECKING:
+    from ditkit_core.engine.shards import Shards
 
 _MAX_PARAMETERS = 20_000  # of a foreign config.json; the largest transformers that are known have about 2,000 tensors
 
@@ -79,9 +83,17 @@ class LoadedModel:
     streamer: BlockSwap | None = None
     """Streams weights through the devices, for the engine; None if nothing is streamed."""
 
-    def readable(self) -> AbstractContextManager[None]:
-        """Inside the block every weight can be read, on the host or its device. The model may be unable to run meanwhile."""
-        return nullcontext() if self.streamer is None else self.streamer.on_host()
+    shards: "Shards | None" = None
+    """Divides the weights over ranks; None if this one has all."""
+
+    def readable(self, *, base: bool = True) -> AbstractContextManager[None]:
+        """Inside the block every weight can be read, on the host or its device; the model may be unable to run meanwhile.
+
+        Without `base`, only the trained weights need to be readable.
+        """
+        if self.shards is not None:
+            return self.shards.readable(base=base)
+        return self.streamer.on_host() if base and self.streamer is not None else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +155,8 @@ def build_meta_model(
     merged = [(open_file(file), strength) for file, strength in map(parse_merge, base.merge)]
     adapter, start = _started_from_file(adapter, open_file, say)
     _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)
+    if base.compute != "dtype":
+        say(compute_in_8_bits(model, base.compute))
     # after quantization, so that the adapters are added to the layers that the model ends up with
     adapted = inject(model, adapter, spec.adapters.targets)
     for file, strength in merged:
@@ -202,12 +216,7 @@ def _quantize_blocks(
 
 
 def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) -> None:
-    """Run the embedding on a sample's shapes: encoded samples of another model fail here, before weights are read.
-
-    Args:
-        spec: The model's family.
-        model: The model on `meta`.
-        item: A training item on `meta`.
+    """Run the embedding on the shapes of a sample, on `meta`: those of another model fail here, before weights are read.
 
     Raises:
         UserError: If the model cannot take it.
@@ -227,11 +236,6 @@ def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) 
 
 def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSample]) -> None:
     """Check one sample of each shape; otherwise one that the model cannot take would fail in the middle of an epoch.
-
-    Args:
-        spec: The model's family.
-        model: The model on `meta`.
-        samples: All training samples.
 
     Raises:
         UserError: Naming the sample that the model cannot take.

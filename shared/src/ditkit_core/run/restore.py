@@ -1,5 +1,6 @@
 """Loads the trained weights of a save, or of a preview, into a model."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -51,11 +52,12 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
         )
     if step is not None:  # `latest` has verified the latest
         check_save(path)
-    state = load_state(path)
+    state = load_state(path, prepared.shards)
     # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not streamed, whatever its settings.
-    with prepared.readable():
-        parameters, optim = trainable_parameters(prepared.model), replace(stored.optim, fused_backward=False)
-        trained = TrainState(prepared.model, parameters, optim, stored.ema)
+    shards, optim = prepared.shards, replace(stored.optim, fused_backward=False)
+    with prepared.readable() if shards is None else nullcontext():  # of its rows, each rank sets its own
+        parameters = trainable_parameters(prepared.model) if shards is None else prepared.trainable
+        trained = TrainState(prepared.model, parameters, optim, stored.ema, shards=shards)
         trained.load_state_dict(state, path)
         with trained.used():
             used = {name: value.detach().clone() for name, value in parameters.items()}

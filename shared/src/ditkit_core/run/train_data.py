@@ -61,7 +61,7 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Lo
     changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))
     if changed:
         raise UserError(
-            f"{folder.path} was trained on something else ({len(changed)} changed, first {changed[0]!r}: clip, caption, "
+            f"{folder.path} was trained on something else ({len(changed)} changed, first {changed[0]!r}: clip, mask, caption, "
             f"encoder or weights); put it back, or start a new run from its weights with --run.folder NEW --init-from {folder.path}"
         )
 

@@ -55,6 +55,19 @@ class DemoConformance:
         assert demo.train(tmp_path / "run", *flags) == 0, capsys.readouterr().err
         assert list((tmp_path / "run" / "exports").iterdir())
 
+    def test_the_demo_is_trained_under_masks(
+        self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Images for all its media, white in their left half, which the two steps and the held-out loss are weighed by."""
+        masks = demo.write_masks(tmp_path / "masks")
+        assert demo.train(tmp_path / "run", "--sample.captions", "0") == 0
+        capsys.readouterr()
+        masked = ("--data.masks", str(masks), "--train.mask_weight", "0.1", "--sample.captions", "0")
+        assert demo.train(tmp_path / "masked", *masked) == 0
+        assert "train.mask_weight = 0.1 outside" in capsys.readouterr().out
+        plain, weighed = demo.held_out(tmp_path / "run")[0], demo.held_out(tmp_path / "masked")[0]
+        assert 0.1 * plain < weighed < plain
+
     def test_an_adapter_trained_here_starts_and_merges_into_another_run(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

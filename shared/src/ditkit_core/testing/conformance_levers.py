@@ -14,7 +14,7 @@ from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
-from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import Watched, stream
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
@@ -22,7 +22,7 @@ from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly
 
 LEVERS: Mapping[str, Sequence[Any]] = {
     "policy": POLICIES,
-    "quantize": ("none", *LAYOUTS),
+    "quantize": ("none", *LAYOUTS, *COMPUTED),
     "adapter": [name for name in ADAPTERS if name != "full"],
     "layout": ("ends alone", "three", "uneven"),
     "one_of": (0, 1, 2),

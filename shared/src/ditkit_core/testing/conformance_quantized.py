@@ -27,7 +27,7 @@ from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
 from ditkit_core.weights.fused_tensors import rows_of
-from ditkit_core.weights.quantize import convert, linears_of_blocks
+from ditkit_core.weights.quantize import compute_in_8_bits, convert, linears_of_blocks
 
 KINDS = tuple(LAYOUTS)
 # Training the base itself is refused.
@@ -37,10 +37,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ONE, _TWO = torch.device("cpu:1"), torch.device("cpu:2")
 
 
+COMPUTED = ("int8 computed", "fp8 computed")
+"""Formats whose codes are also multiplied as they are, as `base.compute` has it."""
+
+
 def make_quantized(
     spec: ModelSpec, arch: Any, kind: str, *, dtype: torch.dtype = torch.float32, adapter: AdapterConfig | None = None
 ) -> Any:
-    """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something."""
+    """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something. `kind` may be one of `COMPUTED`."""
+    kind, _, computed = kind.partition(" ")
     model: Any = make_model(spec, arch, dtype=dtype).requires_grad_(False)
     values = dict(model.named_parameters())
     for name in convert(model, kind, spec.precision.keep_fp32).quantized:
@@ -48,6 +53,9 @@ def make_quantized(
         layer.set_weight(values[f"{name}.weight"].float().clone())
         if layer.bias is not None:
             layer.bias = values[f"{name}.bias"]
+    if computed:
+        compute_in_8_bits(model, kind)
+        assert any(layer.in_8_bits for layer in quantized_weights(model).values())
     if adapter is not None:
         add_adapter(model, spec, adapter)
     return model.train()
@@ -101,7 +109,7 @@ class QuantizedChecks:
 
     @pytest.mark.parametrize(
         ("trained", "kind"),
-        every_value(list(zip(_ADAPTERS | _EVERYWHERE, itertools.cycle(_DTYPES), strict=False)), KINDS),
+        every_value(list(zip(_ADAPTERS | _EVERYWHERE, itertools.cycle(_DTYPES), strict=False)), (*KINDS, *COMPUTED)),
     )
     def test_no_policy_changes_a_bit_over_a_quantized_base(self, trained: tuple[str, str], kind: str) -> None:
         adapter, dtype = trained

@@ -25,16 +25,7 @@ class ReplicaConformance:
     @pytest.fixture
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The folder that the script writes; it runs once for all cases."""
-        return Path(once(tmp_path_factory.getbasetemp(), self.script.stem, self._run))
-
-    @classmethod
-    def _run(cls, folder: Path) -> str:
-        folder.mkdir()
-        done = subprocess.run(
-            [sys.executable, str(cls.script), str(folder)], capture_output=True, text=True, timeout=280, check=False
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        return str(folder)
+        return run_once(tmp_path_factory.getbasetemp(), self.script)
 
     def test_any_number_of_ranks_trains_the_same_bits(self, folder: Path) -> None:
         """The index of a save has the digests of weights, optimizer, average and metrics, and the validation losses."""
@@ -42,18 +33,18 @@ class ReplicaConformance:
         names = [name for name in ranks["1"][0] if CASES[name].trained != "full"]
         assert names
         for name, num in itertools.product(names, self.worlds):
-            assert _index(folder / f"{name} on {num}") == _index(folder / f"{name} on 1"), (name, num)
+            assert index_of(folder / f"{name} on {num}") == index_of(folder / f"{name} on 1"), (name, num)
             for each in ranks[str(num)]:
                 assert each[name] | {"exchanges": 0} == ranks["1"][0][name], (name, num)
 
     def test_a_full_fine_tune_differs_by_the_order_of_sums_alone(self, folder: Path) -> None:
         """Losses and norms of six steps. A gradient that is zero but for rounding moves its weight by a whole AdamW step, so weights say less."""
         ranks = json.loads((folder / "ranks.json").read_text())
-        expected = _losses(folder / "full on 1")
+        expected = losses(folder / "full on 1")
         assert len(expected) == STEPS
         for num in self.worlds[1:]:
             assert len({each["full"]["weights"] for each in ranks[str(num)]}) == 1, "ranks differ from each other"
-            found = _losses(folder / f"full on {num}")
+            found = losses(folder / f"full on {num}")
             assert found[0][0] == expected[0][0], "the first loss is of the same weights"
             for step, (one, other) in enumerate(zip(expected, found, strict=True)):
                 assert other == pytest.approx(one, rel=1e-4), (num, step)
@@ -67,13 +58,31 @@ class ReplicaConformance:
     def check_continued(folder: Path, first: int, second: int) -> None:
         """Check a run of two numbers of ranks."""
         name = "lora with dropout"
-        assert _index(folder / f"{name} on {first} then {second}") == _index(folder / f"{name} on 1"), (first, second)
+        assert index_of(folder / f"{name} on {first} then {second}") == index_of(folder / f"{name} on 1"), (
+            first,
+            second,
+        )
 
 
-def _losses(run: Path) -> list[tuple[float, float]]:
+def run_once(base: Path, script: Path, seconds: int = 280) -> Path:
+    """The folder that a script wrote, once for all tests and workers."""
+
+    def run(folder: Path) -> str:
+        folder.mkdir()
+        command = [sys.executable, str(script), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return str(folder)
+
+    return Path(once(base, script.stem, run))
+
+
+def losses(run: Path) -> list[tuple[float, float]]:
+    """Loss and norm of the gradients of each step of a run."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
-def _index(run: Path) -> object:
+def index_of(run: Path) -> object:
+    """The index of a run's last save, which has digests of everything in it."""
     return json.loads((run / "state" / f"step-{STEPS:06d}" / "state.json").read_text())

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ditkit_core.commands import cli
+from ditkit_core.data.media.clip import called_like_media, probe, write_image
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
@@ -76,6 +78,21 @@ class Demo:
         assert cli.run(self.spec, "train", [*arguments, "--train.steps", "3"]) == 0
         assert (run / "state" / "step-000003").is_dir()
         return tensors
+
+    def write_masks(self, folder: Path) -> Path:
+        """Write a mask for each of the demo's media into a folder: an image whose left half is white."""
+        for media in self.inputs.glob("*/*"):
+            if not called_like_media(media):
+                continue
+            info = probe(media)
+            mask = torch.zeros(3, info.height, info.width)
+            mask[:, :, : info.width // 2] = 1
+            write_image(folder / f"{media.stem}.png", mask)
+        return folder
+
+    def held_out(self, run: Path) -> list[float]:
+        """The validation losses of a run."""
+        return [record["held_out"] for record in _metrics(run) if "held_out" in record]
 
     def _arguments(self, run: Path) -> list[str]:
         return ["--demo", "--run.folder", str(run), "--encode.cache", str(self.cache), *_FEW, *_NO_PREVIEWS]

@@ -13,6 +13,7 @@ Starting costs seconds, most of them imports, so a script runs many cases and re
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -140,3 +141,16 @@ def as_rank(work: Callable[[], Any]) -> None:
     (folder / f"rank_{rank}.json").write_text(json.dumps(work()))
     dist.barrier()  # the others may still be reading from this one
     dist.destroy_process_group()
+
+
+def process_of_rank(rank: int, parent: int) -> int | None:
+    """The process of a rank that torchrun, `parent`, started; None if there is none now. Needs /proc."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            found = re.search(r"^PPid:\s*(\d+)", status.read_text(), re.MULTILINE)
+            environment = status.with_name("environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if found and int(found[1]) == parent and f"RANK={rank}".encode() in environment:
+            return int(status.parent.name)
+    return None

@@ -9,11 +9,11 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,21 @@ from torch import Tensor
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.shards import Shards
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.world import ADAPTERS, Items, make_model
+from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.trainer import Trainer, TrainerConfig
 from ditkit_core.training.validation import Validator
 
@@ -49,6 +55,9 @@ class Case:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-3, warmup_steps=3))
     decay: float = 0.9
     """Of the average."""
+    quantize: str = ""
+    """Form of the base; empty for its dtype."""
+    policy: str = "full"
 
 
 CASES = {
@@ -61,6 +70,23 @@ CASES = {
     "full": Case("full"),
 }
 """All are bitwise identical on any number of ranks but the full fine-tune, whose gradients are summed rank by rank."""
+
+SHARDED = {
+    **{
+        name: CASES[name]
+        for name in ("lora with dropout", "lora, five micro-batches", "lora in bf16", "dora with prior", "full")
+    },
+    "full in bf16, split": Case(
+        "full", dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3, rounding="split"), policy="attn_only"
+    ),
+    "full in bf16, stochastic": Case(
+        "full", dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3, rounding="stochastic"), decay=0.0
+    ),
+    "lora on int8": Case("lora", quantize="int8", policy="attn_only"),
+    "lora on fp8": Case("lora", quantize="fp8", policy="none"),
+    "lora on nf4": Case("lora", quantize="nf4", dtype=torch.bfloat16),
+}
+"""Runs whose weights ranks divide; sums over ranks are taken in another order than in one process."""
 
 
 class _Data:
@@ -93,6 +119,21 @@ class CountedRanks(Ranks):
             yield
 
 
+class Divided(NamedTuple):
+    """Ranks of which some divide the weights, and some share tokens."""
+
+    size: int
+    shard: int
+    context: int = 1
+
+    def cases(self, names: Sequence[str]) -> list[str]:
+        """Those that it can train: masks of dropout are of all tokens at once."""
+        return [name for name in names if self.context == 1 or "dropout" not in name]
+
+    def __str__(self) -> str:
+        return f"{self.size} by {self.shard}{f' of {self.context}' * (self.context > 1)}"
+
+
 @dataclass(frozen=True)
 class Replicas:
     """A family's model and data, and where its runs are written."""
@@ -102,18 +143,65 @@ class Replicas:
     items: Items
     folder: Path
     cases: Sequence[str]
-    """Names of `CASES`."""
+    """Names of `CASES` or `SHARDED`."""
+    divided: Divided = field(default_factory=lambda: Divided(1, 1))
 
     def every(self, ranks: Ranks) -> dict[str, Any]:
         """Train all cases, and return this rank's results by case."""
-        return {name: self.train(name, type(ranks)(ranks.rank, ranks.size)) for name in self.cases}
+        return {
+            name: self.train(name, replace(own)) for own in [self._of(ranks)] for name in self.divided.cases(self.cases)
+        }
+
+    def shared(self, context: int, ranks: Ranks) -> dict[str, Any]:
+        """Train the cases without dropout by ranks that share tokens, and return this rank's results by case."""
+        ranks, into = ranks.grouped(context), f"on {ranks.size // context} of {context}"
+        names = [name for name in self.cases if "dropout" not in name]
+        return {name: self.train(name, replace(ranks), into=f"{name} {into}") for name in names}
+
+    def loaded(self, ranks: Ranks, runs: Sequence[tuple[str, str]]) -> dict[str, bool]:
+        """By run, whether its last save is bitwise the same after it was loaded; runs by folder and case."""
+        return {into: self._loaded(name, into, replace(own)) for own in [self._of(ranks)] for into, name in runs}
+
+    def _of(self, ranks: Ranks) -> Ranks:
+        return replace(ranks, shard=self.divided.shard).grouped(self.divided.context)
+
+    def _loaded(self, name: str, into: str, ranks: Ranks) -> bool:
+        model = self.made(name, ranks)
+        state = TrainState(
+            model.module,
+            model.trainable,
+            SHARDED[name].optim,
+            EMAConfig(decay=SHARDED[name].decay),
+            shards=model.shards,
+        )
+        folder = self.folder / into / "state" / f"step-{STEPS:06d}"
+        state.load_state_dict(load_state(folder, model.shards), folder)
+        again, saved = state.state_dict(), load_state(folder)
+        if model.shards is not None:
+            again = replace(again, tensors=model.shards.whole(again.tensors))
+        if not ranks.is_first:
+            return True
+        return all(
+            found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+            for found, expected in ((again.tensors[group], saved.tensors[group]) for group in saved.tensors)
+        )
+
+    def made(self, name: str, ranks: Ranks) -> TrainModel:
+        """The model of a case, divided if ranks divide weights."""
+        case = (CASES | SHARDED)[name]
+        make = partial(make_quantized, kind=case.quantize) if case.quantize else make_model
+        model: Any = make(self.spec, self.arch, dtype=case.dtype, adapter=ADAPTERS[case.trained])
+        trainable, shards = trainable_parameters(model), None
+        streams = self.spec.architecture.token_streams(self.arch)
+        context = ContextParallel(ranks, streams) if ranks.context > 1 and streams is not None else None
+        if ranks.shard > 1:
+            shards = Shards(model, trainable, Precision(matmul=case.dtype), ranks, torch.device("cpu"))
+            trainable = shards.local
+        return TrainModel(model, BlockEngine(policy=case.policy, context=context), self.spec, trainable, shards=shards)
 
     def train(self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = "") -> dict[str, Any]:
         """Train a case until `steps`, in a folder named after the number of ranks, and return this rank's results for JSON."""
-        case = CASES[name]
-        model = make_model(self.spec, self.arch, dtype=case.dtype, adapter=ADAPTERS[case.trained])
-        trainable = trainable_parameters(model)
-        made = TrainModel(model, BlockEngine(policy="full"), self.spec, trainable)  # type: ignore[arg-type]
+        case, made = (CASES | SHARDED)[name], self.made(name, ranks)
         held = Batch(ids=["held 0", "held 1", "held 2"], items=[dict(self.items[place]) for place in (0, 1, 0)])
         trainer = Trainer(
             made,
@@ -126,12 +214,15 @@ class Replicas:
                 save=SaveConfig(every_steps=3, keep_last=9),
                 log=LogConfig(tensorboard=False),
             ),
-            folder=self.folder / (into or f"{name} on {ranks.size}"),
+            folder=self.folder / (into or f"{name} on {self.divided if ranks.shard > 1 else ranks.size}"),
             validator=Validator(HeldOutConfig(sigmas=(0.3, 0.8)), held),
             ranks=ranks,
         )
         result = trainer.fit()
-        digest = json_hash({key: value.detach().double().tolist() for key, value in trainable.items()})
+        values = (
+            {} if ranks.shard > 1 else {key: value.detach().double().tolist() for key, value in made.trainable.items()}
+        )
+        digest = json_hash(values)
         exchanges = ranks.exchanges if isinstance(ranks, CountedRanks) else 0
         return {"weights": digest, "held_out": result.held_out, "exchanges": exchanges}
 
@@ -180,6 +271,8 @@ def main(
     worlds: Sequence[int] = (1, 3),
     continued: Sequence[tuple[int, int]] = ((3, 1),),
     cases: Sequence[str] = FEW,
+    sharded: Sequence[Divided] = (),
+    shared: Sequence[tuple[int, int]] = (),
 ) -> None:
     """The work of a script: cases in every world, and runs that go on with another number of ranks.
 
@@ -189,7 +282,9 @@ def main(
         items: Training samples of one size or of several.
         worlds: Numbers of ranks, 1 among them.
         continued: Pairs: a run is trained by the first number of ranks until its middle, and by the second to its end.
-        cases: Names of `CASES`.
+        cases: Names of `CASES` or `SHARDED`.
+        sharded: Worlds that divide the weights.
+        shared: Pairs: so many ranks in context groups of so many.
     """
     torch.set_num_threads(1)
     make_model(spec, arch, adapter=ADAPTERS["lora"])  # imports peft, which else each of the processes would do
@@ -198,6 +293,21 @@ def main(
     ranks_of: dict[str, Any] = {}
     for num in worlds:
         ranks_of[str(num)] = forked(num, replicas.every, folder / f"world {num}")
+    for world in sharded:
+        work = replace(replicas, divided=world).every
+        ranks_of[str(world)] = forked(world.size, work, folder / f"world {world}")
+    for world in (Divided(1, 1), *sharded) if sharded else ():
+        runs = [
+            (f"{name} on {other if other.size > 1 else 1}", name)
+            for other in (Divided(1, 1), *sharded)
+            for name in other.cases(cases)
+            if other != world
+        ]
+        work = partial(replace(replicas, divided=world).loaded, runs=runs)
+        ranks_of[f"loaded on {world}"] = forked(world.size, work, folder / f"loaded on {world}")
+    for num, context in shared:
+        found = forked(num, partial(replicas.shared, context), folder / f"world {num} of {context}")
+        ranks_of[f"{num // context} of {context}"] = found
     name = "lora with dropout"
     for first, second in continued:
         into = f"{name} on {first} then {second}"

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
@@ -32,6 +32,20 @@ _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.def
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _OF_A_SHAPE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 """Their tensor says the shape alone."""
+
+
+class _Generator(torch.Generator):
+    """A generator whose device is known by its seed: torch's forgets the index of a CPU, and operations get another object."""
+
+    of: ClassVar[dict[int, torch.device]] = {}
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+
+    def manual_seed(self, seed: int) -> Self:
+        self.of[seed] = self._device
+        super().manual_seed(seed)
+        return self
 
 
 @dataclass(frozen=True)
@@ -74,9 +88,11 @@ class StandIn(PretendDevices):
             self.runtime.manual_seed_all(number)
             return seed(number)
 
-        # No dispatch mode sees these two.
+        # No dispatch mode sees these.
+        patch.setattr(torch, "Generator", _Generator)
         patch.setattr(UntypedStorage, "resize_", resize_in_place)
         patch.setattr(torch, "manual_seed", seed_all)
+        patch.setattr(Tensor, "pin_memory", lambda tensor: self.runtime.pinned(tensor))
         patch.setattr(pinned_memory, "unlock", unlock_inside)
         super().__enter__()
         return self
@@ -95,7 +111,9 @@ class StandIn(PretendDevices):
             devices[torch.device(named)] = None
         source: AbstractContextManager[None] = nullcontext()
         if role.samples and devices:
-            assert kwargs.get("generator") is None, f"{func}: a generator of the host, and a tensor of {[*devices]}"
+            chosen = kwargs.get("generator")
+            own = None if chosen is None else _Generator.of.get(chosen.initial_seed(), HOST)
+            assert own is None or own in devices, f"{func}: a generator of {own}, and a tensor of {[*devices]}"
             source = self.runtime.sampling_on(next(iter(devices)))
         with source:
             out = super().__torch_dispatch__(func, types, args, kwargs)

@@ -70,6 +70,7 @@ class StandInRuntime:
         self._storages: dict[int, tuple[torch.device, int, weakref.ref[UntypedStorage]]] = {}
         self._live, self._peak = Counter[torch.device](), Counter[torch.device]()
         self._locked: dict[int, int] = {}
+        self._pinned: set[int] = set()
         self._generators: dict[torch.device, Tensor] = {}
         self._seed = torch.initial_seed()
 
@@ -149,8 +150,16 @@ class StandInRuntime:
                 self.log.launch(HOST_THREAD, f"the unlocking of {num_bytes} bytes", writes=[key])
         return 0
 
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A copy in page-locked memory, as `Tensor.pin_memory` makes it: its memory is freed only after all copies from it."""
+        made = tensor.clone()
+        self._pinned.add(self.follow(made, HOST_THREAD))
+        return made
+
     def is_locked(self, tensor: Tensor) -> bool:
         """Whether a host tensor's bytes are all page-locked."""
+        if tensor.untyped_storage()._cdata in self._pinned:
+            return True
         first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         return any(start <= first and last <= start + num_bytes for start, num_bytes in self._locked.items())
 
@@ -225,7 +234,10 @@ class StandInRuntime:
         self._peak[device] = max(self._peak[device], self._live[device])
 
     def _forget(self, key: int) -> None:
-        self.resized(key, 0)
+        if key in self._pinned:
+            self._pinned.discard(key)
+        else:
+            self.resized(key, 0)
         del self._storages[key]
 
 

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.training.metrics import is_of_the_machine
 
 HALF, STEPS = 3, 6
 """Optimizer steps after which a run is interrupted, and of the whole run: `train.steps` of its run file. It saves every `HALF` steps."""
@@ -58,7 +59,6 @@ The optimizer's averages, by the norm of each; a metric, by its value. Measured 
 6e-6, 1.4e-6 and 1.7e-7."""
 
 _TENSORS = ("trainable", "ema", "optimizer")
-_TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes", "peak_reserved_bytes")
 _KEPT = ("config.toml", "data.json", "metrics.jsonl")
 """Files that a run needs to continue, besides its save."""
 _CHOOSE_KERNELS = (
@@ -176,7 +176,7 @@ def machine() -> str:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without what depends on the clock and the memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in line.items() if name not in _TIMES} for line in lines]
+    return [{name: value for name, value in line.items() if not is_of_the_machine(name)} for line in lines]
 
 
 def _train(spec: ModelSpec, run: str) -> int:

@@ -32,6 +32,7 @@ from ditkit_core.models.spec import (
     TrainingSpec,
 )
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.models.token_streams import TokenStreams
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
@@ -300,6 +301,7 @@ TOY = ModelSpec(
             to_native=_to_native,
             from_native={"official": lambda name: (TensorSlice(official_name(name)),), "diffusers": _to_diffusers},
         ),
+        token_streams=lambda arch: TokenStreams(fields=lambda carry: {"tokens": ("tokens",)}),
     ),
     precision=PrecisionSpec(op_group_of=_op_group_of),
     training=TrainingSpec(

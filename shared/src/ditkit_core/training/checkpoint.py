@@ -11,9 +11,10 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,8 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import file_hash, json_hash, temporary_path
+from ditkit_core.io.files import file_hash, flush, json_hash, temporary_path
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.training.config import SaveConfig
+
+if TYPE_CHECKING:
+    from ditkit_core.engine.shards import Shards
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
 _INDEX = "state.json"
@@ -46,8 +51,16 @@ class State:
     """Digest of metrics.jsonl up to this step; empty if it is not known."""
 
 
-def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
+Written = Mapping[str, Mapping[str, Any]]
+"""Size and digest of files, by name."""
+
+
+def save_state(
+    folder: Path, state: State, config: SaveConfig, *, write: Callable[[Path], Written] | None = None
+) -> Path:
     """Write a save, `folder/step-000020`, in place of one of the same step; then remove those not to be kept.
+
+    `write` writes the tensors into a folder, if they are not to be written here as one file for each group.
 
     Raises:
         UserError: If it cannot be written (full disk, no permission); earlier saves stay, and no partial files remain.
@@ -60,7 +73,7 @@ def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
         temporary, replaced = temporary_path(final), temporary_path(final)
         try:
             temporary.mkdir()
-            _write_files(temporary, state)
+            _write_index(temporary, state, (write or partial(_write_files, state))(temporary))
             if final.exists():  # damaged or abandoned; a folder cannot be renamed over another on Windows
                 os.rename(final, replaced)
             os.rename(temporary, final)
@@ -72,14 +85,37 @@ def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
     return final
 
 
-def _write_files(folder: Path, state: State) -> None:
+def save_sharded(folder: Path, state: State, config: SaveConfig, shards: "Shards", ranks: Ranks) -> Path:
+    """Write a save; all ranks call it with their rows. It is complete once the index has the digests of every rank's file.
+
+    Raises:
+        UserError: On all ranks, if one of them cannot write; earlier saves stay, and no partial files remain.
+    """
+
+    from ditkit_core.training.sharded_checkpoint import write_sharded  # imports parts of torch that take seconds
+
+    def write(temporary: Path) -> Written:
+        ranks.broadcast_object(temporary.name)
+        return write_sharded(temporary, state.tensors, shards, ranks)
+
+    if ranks.is_first:
+        return save_state(folder, state, config, write=write)
+    write_sharded(folder / ranks.broadcast_object(""), state.tensors, shards, ranks)
+    return folder / f"step-{state.step:06d}"
+
+
+def _write_files(state: State, folder: Path) -> Written:
     files = {}
     for name, tensors in state.tensors.items():
         if tensors:
             path = folder / f"{name}.safetensors"
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
-            _flush(path)
+            flush(path)
             files[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
+    return files
+
+
+def _write_index(folder: Path, state: State, files: Written) -> None:
     index = _FORMAT | {
         "step": state.step,
         "held_out": state.held_out,
@@ -90,14 +126,14 @@ def _write_files(folder: Path, state: State) -> None:
     }
     text = json.dumps({**index, _DIGEST: json_hash(index)}, indent=1)
     (folder / _INDEX).write_text(text, encoding="utf-8", newline="\n")
-    _flush(folder / _INDEX)
+    flush(folder / _INDEX)
     _flush_folder(folder)
 
 
-def load_state(path: Path) -> State:
+def load_state(path: Path, shards: "Shards | None" = None) -> State:
     """Read a save whose files `latest` or `check_save` verified.
 
-    The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows).
+    The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows). With `shards`, they are this rank's rows.
 
     Raises:
         UserError: If its index is not that of an intact save, or may not be read.
@@ -107,10 +143,15 @@ def load_state(path: Path) -> State:
         if (index := _index(path)) is None:
             raise UserError(f"{path}: {_NOT_A_SAVE}; choose another save")
     tensors: dict[str, dict[str, Tensor]] = {}
-    for name in index["files"]:
+    if any(map(_is_shard, index["files"])):
+        from ditkit_core.training.sharded_checkpoint import read_sharded  # imports parts of torch that take seconds
+
+        tensors = read_sharded(path, shards)
+    for name in index["files"] if not tensors else ():
         with safe_open(path / name, framework="pt") as file:
-            keys = list(file.keys())
-            tensors[name.removesuffix(".safetensors")] = {key: file.get_tensor(key).clone() for key in keys}
+            group = tensors[name.removesuffix(".safetensors")] = {}
+            for key in list(file.keys()):
+                group[key] = file.get_tensor(key).clone() if shards is None else shards.read(key, file)
     return State(
         step=index["step"],
         tensors=tensors,
@@ -239,9 +280,13 @@ def _is_ours(index: Mapping[str, Any]) -> bool:
         and isinstance(index["step"], int)
         and isinstance(values["optimizer"], dict)
         and all(number is None or isinstance(number, int | float) for number in numbers)
-        and "trainable.safetensors" in index["files"]
+        and any(name == "trainable.safetensors" or _is_shard(name) for name in index["files"])
         and all(isinstance(file["bytes"], int) and isinstance(file["blake2b"], str) for file in index["files"].values())
     )
+
+
+def _is_shard(name: str) -> bool:
+    return name.startswith("shard-")
 
 
 def prune_saves(folder: Path, step: int, config: SaveConfig) -> None:
@@ -265,11 +310,6 @@ def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder.exists():
             shutil.rmtree(folder, ignore_errors=True)  # Windows keeps a folder that is open; the next save removes it
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

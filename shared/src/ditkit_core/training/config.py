@@ -91,11 +91,20 @@ class TrainConfig:
     """Maximum global gradient norm; larger gradients are scaled down. 0 disables clipping."""
     seed: int = setting(0, resume="refused")
     """Seed of initial adapters, data order, noise and dropout."""
+    noise_device: Literal["cpu", "device"] = setting("cpu", resume="stated")
+    """Where noise is sampled: `cpu` gives the same noise whatever device trains; `device` samples other noise on the first training
+    device, which saves the time of one CPU thread and a copy. Both are a function of seed, step, place in the step and sample."""
     caption_dropout: float = setting(0.0, resume="stated")
     """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
     control_dropout: float = setting(-1.0, resume="stated")
     """Share of samples whose optional conditions (a first frame, where text alone is enough) are left out, in [0, 1]. -1 means the
     model's own: half of the samples if it generates from text alone as well as from an image (TI2V), else none."""
+    mask_weight: float = setting(0.0, resume="stated")
+    """Weight of the loss where a sample's mask is black, in [0, 1]; it is 1 where the mask is white, and between for grey. Samples without a
+    mask (data.masks) have weight 1 everywhere."""
+    profile: int = setting(0, resume="free")
+    """Steps to trace after three steps of warm-up: profile.json.gz in the run folder shows what ran when, and the longest kernels are
+    printed. 0 traces nothing."""
     device: str = setting("auto", resume="free")
     """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
     devices: tuple[str, ...] = setting((), resume="free")
@@ -120,8 +129,9 @@ class TrainConfig:
     attention: str = setting("sdpa", resume="stated")
     """Attention backend."""
     kernels: Literal["torch", "triton"] = setting("torch", resume="stated")
-    """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, and of converting int8 and nf4 weights:
-    `torch` in several passes over memory, or `triton` in one. Both compute in fp32 and differ in the last bits. `triton` is not timed on a GPU yet, so it is not the default."""
+    """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, of converting int8 and nf4 weights, and of
+    rounding for base.compute: `torch` in several passes over memory, or `triton` in one. Both compute in fp32 and differ in the last
+    bits. `triton` is not timed on a GPU yet, so it is not the default."""
     compile: bool | str = setting(False, resume="stated")
     """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
     other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on
@@ -133,7 +143,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.sentinels < 0:
             raise UserError(f"train.sentinels = {self.sentinels} must be steps between two checks, or 0 for none")
-        for name, least in {"batch_size": 1, "accumulation": 1, "steps": 0, "clip_norm": 0, "threads": 0}.items():
+        for name, least in {
+            "batch_size": 1,
+            "accumulation": 1,
+            "steps": 0,
+            "clip_norm": 0,
+            "threads": 0,
+            "profile": 0,
+        }.items():
             # `not … >=` also refuses NaN, which compares false.
             if not getattr(self, name) >= least:
                 raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
@@ -150,8 +167,9 @@ class TrainConfig:
         check_sizes(self.schedule.budget or ())
         if not all(0 <= reserve < math.inf for reserve in self.reserve):
             raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
-        if not 0 <= self.caption_dropout <= 1:
-            raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
+        for name in ("caption_dropout", "mask_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"train.{name} = {getattr(self, name)} must be in [0, 1]")
         if not 0 <= self.control_dropout <= 1 and self.control_dropout != -1:
             raise UserError(
                 f"train.control_dropout = {self.control_dropout} must be in [0, 1], or -1 for the model's own"

@@ -9,15 +9,18 @@ levels then truncates the distribution; clamping the samples instead would pile 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from ditkit_core.io.rng import generator
+from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
+from ditkit_core.io.rng import generator, seed_of
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_model import MicroBatch, TrainModel
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
@@ -58,8 +61,11 @@ def sample_noise(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "..."]]:
     """Noise level and float32 noise of one sample, as a function of names alone (seed, purpose, step, sample)."""
     random = generator(*names)
-    sigma = sigma_at(torch.rand((), dtype=torch.float64, generator=random), config, shift).float()
-    return sigma, torch.randn(latents.shape, generator=random)
+    return _sample_sigma(random, config, shift), torch.randn(latents.shape, generator=random)
+
+
+def _sample_sigma(random: torch.Generator, config: FlowConfig, shift: float) -> Float[Tensor, ""]:
+    return sigma_at(torch.rand((), dtype=torch.float64, generator=random), config, shift).float()
 
 
 def loss_weight(sigma: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
@@ -81,6 +87,33 @@ def _bell(sigma: Tensor) -> Tensor:
     return middle - torch.exp(torch.tensor(-0.5, dtype=torch.float64))
 
 
+class LossMask(NamedTuple):
+    """Where a sample's velocity is learnt; both are broadcast to its latents."""
+
+    learnt: Tensor | None
+    """`TrainingSpec.loss_mask`: the mean is over the places where it is 1. None for everywhere."""
+    weights: Tensor | None
+    """Weights of the squared errors from the sample's mask; they do not change what the mean divides by. None for 1 everywhere."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, item: Mapping[str, Tensor]) -> Self:
+        """The mask of a training item, on its device."""
+        return cls(spec.training.loss_mask(item), item.get(LOSS_WEIGHTS))
+
+    def to(self, device: torch.device) -> Self:
+        """The mask on another device."""
+        return type(self)(*(each if each is None else each.to(device, non_blocking=True) for each in self))
+
+    def mean(self, squares: Float[Tensor, "..."]) -> Float[Tensor, ""]:
+        """The mean of a sample's squared errors where they are learnt, each with its weight."""
+        if self.weights is not None:
+            squares = squares * self.weights.to(squares, non_blocking=True)
+        if self.learnt is None:
+            return squares.mean()
+        mask = self.learnt.to(squares, non_blocking=True).expand_as(squares)
+        return (squares * mask).sum() / mask.sum()
+
+
 class NoisedBatch(NamedTuple):
     """A micro-batch with the noise that it is trained or measured at."""
 
@@ -92,8 +125,91 @@ class NoisedBatch(NamedTuple):
     """float32 noise of each sample, shaped like its latents."""
     targets: Sequence[Float[Tensor, "..."]] | None = None
     """The velocities to predict, on the prediction's device; None for `velocity_target` of each sample."""
-    masks: Sequence[Tensor | None] | None = None
-    """The loss mask of each sample, on the prediction's device; None for `ModelSpec.training.loss_mask` of each."""
+    masks: Sequence[LossMask] | None = None
+    """The loss mask of each sample, on the prediction's device; None for `LossMask.of` each."""
+
+
+class PreparedBatch(NamedTuple):
+    """A micro-batch of a training step with everything that its forward needs but the model."""
+
+    sigma: Float[Tensor, " batch"]
+    """Noise levels, always on the host."""
+    noised: NoisedBatch
+    weights: Float[Tensor, " batch"]
+    """Weights of the samples' losses."""
+    noise_seeds: Sequence[int] = ()
+    """Seeds of the noise that is sampled on the first device; empty if it was sampled on the host."""
+
+    def to(self, first: torch.device, last: torch.device) -> Self:
+        """The batch with its inputs on the first device of a model, and targets, masks and weights on the last, which makes the predictions."""
+        items, sigma, noise, targets, masks = self.noised
+        assert targets is not None and masks is not None
+        items = [to_device(item, first) for item in items]
+        if self.noise_seeds:
+            noise = [
+                torch.randn(item["latents"].shape, generator=torch.Generator(first).manual_seed(seed), device=first)
+                for item, seed in zip(items, self.noise_seeds, strict=True)
+            ]
+            targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
+        noised = NoisedBatch(
+            items=items,
+            sigma=sigma.to(first, non_blocking=True),
+            noise=[eps.to(first, non_blocking=True) for eps in noise],
+            targets=[target.to(last, non_blocking=True) for target in targets],
+            masks=[mask.to(last) for mask in masks],
+        )
+        return self._replace(noised=noised, weights=self.weights.to(last, non_blocking=True))
+
+    def pinned(self) -> Self:
+        """The batch in page-locked memory, from which copies to a GPU do not hold up the host; unchanged if the system refuses to lock it.
+
+        torch frees such memory only after the copies from it are done.
+        """
+        try:
+            return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, self)
+        except torch.AcceleratorError:
+            return self
+
+
+def prepare(
+    spec: ModelSpec,
+    flow: FlowConfig,
+    micro_batches: Sequence[MicroBatch],
+    micro: int,
+    *,
+    seed: int,
+    step: int,
+    noise_device: Literal["cpu", "device"] = "cpu",
+) -> PreparedBatch:
+    """Read one of a step's micro-batches, and sample its noise, all on the host but noise for `noise_device = "device"`.
+
+    Noise level and noise of a sample are a function of the run's seed, the step (counted from 0), the sample's place in the step and its id.
+    """
+    batch, place = micro_batches[micro], sum(len(before.ids) for before in micro_batches[:micro])
+    shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
+    names = [(seed, "noise", step, place + i, name) for i, name in enumerate(batch.ids)]
+    if noise_device == "device":
+        levels = [_sample_sigma(generator(*each), flow, shift) for each, shift in zip(names, shifts, strict=True)]
+        noise, seeds = [], [seed_of(*each, "on the device") for each in names]
+    else:
+        sampled = [
+            sample_noise(item["latents"], flow, shift, *each)
+            for item, shift, each in zip(batch.items, shifts, names, strict=True)
+        ]
+        levels, noise, seeds = [level for level, _ in sampled], [eps for _, eps in sampled], []
+    factors = batch.weights or [1.0] * len(levels)
+    weights = [
+        factor * loss_weight(level, flow, shift) for factor, level, shift in zip(factors, levels, shifts, strict=True)
+    ]
+    sigma = torch.stack(levels)
+    noised = NoisedBatch(
+        items=batch.items,
+        sigma=sigma,
+        noise=noise,
+        targets=[velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)] if noise else [],
+        masks=[LossMask.of(spec, item) for item in batch.items],
+    )
+    return PreparedBatch(sigma=sigma, noised=noised, weights=torch.stack(weights), noise_seeds=seeds)
 
 
 def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
@@ -111,17 +227,9 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
         targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
     # The step passes targets and masks, sent to their device ahead of time; validation has them made here.
     if masks is None:
-        masks = [model.spec.training.loss_mask(item) for item in items]
+        masks = [LossMask.of(model.spec, item) for item in items]
     triples = zip(prediction, targets, masks, strict=True)
-    return torch.stack([learnt_mean((v.float() - t).square(), mask) for v, t, mask in triples])
-
-
-def learnt_mean(squares: Float[Tensor, "..."], mask: Tensor | None) -> Float[Tensor, ""]:
-    """The mean of a sample's squared errors where the mask is 1, or everywhere without a mask."""
-    if mask is None:
-        return squares.mean()
-    mask = mask.to(squares, non_blocking=True).expand_as(squares)
-    return (squares * mask).sum() / mask.sum()
+    return torch.stack([mask.mean((v.float() - t).square()) for v, t, mask in triples])
 
 
 def velocity_target(item: Mapping[str, Tensor], noise: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

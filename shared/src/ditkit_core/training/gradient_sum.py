@@ -3,6 +3,9 @@
 Floating-point sums depend on their order. So the micro-batches are the leaves of a binary tree, which their number alone decides: the sum over
 micro-batches [a, b) is the sum of [a, c) and [c, b), with c - a the largest power of two below b - a. A rank adds what it has, and sends a
 sum where the tree goes on with that of another rank. One process adds in the same tree, so any number of ranks has the same bits.
+
+Where the ranks of a context group share a sample's tokens, each has its part of every gradient, times the group's size. Each adds its parts
+with those of the same place in other groups, and once a step the sum is their mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,12 +101,14 @@ class GradientSum:
         return parts
 
     def _from_first(self, gradients: Gradients) -> Gradients:
-        total = dict(gradients)
+        total, ranks = dict(gradients), self._ranks
         for names in self._by_dtype():
-            if self._ranks.is_first:
-                self._ranks.broadcast(self._flat(gradients, names))
-                continue
-            parts = self._apart(self._ranks.broadcast(self._buffer(names)), names)
+            summed = ranks.group_index == 0
+            flat = ranks.mean_in_group(self._flat(gradients, names)) if summed else self._buffer(names)
+            ranks.broadcast(flat)
+            if ranks.is_first and ranks.context == 1:
+                continue  # these are its own
+            parts = self._apart(flat, names)
             # Copied: a part of a buffer may be aligned otherwise than a tensor of its own, and a norm's bits may depend on that.
             total |= {name: part.clone() for name, part in parts.items()}
         return total

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
-from ditkit_core.io.trackers import LibraryTracker, TensorBoard, TrackedRun, Trackers, has_new_samples
+from ditkit_core.io.trackers import TIMES, LibraryTracker, TensorBoard, TrackedRun, Trackers, has_new_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,17 +182,24 @@ def log_left_samples(folder: Path, config: LogConfig, tracked: TrackedRun, warn:
 
 _OF_THE_MACHINE = (
     "seconds",
+    "data_seconds",
     "tokens_per_second",
     "peak_memory_bytes",
     "peak_reserved_bytes",
     "wait_seconds",
     "sent_bytes",
+    "mfu",
 )
+
+
+def is_of_the_machine(name: str) -> bool:
+    """Whether a number differs each time that a step runs: times and memory."""
+    return name in _OF_THE_MACHINE or name.startswith(TIMES)
 
 
 def _lasting(row: Mapping[str, Any]) -> bytes:
     """What is the same whenever and wherever a line is made, so that the saves of an interrupted run are those of an undisturbed one."""
-    return json.dumps({name: value for name, value in row.items() if name not in _OF_THE_MACHINE}).encode()
+    return json.dumps({name: value for name, value in row.items() if not is_of_the_machine(name)}).encode()
 
 
 def _step_of(line: str) -> int:

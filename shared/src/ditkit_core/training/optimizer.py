@@ -66,6 +66,7 @@ class NamedOptimizer:
         *,
         matrices: Collection[str] = (),
         accumulation: torch.dtype | None = None,
+        places: Mapping[str, tuple[int, int]] | None = None,
     ):
         """Build it.
 
@@ -74,6 +75,7 @@ class NamedOptimizer:
             matrices: Names of the weight matrices in the blocks, for Muon.
             accumulation: Dtype in which gradients are summed over micro-batches; None: the parameters' dtype, or fp32
                 if wider.
+            places: Of parameters that are parts of others: the place of their first element, and the number of elements of the whole.
 
         Raises:
             UserError: If the optimizer's package is missing, or Muon has no matrices to train.
@@ -82,6 +84,7 @@ class NamedOptimizer:
         self.fused_backward = config.fused_backward
         self._rounding = config.rounding
         self._rounding_at: tuple[int, int] = (0, 0)
+        self._places = places or {}
         self._proxies = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
         # With `fused_backward` a step has one micro-batch, so nothing is summed.
         self._accumulation = None if config.fused_backward else accumulation
@@ -176,8 +179,10 @@ class NamedOptimizer:
             _set_rate(part, lr)
             part.step()
 
-    def step_one(self, name: str, lr: float) -> None:
+    def step_one(self, name: str, lr: float, found_inf: Tensor | None = None) -> None:
         """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
+
+        Nothing is updated where `found_inf` is 1, a float32 scalar on the parameter's device, if `skips_on_device` says so.
 
         Several threads may call it at once, each with parameters of its own: their torch optimizers share only the
         state dictionary, in which each has an entry of its own.
@@ -185,7 +190,12 @@ class NamedOptimizer:
         single = self._singles[name]
         with single.guard, self._in_fp32(name):
             _set_rate(single.optimizer, lr)
+            single.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             single.optimizer.step()
+
+    def skips_on_device(self, name: str) -> bool:
+        """Whether the optimizer of a parameter takes `found_inf`."""
+        return self._singles[name].kind.skips_on_device
 
     @contextmanager
     def _in_fp32(self, name: str) -> Iterator[None]:
@@ -201,7 +211,8 @@ class NamedOptimizer:
             wide.grad = None
             if self._rounding == "stochastic":
                 seed, step = self._rounding_at
-                write_stochastic(parameter, wide.data, seed_of(seed, "rounding", step, name))
+                start, count = self._places.get(name, (0, parameter.numel()))
+                write_stochastic(parameter, wide.data, seed_of(seed, "rounding", step, name), start=start, of=count)
             elif self._rounding == "split":
                 state = self.state_of(name)
                 if rest is None:  # only now: an optimizer treats a state that is not empty as initialised
@@ -298,7 +309,8 @@ class OptimizerInBackward:
 
     The backward runs inside its `with` block. No full set of gradients exists. The price is that nothing can look at all gradients before
     the first update: no clipping by their norm, no accumulation over micro-batches, and a non-finite gradient is found after others were
-    applied.
+    applied. It is not applied itself, nor is any that its device completes after it. AdamW sees to that on the device, and the host reads
+    the norms when the backward is over. Other optimizers have no such switch: for them the host waits for each gradient.
 
     The mechanism is torch's own, `Tensor.register_post_accumulate_grad_hook`, which torch documents for this purpose. The engine's hooks
     cannot replace it: they are called block by block, in the order of the carry, while a gradient is complete when the parameter's last
@@ -307,7 +319,7 @@ class OptimizerInBackward:
     from one thread per device, at the same time.
 
     Attributes:
-        updated: Names of the parameters that were updated, in that order.
+        updated: Names of the parameters that were updated, in that order; if a gradient was not finite, `applied` says which of them.
     """
 
     def __init__(
@@ -327,7 +339,8 @@ class OptimizerInBackward:
         self._optimizer, self._lr, self._readable = optimizer, lr, readable
         self._watch = watch
         self._norms: dict[str, Tensor] = {}
-        self._broken: set[str] = set()
+        self._found_inf: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        """For each device whether a gradient was not finite, as 0 or 1, and a 1."""
         self._sound = True
         self._handles: list[RemovableHandle] = []
         self.updated: list[str] = []
@@ -351,15 +364,21 @@ class OptimizerInBackward:
         # The norm that `total_norm` computes. Before the update, because some optimizers write into the gradient.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         norm = self._norms[name] = torch._foreach_norm([gradient], dtype=wide)[0]
+        device = gradient.device
+        if device not in self._found_inf:
+            self._found_inf.setdefault(device, (torch.zeros((), device=device), torch.ones((), device=device)))
+        found_inf, one = self._found_inf[device]
+        # Sets `found_inf` in one launch, if the norm is not finite; the norm times 1 is the norm.
+        torch._amp_foreach_non_finite_check_and_unscale_([norm], found_inf, one)
         if self._watch is not None:
             self._watch(name, gradient)
-        # Waits for the device once per parameter, because an update cannot be undone.
-        if self._readable and not math.isfinite(float(norm)):
+        skips = self._optimizer.skips_on_device(name)
+        if (
+            not skips and self._readable and float(found_inf)
+        ):  # waits for the device, because an update cannot be undone
             self._sound = False
-            if not gradient.isfinite().all():
-                self._broken.add(name)
         if self._sound:
-            self._optimizer.step_one(name, self._lr)
+            self._optimizer.step_one(name, self._lr, found_inf if skips else None)
             self.updated.append(name)
         parameter.grad = None
 
@@ -368,5 +387,15 @@ class OptimizerInBackward:
         return [self._norms[name] for name in self._optimizer.parameters if name in self._norms]
 
     def broken(self) -> list[str]:
-        """Names of the parameters whose gradients were not finite, in the parameters' order."""
-        return [name for name in self._optimizer.parameters if name in self._broken]
+        """Names of the parameters whose gradients have no finite norm, in the parameters' order. Waits for the devices."""
+        return [name for name in self._optimizer.parameters if name in self._norms and not self._norms[name].isfinite()]
+
+    def applied(self) -> list[str]:
+        """Names of the parameters that were updated although a gradient was not finite: those before it on its device."""
+        broken, stopped, found = set(self.broken()), set[torch.device](), []
+        for name, norm in self._norms.items():
+            if name in broken:
+                stopped.add(norm.device)
+            elif name in self.updated and norm.device not in stopped:
+                found.append(name)
+        return found

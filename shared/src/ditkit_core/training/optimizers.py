@@ -29,10 +29,14 @@ class OptimizerKind:
     """Whether its step uses torch's compiler, which only one thread may enter at a time."""
     one_by_one: bool = False
     """Whether it can update one weight at a time, so that only that weight exists in fp32."""
+    skips_on_device: bool = False
+    """Whether its step does nothing where its attribute `found_inf`, a tensor on the device, is 1, as torch's GradScaler uses it."""
     averages_in_8_bits: bool = False
     """Whether it keeps its averages of the gradient and of its square in 8 bits, not in fp32."""
     streams: bool = False
     """Whether its state can be streamed with the weights of a block."""
+    by_element: bool = False
+    """Whether it updates each element from that element's gradients alone, so that ranks can divide a weight."""
     estimates_rate: bool = False
     """Whether it estimates the learning rate from all gradients together; `optim.lr` multiplies the estimate."""
     rest: str = ""
@@ -90,7 +94,7 @@ def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> "torch
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True),
+    "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True, by_element=True, skips_on_device=True),
     # torchao compiles its step with the state as constants, so the state cannot be moved between two steps
     "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True),
     "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True),
@@ -100,7 +104,10 @@ OPTIMIZERS = {
     ),
     # eval() and train() convert all weights at once, so none can be streamed
     "schedulefree_adamw": OptimizerKind(
-        build=_schedulefree, averages=True, progress=("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
+        build=_schedulefree,
+        averages=True,
+        by_element=True,
+        progress=("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode"),
     ),
 }
 """All optimizers by `optim.name`. A new one is added here and nowhere else."""

@@ -8,7 +8,7 @@ part that is.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.engine import BlockEngine
 
-_AT_ONCE = 2**20
-"""Elements per chunk, which limits temporary memory to about 10 MiB."""
+_AT_ONCE = {"cpu": 2**20, "cuda": 2**23}
+"""Elements per part, by kind of device. On the host temporary memory then stays in its caches. A GPU is busy with a part for as long as the
+host launches the next operation, and needs at most 40 MiB. fp32 counts so many exactly."""
 
 GROWTH = 10.0
 """Factor by which a block's largest activation may grow before a warning."""
@@ -54,29 +55,38 @@ def with_hooks(engine: Any, hook: BlockHooks) -> Any:
     return replace(engine, hooks=(*engine.hooks, hook)) if isinstance(engine, BlockEngine) else engine
 
 
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.detach().reshape(-1).split(_AT_ONCE[tensor.device.type])
+
+
 def magnitudes(tensor: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Largest finite magnitude of a floating-point tensor, and the number of its values that are not finite; float64, on its device."""
-    flat = tensor.detach().reshape(-1)
-    largest = torch.zeros((), dtype=torch.float64, device=flat.device)
-    count = torch.zeros_like(largest)
-    for part in flat.split(_AT_ONCE):
-        size = part.abs()
-        bad = ~(size <= torch.finfo(size.dtype).max)  # written so that NaN counts, too: it compares false
-        largest = torch.maximum(largest, size.masked_fill_(bad, 0).amax().double())
-        count += bad.sum()
-    return largest, count
+    extremes: list[Tensor] = []
+    counts: list[Tensor] = []
+    for part in _parts(tensor):
+        finite = part.nan_to_num(0.0, 0.0, 0.0)
+        extremes += finite.aminmax()
+        counts.append(finite.ne(part).sum())  # NaN differs from everything
+    return torch.stack(extremes).abs().amax().double(), torch.stack(counts).sum().double()
 
 
-def smallness(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Number of a gradient's elements below the smallest normal number of its dtype, and how many of these are 0; float64."""
-    flat = gradient.detach().reshape(-1)
-    small = torch.zeros((), dtype=torch.float64, device=flat.device)
-    zero = torch.zeros_like(small)
-    for part in flat.split(_AT_ONCE):
-        size = part.abs()
-        small += (size < torch.finfo(size.dtype).tiny).sum()
-        zero += (size == 0).sum()
-    return small, zero
+def normal_counts(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Number of a gradient's elements from the smallest normal number of its dtype on, and of those that are not 0."""
+    limits, wide = torch.finfo(gradient.dtype), torch.promote_types(gradient.dtype, torch.float32)
+    largest_subnormal = limits.tiny * (1 - limits.eps)
+    # A norm of order 0 is a count: one launch that allocates nothing, exact in fp32 for so few elements.
+    pairs = [
+        [
+            torch.linalg.vector_norm(kept, 0, dtype=wide)
+            for kept in (torch.nn.functional.hardshrink(part, largest_subnormal), part)
+        ]
+        for part in _parts(gradient)
+    ]
+    normal, nonzero = (
+        counts[0] if len(counts) == 1 else torch.stack(counts).sum(dtype=torch.float64)
+        for counts in zip(*pairs, strict=True)
+    )
+    return normal, nonzero
 
 
 class StatsRecorder(BlockHooks):
@@ -119,10 +129,10 @@ class StatsRecorder(BlockHooks):
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Record statistics of a parameter's gradient, before it is clipped."""
-        self._gradients[name] = (gradient.numel(), *smallness(gradient))
+        self._gradients[name] = (gradient.numel(), *normal_counts(gradient))
 
     def packed(self) -> list[Float[Tensor, "numbers"]]:
-        """All numbers in the order in which `read` takes them, stacked by device, so that each device sends one tensor."""
+        """All numbers in the order in which `read` takes them, stacked by device, so that each device sends few tensors."""
         # The first block of a device seems to have written the whole carry. Only parts that other blocks write, too, are counted for it.
         changed = {made.part for made in self._found.keys() - self._guessed}
         if changed:
@@ -134,24 +144,31 @@ class StatsRecorder(BlockHooks):
             for found in self._found.values()
             for number in (torch.stack([x for x, _ in found]).amax(), torch.stack([x for _, x in found]).sum())
         ]
-        numbers += [number for _, small, zero in self._gradients.values() for number in (small, zero)]
+        numbers += [number for _, *counts in self._gradients.values() for number in counts]
         stacked, start = [], 0
         for end in range(1, len(numbers) + 1):
-            if end == len(numbers) or numbers[end].device != numbers[start].device:
+            if end == len(numbers) or _kind(numbers[end]) != _kind(numbers[start]):
                 stacked.append(torch.stack(numbers[start:end]))
                 start = end
         return stacked
 
-    def read(self, of_ranks: Sequence[Sequence[float]]) -> None:
-        """Receive the packed numbers of every rank on the host: activations of its micro-batches, and gradients, which all have."""
+    def read(
+        self, of_ranks: Sequence[Sequence[float]], divided: Mapping[str, int] | None = None, shard: int = 1
+    ) -> None:
+        """Receive the packed numbers of every rank on the host: activations of its micro-batches, and gradients, which all have.
+
+        Of gradients that the first `shard` ranks divide, `divided` has the numbers of elements.
+        """
         ranks = [list(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in of_ranks]
-        pairs = ranks[0]
         activations = {
             made: (max(largest for largest, _ in each), sum(count for _, count in each))
             for made, each in zip(self._found, zip(*ranks, strict=True), strict=False)
         }
         shares, lost, total = {}, 0.0, 0
-        for (name, (size, *_)), (small, zero) in zip(self._gradients.items(), pairs[len(self._found) :], strict=True):
+        for place, (name, (size, *_)) in enumerate(self._gradients.items(), len(self._found)):
+            parts = [each[place] for each in ranks[: shard if divided and name in divided else 1]]
+            size = (divided or {}).get(name, size)
+            small, zero = (size - sum(counts) for counts in zip(*parts, strict=True))
             if zero < size:
                 shares[name], lost, total = small / size, lost + small, total + size
         worst = max(shares, key=lambda name: shares[name], default="")
@@ -161,6 +178,10 @@ class StatsRecorder(BlockHooks):
             underflow=lost / total if total else float(bool(self._gradients)),
             worst=worst if worst and shares[worst] else "",
         )
+
+
+def _kind(number: Tensor) -> tuple[torch.device, torch.dtype]:
+    return number.device, number.dtype
 
 
 @dataclass

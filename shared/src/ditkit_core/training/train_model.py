@@ -1,16 +1,29 @@
-"""The inputs of a training step: a model with its engine, and the samples of a micro-batch."""
+"""The inputs of a training step: a model with its engine, and micro-batches, which are prepared while earlier ones run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.encoding.cache import reading_ahead
 from ditkit_core.engine.block_swap import BlockSwap
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from ditkit_core.engine.shards import Shards
+
+Prepared = TypeVar("Prepared")
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,8 @@ class TrainModel:
     """The parameters to train, by name; no two names share one. A forward alone needs none."""
     streamer: BlockSwap | None = None
     """Streams weights of the model, for the engine; None if all stay on their devices."""
+    shards: "Shards | None" = None
+    """Divides the weights over ranks; None if this rank has all of them. `trainable` are then this rank's rows."""
     matmul_dtype: torch.dtype = torch.float32
     """Matmul dtype of the blocks: the loop warns of activations near its largest number."""
 
@@ -31,6 +46,12 @@ class TrainModel:
     def adapts(self) -> bool:
         """Whether adapters are trained, which are small next to the frozen base; False if all weights are."""
         return any(not parameter.requires_grad for parameter in self.module.parameters())
+
+
+def with_clock(model: TrainModel, clock: StepClock) -> TrainModel:
+    """The model with an engine that is timed; unchanged with an engine of another kind."""
+    engine = model.engine
+    return replace(model, engine=replace(engine, clock=clock)) if isinstance(engine, BlockEngine) else model
 
 
 @runtime_checkable
@@ -52,3 +73,106 @@ class MicroBatch(Protocol):
     @property
     def counted(self) -> float | None:
         """Number of samples that it counts for in the step's mean: None for as many as it has, 0 if its loss is added to the mean."""
+
+
+@runtime_checkable
+class DataLoader(Protocol):
+    """Micro-batches by index; the index alone decides their samples, so a resumed run continues in the same order."""
+
+    def micro_batches(self, index: int) -> Sequence[MicroBatch]:
+        """Micro-batch `index` of the run, counted from 0 over all steps, and that of class images with it, if any.
+
+        Called in a background thread, too, but never in two threads at once.
+        """
+
+
+class Prefetcher(Generic[Prepared]):
+    """The micro-batches of a run in order. While one runs, the next one of this rank is prepared in a background thread.
+
+    What is prepared is a function of its place in the run, so a run is the same bit by bit, and a resumed one, too. What fails in the
+    background is done again when the loop asks for it: its error is raised there, in the thread of the loop, and nowhere if by then it
+    succeeds.
+
+    Attributes:
+        seconds_waited: Seconds so far that the loop waited for micro-batches.
+    """
+
+    def __init__(
+        self,
+        data: DataLoader,
+        prepare: Callable[[Sequence[MicroBatch], int, int], Prepared],
+        *,
+        accumulation: int,
+        steps: int,
+        ranks: Ranks,
+    ):
+        """Prepare nothing yet.
+
+        Args:
+            prepare: Called with the micro-batches of a step, the number of one of them, and the step.
+            accumulation: Indices of `data` in a step.
+            steps: Steps of the whole run.
+        """
+        self._data, self._prepare, self._accumulation = data, prepare, accumulation
+        self._steps, self._ranks = steps, ranks
+        self._known: dict[int, list[MicroBatch]] = {}
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead: Future[tuple[tuple[int, int], Prepared]] | None = None
+        self.seconds_waited = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Wait for the thread, which prepares one micro-batch at most."""
+        self._thread.shutdown(cancel_futures=True)
+        self._ahead = None
+
+    def micro_batches(self, step: int) -> Sequence[MicroBatch]:
+        """The micro-batches of a step, on all ranks; those of earlier steps are freed."""
+        with self._waiting():
+            made = self._made(step)
+        self._known = {other: batches for other, batches in self._known.items() if other >= step}
+        return made
+
+    def prepared(self, step: int, micro: int) -> Prepared:
+        """A micro-batch of this rank, by its number in its step. The one after it is prepared from now on."""
+        with self._waiting():
+            found = self._found(step, micro)
+            found = self._prepare(self._made(step), micro, step) if found is None else found
+        following = (step, micro + 1) if micro + 1 in self._share(step) else (step + 1, None)
+        if following[0] < self._steps:
+            self._ahead = self._thread.submit(self._prepare_ahead, *following)
+        return found
+
+    def _found(self, step: int, micro: int) -> Prepared | None:
+        """What was prepared ahead; None if it failed, or is another micro-batch, as at a run's start."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.exception() is not None:
+            return None
+        place, made = ahead.result()
+        return made if place == (step, micro) else None
+
+    def _prepare_ahead(self, step: int, micro: int | None) -> tuple[tuple[int, int], Prepared]:
+        """Prepare a micro-batch of a step, or this rank's first."""
+        with reading_ahead():
+            batches = self._made(step)
+            micro = self._share(step).start if micro is None else micro
+            return (step, micro), self._prepare(batches, micro, step)
+
+    def _made(self, step: int) -> list[MicroBatch]:
+        with self._lock:
+            if step not in self._known:
+                indices = range(step * self._accumulation, (step + 1) * self._accumulation)
+                self._known[step] = [batch for index in indices for batch in self._data.micro_batches(index)]
+            return self._known[step]
+
+    def _share(self, step: int) -> range:
+        return self._ranks.share(len(self._made(step)))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds_waited += time.perf_counter() - began

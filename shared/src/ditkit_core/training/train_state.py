@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from ditkit_core.training.config import EMAConfig
 from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.validation import ValidationHistory
+
+if TYPE_CHECKING:
+    from ditkit_core.engine.shards import Shards
 
 
 class EMA:
@@ -78,14 +82,16 @@ class TrainState:
         optim: OptimConfig,
         ema: EMAConfig,
         swap: BlockSwap | None = None,
+        shards: "Shards | None" = None,
     ):
-        """Make optimizer and average. The average of weights that `swap` streams is kept on the host."""
+        """Make optimizer and average. The average of weights that `swap` streams is kept on the host; of `shards`, each rank keeps its rows."""
         self.parameters = dict(parameters)
         self.values = {name: swap.host_of(p) if swap else p for name, p in self.parameters.items()}
-        self._swap = swap
+        self._swap, self._shards = swap, shards
         accumulation = precision_of(model.embed).accumulation
-        matrices = _block_matrices(model, parameters)
-        self.optimizer = NamedOptimizer(parameters, optim, matrices=matrices, accumulation=accumulation)
+        matrices = _block_matrices(model, parameters if shards is None else shards.trained)
+        places = {} if shards is None else {name: shards.elements(name) for name in parameters}
+        self.optimizer = NamedOptimizer(parameters, optim, matrices=matrices, accumulation=accumulation, places=places)
         if self.optimizer.averages and ema.decay:
             raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")
         self._ema_config = ema
@@ -99,7 +105,7 @@ class TrainState:
         self.first_activations: dict[str, float] = {}
 
     def state_dict(self) -> State:
-        """Everything that `load_state_dict` needs to resume bitwise identically."""
+        """Everything that `load_state_dict` needs to resume bitwise identically; of divided weights, the rows of this rank."""
         with self._swap.on_host() if self._swap else nullcontext():
             tensors, scalars = self.optimizer.state()
         groups: dict[str, Mapping[str, Tensor]] = {
@@ -111,7 +117,7 @@ class TrainState:
         return State(step=self.step, tensors=groups, values=values, held_out=self.held_out)
 
     def load_state_dict(self, state: State, path: Path) -> None:
-        """Restore a saved state, bitwise identically.
+        """Restore a saved state, bitwise identically; of divided weights, one with the rows of this rank.
 
         Raises:
             UserError: If it has other parameters; names `path`, the save.
@@ -139,15 +145,17 @@ class TrainState:
     def used(self) -> Iterator[None]:
         """Inside the block the parameters are those to validate and export: the averaged ones, if the run averages."""
         with self.average.swap() if self.average.values else self.optimizer.averaged():
-            self._host_changed()
+            self._changed()
             try:
                 yield
             finally:
-                self._host_changed()
+                self._changed()
 
-    def _host_changed(self) -> None:
+    def _changed(self) -> None:
         if self._swap is not None and self.average.values:
             self._swap.host_changed()
+        if self._shards is not None:
+            self._shards.changed()
 
 
 def _block_matrices(model: StagedModel, trainable: Mapping[str, nn.Parameter]) -> list[str]:

@@ -1,10 +1,10 @@
 """One optimizer step: gradients are accumulated over micro-batches, clipped once, and applied once or not at all."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,16 +14,11 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.rng import seed_of
+from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.flow_matching import (
-    NoisedBatch,
-    loss_weight,
-    sample_noise,
-    to_device,
-    velocity_errors,
-    velocity_target,
-)
+from ditkit_core.training.flow_matching import PreparedBatch, prepare, velocity_errors
 from ditkit_core.training.gradient_sum import GradientSum
 from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
 from ditkit_core.training.optimizer import NamedOptimizer, OptimizerInBackward
@@ -54,8 +49,20 @@ class StepContext:
     backwards of different devices in parallel, so the devices of a split model work at the same time. The activations of all
     micro-batches are alive at once. Gradients are summed in another order, which is bitwise identical for two micro-batches if a
     forward uses each parameter once."""
+    noise_device: Literal["cpu", "device"] = "cpu"
+    """`train.noise_device`."""
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that share the step's micro-batches. How many there are changes no bit of an adapter's training."""
+    prepared: Callable[[int], PreparedBatch] | None = None
+    """Returns a micro-batch of this rank by its number in the step, prepared while the one before it ran; None prepares each when it is run."""
+    clock: StepClock = field(default_factory=StepClock)
+    """Times the parts of the step."""
+
+    def prepare(self, spec: ModelSpec, micro_batches: Sequence[MicroBatch], micro: int) -> PreparedBatch:
+        """Read one of the step's micro-batches, and sample its noise."""
+        return prepare(
+            spec, self.flow, micro_batches, micro, seed=self.seed, step=self.step, noise_device=self.noise_device
+        )
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,8 @@ def training_step(
             backward.
     """
     optimizer.zero_grad()
+    if model.shards is not None:
+        model.shards.drop_gradients()
     # Stochastic rounding is a function of seed and step, so that a resumed run rounds alike.
     optimizer.begin(context.seed, context.step)
     watched = model if watch is None else replace(model, engine=with_hooks(model.engine, watch))
@@ -124,15 +133,18 @@ def training_step(
     try:
         if optimizer.fused_backward:
             assert len(micro_batches) == 1 and not clip_norm, "refused before anything was loaded"
-            return _fused_step(accumulate, optimizer, step=context.step, lr=lr, watch=watch)
+            result = _fused_step(accumulate, optimizer, step=context.step, lr=lr, watch=watch)
+            context.clock.mark_all("optimizer")  # the host has waited for all before
+            return result
         losses = accumulate()
         loss = _mean_loss(losses, micro_batches, context.ranks)
-        return _finish_step(losses, loss, optimizer, context, lr=lr, clip_norm=clip_norm, watch=watch)
+        return _finish_step(model, losses, loss, optimizer, context, lr=lr, clip_norm=clip_norm, watch=watch)
     except NonFiniteLoss as error:
         evidence = error.evidence
     # Outside of the handler: the error refers to the step's graph, whose memory the second forward needs.
-    evidence["samples"] = [sample for each in context.ranks.all_gather_object(evidence["samples"]) for sample in each]
-    found = context.ranks.all_gather_object(_origin(model, micro_batches, evidence, context))
+    own = [] if context.ranks.place else evidence["samples"]
+    evidence["samples"] = [sample for each in context.ranks.all_gather_object(own) for sample in each]
+    found = context.ranks.all_gather_object(_origin(model, micro_batches, evidence, replace(context, prepared=None)))
     # The first micro-batch with an origin, else with a reason why none was found.
     raise NonFiniteLoss(evidence | max(found, key=lambda each: (each["where"] is not None, len(each))))
 
@@ -144,7 +156,7 @@ def _mean_loss(losses: Losses, micro_batches: Sequence[MicroBatch], ranks: Ranks
         sizes = [len(batch.ids) for batch in micro_batches]
         start, every = sum(sizes[: losses.first]), torch.zeros(sum(sizes), dtype=torch.float64)
         every[start : start + len(weighted)] = weighted.cpu()
-        weighted = ranks.all_reduce(every).to(weighted.device)
+        weighted = ranks.sum_of_groups(every).to(weighted.device)
     return weighted.double().sum() / sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
 
 
@@ -152,6 +164,10 @@ def _origin(
     model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
 ) -> dict[str, Any]:
     """Where the first value that is not finite arose, or why that was not found, as entries of the evidence."""
+    if model.shards is not None:
+        return {"where": None, "where_not_found": "the weights are divided over ranks (ranks.shard)"}
+    if context.ranks.context > 1:  # the rank that finds it would leave its group waiting in an exchange of tokens
+        return {"where": None, "where_not_found": "ranks share its tokens; continue without ranks.context to find it"}
     try:
         return {"where": _first_not_finite(model, micro_batches, evidence, context)}
     except (RuntimeError, MemoryError, UserError) as error:
@@ -162,6 +178,7 @@ def _origin(
 
 
 def _finish_step(
+    model: TrainModel,
     losses: Losses,
     loss: Tensor,
     optimizer: NamedOptimizer,
@@ -176,24 +193,32 @@ def _finish_step(
     if watch is not None:
         for name, gradient in gradients.items():
             watch.gradient(name, gradient)
-    norm = total_norm(list(gradients.values()))
-    result = StepResult(*_to_host(loss, norm, watch, context.ranks))
+    norm = total_norm(list(gradients.values())) if model.shards is None else model.shards.norm(gradients)
+    result = StepResult(*_to_host(loss, norm, watch, context.ranks, model))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        if model.shards is not None:  # each rank sees its rows
+            every = {name for each in context.ranks.all_gather_object(broken) for name in each}
+            broken = [name for name in gradients if name in every]
         evidence = _evidence(context.step, losses, broken, result)
         optimizer.zero_grad()
         raise NonFiniteLoss(evidence)
+    context.clock.mark_all("optimizer")
     update(optimizer, norm, lr=lr, clip_norm=clip_norm)
     return result
 
 
-def _to_host(loss: Tensor, norm: Tensor, watch: StatsRecorder | None, ranks: Ranks) -> tuple[float, float]:
+def _to_host(
+    loss: Tensor, norm: Tensor, watch: StatsRecorder | None, ranks: Ranks, model: TrainModel | None = None
+) -> tuple[float, float]:
     """Send loss, norm and watched statistics to the host in one transfer, because each transfer waits for all work on the device."""
     pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
     sent = [piece.double().to(loss.device, non_blocking=True) for piece in pieces]
     total, *others = torch.cat([loss.reshape(1), *sent]).cpu().tolist()
     if watch is not None:
-        watch.read(ranks.all_gather_object(others[1:]))
+        shards = None if model is None else model.shards
+        divided = {name: shards.elements(name)[1] for name in shards.rows} if shards else {}
+        watch.read(ranks.all_gather_object(others[1:]), divided, ranks.shard)
     return total, others[0]
 
 
@@ -219,7 +244,7 @@ def _fused_step(
     norm = joined_norm(updates.norms())
     result = StepResult(loss, _to_host(norm.new_zeros((), dtype=torch.float64), norm, watch, Ranks())[1])
     if not math.isfinite(result.grad_norm):
-        before = len(updates.updated)
+        before = len(updates.applied())
         updated = {"num_parameters_updated_before": before, "weights_were_updated": before > 0}
         raise NonFiniteLoss({**_evidence(step, losses, updates.broken(), result), **updated})
     return result
@@ -287,10 +312,13 @@ def accumulate_gradients(
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
     ranks, share = context.ranks, context.ranks.share(len(micro_batches))
     losses = Losses(first=share.start, ids=[micro_batches[micro].ids for micro in share], sigmas=[], weighted=[])
+    if model.shards is not None:
+        _accumulate_sharded(model, micro_batches, context, losses, counted)
+        return losses
     parts: list[Tensor] = []
     adapts = model.adapts
-    gradients = GradientSum(model.trainable, len(micro_batches) if adapts else ranks.size, ranks)
-    sent = _sent(model, micro_batches, context)
+    gradients = GradientSum(model.trainable, len(micro_batches) if adapts else ranks.num_groups, ranks)
+    sent = _sent(model, micro_batches, context, share)
     # A copy waits for all earlier work on both its devices. Between two forwards it would prevent the overlap that pipelining is
     # for, so everything but the carry is sent to its device before the first forward.
     for micro, batch in zip(share, list(sent) if context.pipelined else sent, strict=True):
@@ -301,23 +329,47 @@ def accumulate_gradients(
         parts.append(weighted.sum() / counted)
         if not context.pipelined:
             before_backward(losses)
+            context.clock.enter(weighted.device, "backward")
             _backward(parts.pop())
             if adapts:
                 gradients.add(micro)
     if context.pipelined:
         before_backward(losses)
+        context.clock.enter(parts[-1].device, "backward")
         _backward(torch.stack(parts).sum())
     elif adapts or ranks.size > 1:
         if not adapts:
-            gradients.add(ranks.rank)
+            gradients.add(ranks.group_index)
         gradients.finish()
     return losses
 
 
-def _weighted_errors(model: TrainModel, batch: "_Sent", micro: int, context: StepContext) -> Tensor:
+def _accumulate_sharded(
+    model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext, losses: Losses, counted: float
+) -> None:
+    """Add the gradients of divided weights: every rank runs equally many micro-batches, because it gathers weights for the others."""
+    assert model.shards is not None
+    runs = context.ranks.even_share(len(micro_batches))
+    assert runs[0][1], "fewer micro-batches than ranks are refused before anything is loaded"
+    sent = _sent(model, micro_batches, context, [micro for micro, counts in runs if counts])
+    for place, (micro, counts) in enumerate(runs):
+        if counts:  # a stand-in is the last of its own once more
+            batch = next(sent)
+        model.shards.begin(last=place == len(runs) - 1)
+        weighted = _weighted_errors(model, batch, micro, context)
+        if counts:
+            losses.sigmas.append(batch.sigma)
+            losses.weighted.append(weighted.detach())
+        context.clock.enter(weighted.device, "backward")
+        _backward(weighted.sum() / counted * counts)
+    model.shards.take_gradients()
+
+
+def _weighted_errors(model: TrainModel, batch: PreparedBatch, micro: int, context: StepContext) -> Tensor:
     """Run the forward of a micro-batch, and return the weighted loss of each sample."""
     # Seeded for each micro-batch, so that dropout does not depend on what ran before, for example after a resume.
     torch.manual_seed(seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
+    context.clock.enter(batch.noised.sigma.device, "forward")
     return velocity_errors(model, batch.noised, context.flow.guidance) * batch.weights
 
 
@@ -327,44 +379,16 @@ def _backward(loss: Tensor) -> None:
         loss.backward()
 
 
-class _Sent(NamedTuple):
-    """A micro-batch, sent to the devices that need it."""
-
-    sigma: Tensor
-    """Noise levels, on the host."""
-    noised: NoisedBatch
-    """Inputs on the first device; targets and masks on the last, which makes the predictions."""
-    weights: Tensor
-    """Weights of the samples' losses, on the last device."""
-
-
-def _sent(model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext) -> Iterator[_Sent]:
-    """Sample the noise of this rank's micro-batches, and send the inputs of their forwards to the first and the last device."""
-    spec, flow = model.spec, context.flow
+def _sent(
+    model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext, chosen: Iterable[int]
+) -> Iterator[PreparedBatch]:
+    """Send the chosen micro-batches to the devices of the model."""
     first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
-    for micro in context.ranks.share(len(micro_batches)):
-        batch, place = micro_batches[micro], sum(len(before.ids) for before in micro_batches[:micro])
-        shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
-        sampled = [
-            sample_noise(item["latents"], flow, shift, context.seed, "noise", context.step, place + i, name)
-            for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
-        ]
-        sigma, noise = torch.stack([level for level, _ in sampled]), [eps for _, eps in sampled]
-        factors = batch.weights or [1.0] * len(sampled)
-        weights = [
-            factor * loss_weight(level, flow, shift)
-            for factor, (level, _), shift in zip(factors, sampled, shifts, strict=True)
-        ]
-        targets = [velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)]
-        masks = [spec.training.loss_mask(item) for item in batch.items]
-        noised = NoisedBatch(
-            items=[to_device(item, first) for item in batch.items],
-            sigma=sigma.to(first, non_blocking=True),
-            noise=[eps.to(first, non_blocking=True) for eps in noise],
-            targets=[target.to(last, non_blocking=True) for target in targets],
-            masks=[None if mask is None else mask.to(last, non_blocking=True) for mask in masks],
-        )
-        yield _Sent(sigma=sigma, noised=noised, weights=torch.stack(weights).to(last, non_blocking=True))
+    prepare_here = partial(context.prepare, model.spec, micro_batches)
+    for micro in chosen:
+        made = (context.prepared or prepare_here)(micro)
+        context.clock.mark(first, "copies")
+        yield made.to(first, last)
 
 
 def _first_not_finite(
@@ -382,11 +406,12 @@ def _first_not_finite(
         model = replace(model, engine=replace(model.engine, backend="sdpa"))
     failed = [sample for sample in evidence["samples"] if not isinstance(sample["loss"], float)]
     suspects = {sample["micro_batch"] for sample in failed} or set(range(len(micro_batches)))
-    for micro, batch in zip(context.ranks.share(len(micro_batches)), _sent(model, micro_batches, context), strict=True):
+    share = context.ranks.share(len(micro_batches))
+    for micro, batch in zip(share, _sent(model, micro_batches, context, share), strict=True):
         if micro not in suspects:
             continue
 
-        def loss_of(micro: int = micro, batch: _Sent = batch) -> Tensor:
+        def loss_of(micro: int = micro, batch: PreparedBatch = batch) -> Tensor:
             return _weighted_errors(model, batch, micro, context).sum()
 
         with autocast_disabled(batch.weights.device.type):

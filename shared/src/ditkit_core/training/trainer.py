@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import Bar
@@ -17,16 +18,19 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.io.signals import Interrupts
+from ditkit_core.io.step_clock import StepClock
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_state
+from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_sharded, save_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
+from ditkit_core.training.flow_matching import PreparedBatch
 from ditkit_core.training.metrics import LogConfig, MetricsLog, NoMetrics
 from ditkit_core.training.optimizer import learning_rate
 from ditkit_core.training.optimizers import OptimConfig, optimizers_that
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
-from ditkit_core.training.train_model import MicroBatch, TrainModel
+from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, TrainModel, with_clock
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 from ditkit_core.training.validation import ValidationResult, Validator
@@ -72,14 +76,6 @@ def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
             f"{where} and their optimizer state, which optim.name = {optim.name} cannot; "
             f"use {', '.join(optimizers_that(lambda kind: kind.streams))}"
         )
-
-
-@runtime_checkable
-class DataLoader(Protocol):
-    """Micro-batches by index; the index alone decides their samples, so a resumed run continues in the same order."""
-
-    def micro_batches(self, index: int) -> Sequence[MicroBatch]:
-        """Micro-batch `index` of the run, counted from 0 over all steps, and that of class images with it, if any."""
 
 
 class Callback:
@@ -149,6 +145,8 @@ class TrainerConfig:
     log: LogConfig
     tracked: TrackedRun | None = None
     """What trackers show of the run; None for its folder's name alone."""
+    utilisation: Callable[[Sequence[Mapping[str, Tensor]], float], float] | None = None
+    """From the training items and the seconds of a step to the share of its GPUs' peak rate that it used; None if that is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +194,16 @@ class Trainer:
             UserError: If the configuration contradicts itself.
         """
         check_fused_backward(config.train, config.optim)
-        self._model, self._data, self._config, self._folder = model, data, config, folder
-        self._ranks = ranks or Ranks()
-        self._validator, self._callbacks, self._warn = validator, callbacks if self._ranks.is_first else (), warn
-        self._state = TrainState(model.module, model.trainable, config.optim, config.ema, model.streamer)
         self._devices = {parameter.device for parameter in model.module.parameters()}
+        self._clock = StepClock(sorted(self._devices, key=str))
+        self._model, self._config, self._folder = with_clock(model, self._clock), config, folder
+        self._ranks = ranks or Ranks()
+        train = config.train
+        self._data = Prefetcher(
+            data, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
+        )
+        self._validator, self._callbacks, self._warn = validator, callbacks if self._ranks.is_first else (), warn
+        self._state = TrainState(model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards)
         self._last_save: Path | None = None
         self._metrics_digest = ""
 
@@ -218,6 +221,7 @@ class Trainer:
             self._call(lambda callback: callback.resumed(start))
         with self._log() as metrics, ExitStack() as handlers:
             interrupts = handlers.enter_context(Interrupts())
+            handlers.enter_context(self._data)
             saved_at = time.monotonic()
             # A resumed run has the loss before training in its save.
             if start == 0 and steps:
@@ -241,8 +245,9 @@ class Trainer:
                 if stopping:
                     break
             handlers.close()  # from here on a signal ends the process, as before training
-            if state.step >= steps and self._ranks.is_first:
-                prune_saves(self._folder / "state", state.step, save)  # a kill after the last save may have left some
+            if state.step >= steps:
+                if self._ranks.is_first:  # a kill after the last save may have left some
+                    prune_saves(self._folder / "state", state.step, save)
                 self._call(lambda callback: callback.finished(state.step))
         return TrainResult(
             step=state.step,
@@ -270,7 +275,7 @@ class Trainer:
         name = self._ranks.on_first(lambda: _name_of(latest(self._folder / "state", self._warn)))
         self._last_save = self._folder / "state" / name if name else None
         if self._last_save is not None:
-            saved = load_state(self._last_save)
+            saved = load_state(self._last_save, self._model.shards)
             self._state.load_state_dict(saved, self._last_save)
             self._metrics_digest = saved.metrics
         limit = torch.finfo(self._model.matmul_dtype).max
@@ -281,19 +286,35 @@ class Trainer:
         for callback in self._callbacks:
             callback.started(self._state.step)
 
+    def _context(self, step: int) -> StepContext:
+        config = self._config.train
+        return StepContext(
+            step=step,
+            seed=config.seed,
+            flow=self._config.flow,
+            pipelined=config.pipelined,
+            noise_device=config.noise_device,
+            ranks=self._ranks,
+            clock=self._clock,
+        )
+
+    def _prepare(self, batches: Sequence[MicroBatch], micro: int, step: int) -> PreparedBatch:
+        """Prepare a micro-batch of a step, and page-lock it if it is sent to a GPU. Runs in a background thread."""
+        made = self._context(step).prepare(self._model.spec, batches, micro)
+        return made.pinned() if any(runtime_of(device) is not None for device in self._devices) else made
+
     def _train_step(self, metrics: MetricsLog | NoMetrics, *, count_attention: bool) -> None:
         """Run one optimizer step, and report it."""
         began = time.perf_counter()
+        self._clock.begin()
         state, config = self._state, self._config.train
         # By index, so that a resumed run gets the same micro-batches as one that was never interrupted.
-        first = state.step * config.accumulation
-        batches = [batch for micro in range(config.accumulation) for batch in self._data.micro_batches(first + micro)]
+        data_seconds = self._data.seconds_waited
+        batches = self._data.micro_batches(state.step)
         lr = learning_rate(state.step, self._config.optim, config.steps)
         looks = config.sentinels and (state.step == 0 or (state.step + 1) % config.sentinels == 0)
         watch = StatsRecorder() if looks else None
-        context = StepContext(
-            step=state.step, seed=config.seed, flow=self._config.flow, pipelined=config.pipelined, ranks=self._ranks
-        )
+        context = replace(self._context(state.step), prepared=partial(self._data.prepared, state.step))
         waited, sent = self._ranks.seconds_waited, self._ranks.bytes_sent
         try:
             with counted_calls(AttentionCalls() if count_attention else None):
@@ -304,27 +325,31 @@ class Trainer:
             failed, family = error, self._model.spec.name
             described = self._ranks.on_first(lambda: _failure(failed, self._folder, lr, self._last_save, family))
             raise UserError(described) from error
+        self._clock.end()
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
         # A validation loss belongs to the step that it was measured at.
         state.step, state.held_out = state.step + 1, None
         if watch is not None and watch.reading is not None:
             metrics.write(state.step, self._drift.take(state.step, watch.reading))
         state.average.update(state.step)
-        share = (batches[micro] for micro in self._ranks.share(len(batches)))
-        tokens = self._ranks.total(
-            self._model.spec.training.num_tokens(item) for batch in share for item in batch.items
-        )
+        items = [item for micro in self._ranks.share(len(batches)) for item in batches[micro].items]
+        tokens = self._ranks.total(map(self._model.spec.training.num_tokens, items))
         seconds = time.perf_counter() - began  # includes reading data, excludes validation and saving
         numbers = {
             "loss": result.loss,
             "lr": lr,
             "grad_norm": result.grad_norm,
             "seconds": seconds,
+            "data_seconds": self._data.seconds_waited - data_seconds,
             "tokens_per_second": tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(self._devices),
         }
         if (reserved := peak_reserved_bytes(self._devices)) is not None:
             numbers["peak_reserved_bytes"] = reserved
+        if self._config.utilisation is not None:
+            # Ranks of a context group work on the same items.
+            numbers["mfu"] = self._config.utilisation(items, seconds) / self._ranks.context
+        numbers |= self._clock.numbers()
         if self._ranks.size > 1:
             numbers["wait_seconds"] = self._ranks.seconds_waited - waited
             numbers["sent_bytes"] = self._ranks.bytes_sent - sent
@@ -346,11 +371,17 @@ class Trainer:
             callback.after_validation(state.step, loss)
 
     def _save(self, metrics: MetricsLog | NoMetrics) -> None:
-        if not self._ranks.is_first:
-            self._last_save = RunFolder(self._folder).save(self._state.step)
-            return
-        state = replace(self._state.state_dict(), metrics=metrics.saved())
-        self._last_save = save_state(self._folder / "state", state, self._config.save)
+        shards, folder = self._model.shards, self._folder / "state"
+        self._last_save = RunFolder(self._folder).save(self._state.step)
+        if shards is not None and not self._model.adapts:  # too much to be gathered on one rank
+            state = replace(self._state.state_dict(), metrics=metrics.saved())
+            save_sharded(folder, state, self._config.save, shards, self._ranks)
+        elif shards is not None or self._ranks.is_first:
+            state = replace(self._state.state_dict(), metrics=metrics.saved())
+            if shards is not None:
+                state = replace(state, tensors=shards.whole(state.tensors))
+            if self._ranks.is_first:
+                save_state(folder, state, self._config.save)
         self._call(lambda callback: callback.on_save(self._state.step))
 
     def _preview(self, *, stopping: bool) -> None:
@@ -358,15 +389,26 @@ class Trainer:
         # After the last step, the samples of the finished model take the place of a preview.
         if step < self._config.train.steps:
             wanting = [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)]
-            self._call(lambda callback: callback.generate_preview(step), wanting)
+            if self._model.shards is None or self._ranks.broadcast_object(bool(wanting)):
+                self._call(lambda callback: callback.generate_preview(step), wanting)
 
     def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
-        """Call `act` on the callbacks, by default all, while the parameters are those to export."""
-        chosen = self._callbacks if callbacks is None else callbacks
-        if chosen:
+        """Call `act` on the callbacks, by default all, while the parameters are those to export.
+
+        They run on the first rank; where the weights are divided, the others help it.
+        """
+        chosen, shards = self._callbacks if callbacks is None else callbacks, self._model.shards
+
+        def call() -> None:
+            for callback in chosen:
+                act(callback)
+
+        if shards is not None:
             with self._state.used():
-                for callback in chosen:
-                    act(callback)
+                self._ranks.on_first(call, shards.help)
+        elif chosen:
+            with self._state.used():
+                call()
 
 
 def _name_of(save: Path | None) -> str:

@@ -149,7 +149,8 @@ def validation_loss(
     device, ranks = next(model.module.embed.parameters()).device, ranks or Ranks()
     errors = torch.zeros(len(sigmas), len(ids), dtype=torch.float64)
     with torch.no_grad(), _evaluating(model.module):
-        for clip in ranks.share(len(ids)):
+        share = [(clip, True) for clip in ranks.share(len(ids))] if model.shards is None else ranks.even_share(len(ids))
+        for clip, counts in share:
             name, item = ids[clip], items[clip]
             moved = [to_device(item, device)]
             for place, sigma in enumerate(sigmas):
@@ -158,8 +159,10 @@ def validation_loss(
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # One sample at a time, so that a clip's error does not depend on the other clips of a batch.
-                errors[place, clip] = float(velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0])
-    return ValidationResult.of(dict(zip(sigmas, ranks.all_reduce(errors).tolist(), strict=True)))
+                error = velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0]
+                if counts:
+                    errors[place, clip] = float(error)
+    return ValidationResult.of(dict(zip(sigmas, ranks.sum_of_groups(errors).tolist(), strict=True)))
 
 
 class Validator:

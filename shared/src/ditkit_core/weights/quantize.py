@@ -1,7 +1,6 @@
 """`base.quantize`: which matrices of the frozen base are stored in 8 or 4 bits, and what that cannot be combined with.
 
-Only weights are quantized. A scheme that also quantizes activations has no gradient for its input, or drops it silently (torchao's int8
-dynamic: the output does not require grad), so ditkit offers none.
+With `base.compute`, those in 8 bits are also multiplied in 8 bits, forward and for the gradient of their input.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +13,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import TensorSlice
-from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtype
+from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtype, quantized_weights
 
 
 class Converted(NamedTuple):
@@ -57,6 +56,78 @@ def check_scaled(file: str, method: str) -> None:
             f"{file} contains scaled 8-bit weights, and adapter.method = full trains the base; "
             "get the bf16 file, or set adapter.method = lora"
         )
+
+
+def check_compute(compute: str, stored: str, method: str) -> None:
+    """Refuse products in 8 bits of matrices that are not stored so.
+
+    Args:
+        compute: `base.compute`.
+        stored: `base.quantize`, or the format of the base's file where that is `none`.
+        method: `adapter.method`.
+
+    Raises:
+        UserError: If the base is trained, or stored in another format.
+    """
+    if compute == "dtype":
+        return
+    if method == "full":
+        raise UserError(
+            f"base.compute = {compute} is for products with a frozen base, and adapter.method = full trains the base; "
+            "leave base.compute out, or set adapter.method = lora"
+        )
+    if compute != stored:
+        found = "in model.dtype" if stored == "none" else f"in {stored}"
+        raise UserError(
+            f"base.compute = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {found}; "
+            f"set base.quantize = {compute}, or leave base.compute out"
+        )
+
+
+_CAPABILITY = {"int8": (7, 5), "fp8": (8, 9)}
+"""The least compute capability of GPUs whose tensor cores multiply a format."""
+_ARCHITECTURES = {"int8": "Turing", "fp8": "Ada"}
+
+
+def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
+    """Refuse GPUs that cannot multiply in 8 bits.
+
+    Args:
+        compute: `base.compute`.
+        devices: The devices of the blocks.
+
+    Raises:
+        UserError: With the GPU, and what works there.
+    """
+    for device in devices if compute in _CAPABILITY else ():
+        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]:
+            other = ", or base.quantize and base.compute to int8" if (7, 5) <= found else ""
+            raise UserError(
+                f"base.compute = {compute} needs a GPU of the generation {_ARCHITECTURES[compute]} or later, compute capability "
+                f"{'.'.join(map(str, _CAPABILITY[compute]))}, and {device} has {'.'.join(map(str, found))}; leave base.compute out{other}"
+            )
+
+
+def compute_in_8_bits(model: StagedModel, kind: str) -> str:
+    """Have the blocks' matrices of a format multiplied in it.
+
+    Args:
+        model: The staged model, with its quantized layers.
+        kind: `base.compute`, other than `dtype`.
+
+    Returns:
+        One line for the log: how many are, and which are not.
+    """
+    layers = {
+        name.removesuffix(".weight"): layer for name, layer in quantized_weights(model).items() if layer.kind == kind
+    }
+    for layer in layers.values():
+        layer.in_8_bits = layer.computes_in_8_bits
+    odd = [name for name, layer in layers.items() if not layer.in_8_bits]
+    line = f"base.compute = {kind}: {len(layers) - len(odd)} matrices are multiplied in 8 bits, forward and backward"
+    if odd:
+        line += f"; {len(odd)} in model.dtype, because their sizes are no multiples of 16, {odd[0]} the first"
+    return line
 
 
 def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> Converted:

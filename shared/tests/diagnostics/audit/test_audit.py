@@ -15,6 +15,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.commands import audit as audit_stage
 from ditkit_core.diagnostics.audit import audit as audit_module
 from ditkit_core.diagnostics.audit.audit import (
+    BASE,
     EDGES,
     NOT_IN_A_BATCH,
     estimated_seconds,
@@ -28,7 +29,9 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PLACES, Precision, set_precision
 from ditkit_core.nn.attention_reference import exact_attention
+from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.testing.conformance_audit import AuditChecks, errors, found, subject_of
+from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyModel, toy_items
 from ditkit_core.testing.world import make_model
@@ -172,8 +175,29 @@ def test_progress_comes_to_its_end(few):
     done: list[None] = []
     subject = subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(1))
     audit_module.audit(subject, advance=lambda: done.append(None))
-    assert len(done) == num_passes()
+    assert len(done) == num_passes(subject)
     assert estimated_seconds(subject) > 0
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
+    """Alone they err by the rounding to that format; every other place is measured without them, as over the same base stored alone."""
+    stored, computed = (
+        subject_of(TOY, make_quantized(TOY, ARCH, name, dtype=torch.bfloat16, adapter=LORA), toy_items(2))
+        for name in (kind, f"{kind} computed")
+    )
+    done: list[None] = []
+    with_it, without = audit_module.audit(computed, advance=lambda: done.append(None)), found(stored)
+    assert len(done) == num_passes(computed) > num_passes(stored) and estimated_seconds(computed) > 0
+    places = {each.place: each for each in with_it.places}
+    (row,) = [places.pop(place) for place in list(places) if place == BASE]
+    assert row.dtype == kind and row.cost is not None and row.cost.dtype == "bf16"
+    low, high = {"int8": (1e-3, 5e-2), "fp8": (1e-2, 2e-1)}[kind]
+    assert low < row.alone.overall.gradient < high
+    assert {place: each.alone for place, each in places.items()} == {each.place: each.alone for each in without.places}
+    assert row.all_but == without.all_lowered != with_it.all_lowered, "all in bf16, products of the base too"
+    assert with_it.own != without.own, "this run has them in 8 bits"
+    assert all(layer.in_8_bits for layer in quantized_weights(computed.model).values())
 
 
 def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():

@@ -2,11 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doctor_codes import codes, error, errors
-from media_files import numbered_video
+from media_files import numbered_video, picture
 from toy_controls import Guided
+from toy_world import World
+
+from ditkit_core.data.dataset import Sample
+from ditkit_core.diagnostics.doctor.rules import check_control_videos
 
 
 @pytest.fixture
@@ -123,3 +128,44 @@ def test_what_is_not_installed_is_said_once_and_leaves_no_sample_out(
     assert (world.media.loads, world.text.loads) == (0, 0)
     status, found = world.check("--data.on_bad", "skip")
     assert status == 1 and found["excluded"] == [] and codes(found) == ["D21"] and found["samples"] == 4
+
+
+def test_masks_are_read_counted_and_compared_with_their_clips(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path)
+    for i, colour in enumerate(("white", "black", "gray")):
+        picture(tmp_path / "masks" / f"{i}.png", (16, 16), colour)
+    flags = ("--data.masks", str(tmp_path / "masks"), "--data.on_bad", "skip", "--sample.captions", "0")
+
+    def check(*more: str) -> tuple[int, dict[str, Any]]:
+        status = world.train("run", 1, "--check", *flags, *more)
+        return status, json.loads((tmp_path / "run" / "check.json").read_text())
+
+    status, found = check()
+    white, black, grey = found["masks"]
+    assert (white, black) == (1, 0) and abs(grey - 128 / 255) < 1e-3
+    assert "loss masks: 3 samples, 0 % to 100 % of their pixels learnt in full" in capsys.readouterr().out
+    assert "loss masks: 3 samples" in (tmp_path / "run" / "check.html").read_text()
+    told = {each["where"]: each["what"] for each in found["findings"] if each["code"] == "D29"}
+    assert status == 0 and told.keys() == {"0", "1"}
+    assert "white everywhere: it is learnt as without one" in told["0"]
+    assert "black everywhere: nothing of it is learnt" in told["1"]
+    found = check("--train.mask_weight", "0.5")[1]
+    assert any("black everywhere: all of it has the weight 0.5" in each["what"] for each in found["findings"])
+
+    picture(tmp_path / "masks" / "2.png", (16, 32), "gray")
+    torn = picture(tmp_path / "masks" / "3.jpg", (160, 160), "gray")
+    torn.write_bytes(torn.read_bytes()[:-200])
+    status, found = check()
+    reasons = {each["name"]: each["reason"] for each in found["excluded"]}
+    assert status == 0 and len(found["masks"]) == 2 and reasons.keys() == {"2.png", "3"}
+    assert "2.png has 32 x 16 pixels" in reasons["2.png"] and "3.jpg cannot be read as an image" in reasons["3"]
+
+
+def test_a_mask_video_at_another_rate_is_warned_of(tmp_path: Path) -> None:
+    clip = numbered_video(tmp_path / "clip.mp4", frames=24, fps=24)
+    mask = numbered_video(tmp_path / "mask.mp4", frames=24, fps=12)
+    sample = Sample(id="clip", media=clip, captions=("x",), frames=5, height=48, width=64, mask=mask)
+    (finding,) = check_control_videos(sample, ())
+    assert finding.code == "D19" and "has as many frames as its clip, at 12 in a second and not 24" in finding.what

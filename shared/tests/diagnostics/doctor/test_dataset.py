@@ -103,7 +103,7 @@ def test_json_has_these_keys() -> None:
     found = json.loads(json.dumps(check_json(a_checkup()), allow_nan=False))
     assert set(found) == {
         "schema", "trainable", "model", "samples", "class_pictures", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "memory", "steps", "findings",
-        "seconds", "frames",
+        "seconds", "frames", "masks",
     }  # fmt: skip
     assert found["schema"] == 1 and found["trainable"] is False and found["frames"] == {"kept": 9, "dropped": 23}
     assert set(found["findings"][0]) == {"code", "severity", "where", "what", "remedy"}

@@ -21,7 +21,7 @@ def test_every_kernel_equals_fp64_forward_and_backward(gpu, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0" if gpu.is_real else "1")
     found = printed(SUPPORT / "interpreted_kernels.py", "cuda" if gpu.is_real else "cpu")
-    assert len(found) == 23
+    assert len(found) == 29
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
         limit = 2**-7 if "bfloat16" in name else 2e-6
@@ -54,6 +54,24 @@ def test_a_quantized_layer_is_converted_in_one_launch(kind, launches):
             out.backward(torch.empty_like(out))
             found.append(meter.kernels.total())
     assert tuple(found) == launches
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_product_in_8_bits_is_three_launches(kind):
+    """Rounding rows, the product, applying scales; the backward also transposes the codes. fp8's product gets a scale that is one."""
+    found = []
+    for name in ("torch", "triton"):
+        with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=name)):
+            layer = QuantizedLinear(128, 64, kind, bias=True)
+            layer.in_8_bits = True
+            x = torch.empty(32, 128, dtype=torch.bfloat16, requires_grad=True)
+            meter.kernels.clear()
+            out = layer(x)
+            out.backward(torch.empty_like(out))
+            found.append(meter.kernels.total())
+            assert sum(count for kernel, count in meter.kernels.items() if kernel.kind == f"matmul_{kind}") == 2
+    assert found[1] == 7 + 2 * (kind == "fp8")
+    assert found[0] > 3 * found[1] - 6
 
 
 def test_a_cpu_runs_torch_whatever_the_setting():
@@ -90,11 +108,14 @@ POINTERS = NARROW | {
     "factor",
     "mean",
     "levels",
+    "columns",
+    "sums",
+    "bias",
 }
 SCALARS = {"eps", "scaling"}
 
 
-@pytest.mark.slow  # a second for each of 15 kernels
+@pytest.mark.slow  # a second for each of 18 kernels
 @pytest.mark.parametrize("capability", [86, 90])
 def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     pytest.importorskip("triton")
@@ -102,11 +123,13 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ditkit_core.nn.kernels import dequantized, gated_unit, lora_parts, modulated_norm, norm_rotation
+    from ditkit_core.nn.kernels import dequantized, gated_unit, lora_parts, modulated_norm, norm_rotation, rounded_rows
 
     wan = {"WIDTH": 5120, "GROUPS": 1, "HEAD": 128, "ROTATES": True, "G": 1, "W": 8192}
     flux2 = {"WIDTH": 128, "GROUPS": 48, "HEAD": 128, "ROTATES": True, "G": 64, "W": 128}
     norm = {"OFFSET": 1.0, "DIM": 5120, "W": 8192}
+    tiny = torch.finfo(torch.float32).tiny
+    codes = {"WIDTH": 5120, "SCALED": True, "LIMIT": 127.0, "TINY": tiny, "BLOCK": 2048}
     for kernel, constants in [
         *((norm_rotation._forward, sizes) for sizes in (wan, flux2)),
         *(
@@ -120,6 +143,9 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
         (lora_parts._factors, {"RANK": 32, "WIDTH": 32 * 5120, "BLOCK": 1024}),
         (dequantized._rows, {"WIDTH": 5120, "BLOCK": 2048}),
         (dequantized._nf4, {"SCALED": 64, "GROUP": 256, "BLOCK": 2048}),
+        (rounded_rows._round, codes),
+        *((rounded_rows._round, codes | {"LIMIT": 448.0}) for _ in range(capability >= 89)),
+        (rounded_rows._scale, {"WIDTH": 5120, "SCALED": True, "BIASED": True, "BLOCK": 2048}),
         *((lora_parts._products, {"TERMS": terms, "RANK": 32, "BLOCK": 1024}) for terms in (1, 3)),
     ]:
         types = {
@@ -127,6 +153,7 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
         }
         if "codes" in types:
             types |= {"codes": "*i8"} if "WIDTH" in constants else {"codes": "*u8", "scale": "*i8"}
+            types |= {"codes": "*fp8e4nv"} if constants.get("LIMIT") == 448 else {}
         signature = types | dict.fromkeys(constants, "constexpr") | dict.fromkeys(SCALARS & types.keys(), "fp32")
         places = {name: place for place, name in enumerate(kernel.arg_names)}
         # What the launcher finds of tensors as torch allocates them, and of widths that 16 divides.

@@ -94,7 +94,6 @@ class Flux2Join(nn.Module):
             rotary=carry.rotary,
             padding_mask=carry.padding_mask,
             grids=carry.grids,
-            num_text=carry.text.shape[1],
         )
 
 

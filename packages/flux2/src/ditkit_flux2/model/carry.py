@@ -5,6 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ditkit_core.models.token_streams import TokenStreams
 from ditkit_flux2.model.rope import Grid
 
 
@@ -36,5 +37,14 @@ class Flux2SingleCarry(NamedTuple):
     rotary: Float[Tensor, "tables tokens 1 pairs 2"]
     padding_mask: Bool[Tensor, "batch tokens"] | None
     grids: tuple[Grid, ...]
-    num_text: int
-    """Number of tokens that are text."""
+
+
+def _token_fields(carry: Flux2DoubleCarry | Flux2SingleCarry) -> dict[str, tuple[str, ...]]:
+    both = ("text", "image")
+    if isinstance(carry, Flux2SingleCarry):
+        return {"tokens": both, "rotary": both}
+    return {"image": ("image",), "text": ("text",), "rotary": both}
+
+
+TOKEN_STREAMS = TokenStreams(names=("text", "image"), fields=_token_fields)
+"""Text and image, each divided among ranks by itself: blocks before the join have different weights for them."""

@@ -24,7 +24,7 @@ class Flux2Head(nn.Module):
         shift, scale = self.adaLN_modulation(carry.time.to(dtype))[:, None].chunk(2, -1)
         # The target comes first, so references and padding behind the longest target are never normalised or projected.
         longest = max(height * width for height, width in carry.grids)
-        target = carry.tokens[:, carry.num_text : carry.num_text + longest]
+        target = carry.tokens[:, self.arch.text_tokens : self.arch.text_tokens + longest]
         rows = self.linear(modulated_norm(target, scale, shift, self.arch.eps, dtype, dtype))
         return [
             rearrange(row[: height * width], "(h w) c -> c 1 h w", h=height, w=width)

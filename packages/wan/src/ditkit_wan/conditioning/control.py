@@ -13,9 +13,9 @@ from torch import Tensor
 from ditkit_core.data.media.clip import MediaInfo, available, probe
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
-from ditkit_core.models.conditions import ClipInputs
+from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning import camera
-from ditkit_wan.conditioning.images import FIRST, ClipConditioner, ClipVision, VaeConditioner
+from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
 from ditkit_wan.conditioning.media import column_image, column_or_own, image_or_own, lacking, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"

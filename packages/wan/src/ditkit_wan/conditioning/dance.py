@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
-from ditkit_core.models.conditions import ClipInputs
+from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning import music_features
-from ditkit_wan.conditioning.images import ClipConditioner, ClipVision, VaeConditioner, known_frames_mask
+from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
 from ditkit_wan.conditioning.media import column_or_own, image_or_own, lacking, video
 
 _ROUNDING = 2e-3  # in rows per frame: 29.97 frames per second are taken as 30

@@ -6,7 +6,6 @@ Sources: Wan-Video/Wan2.1, wan/image2video.py and wan/first_last_frame2video.py;
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ditkit_core.encoding.cache import key
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import ClipInputs
+from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning.media import column_or_own, image_or_own
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
@@ -55,41 +54,6 @@ class Outlined:
         of_frames, of_pixels = self.strides
         size = (1 + (frames - 1) // of_frames, height // of_pixels, width // of_pixels)
         return [{"latents": torch.zeros(self.channels, *size), "image": torch.zeros(self.tokens, self.dim)}]
-
-
-class ClipConditioner:
-    """Base of the conditioners: they encode one clip at a time. Each has its `identity`, and defines its columns and its tensors."""
-
-    kind: str
-    optional = False
-    items_at_once = 1
-
-    def load(self) -> None:
-        """Read the weights onto the device, if there are any."""
-
-    def unload(self) -> None:
-        """Free them."""
-
-    def encode(
-        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
-    ) -> list[dict[str, Tensor]]:
-        """The condition of one clip; reads its files."""
-        (controls,) = items
-        tensors = self.condition(controls)
-        advance(1.0)
-        return [tensors]
-
-    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """As `Conditioner.uses`."""
-        raise NotImplementedError
-
-    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        """The condition's tensors by name, on the CPU.
-
-        Raises:
-            UserError: If a file cannot be read.
-        """
-        raise NotImplementedError
 
 
 class VaeConditioner(ClipConditioner):

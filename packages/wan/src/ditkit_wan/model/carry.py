@@ -5,6 +5,9 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ditkit_core.models.token_streams import TokenStreams
+from ditkit_wan.presets import WanArch
+
 
 class ReferenceCarry(NamedTuple):
     """State of models with reference frames in front of the clip."""
@@ -52,3 +55,19 @@ class WanCarry(NamedTuple):
     reference: ReferenceCarry | None = None
     vace: VaceCarry | None = None
     music: MusicCarry | None = None
+
+
+def token_streams(arch: WanArch) -> TokenStreams | None:
+    """What runs along tokens; None for WanToDance, whose blocks add music to groups of tokens of a frame."""
+    return None if arch.music else TokenStreams(fields=_token_fields, head=("tokens", "late"))
+
+
+def _token_fields(carry: WanCarry) -> dict[str, tuple[str, ...]]:
+    fields = ["tokens", "rotary"]
+    if carry.late is not None:
+        fields.append("late")
+    elif carry.modulation.shape[1] > 1:  # each token has its own time; only the head reads `time`
+        fields.append("modulation")
+    if carry.vace is not None:
+        fields.append("vace.stream")
+    return dict.fromkeys(fields, ("tokens",))

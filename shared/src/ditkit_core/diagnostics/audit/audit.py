@@ -6,7 +6,7 @@ used, blocks are checkpointed, and the run's block hooks stay active: a model th
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -25,8 +25,9 @@ from ditkit_core.io.rng import generator
 from ditkit_core.models.precision import PLACES, Precision, autocast_disabled, dtype_name, set_precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.quantized_linear import products_in_dtype, quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.training.flow_matching import learnt_mean, to_device, velocity_target
+from ditkit_core.training.flow_matching import LossMask, to_device, velocity_target
 
 NOT_IN_A_BATCH: Mapping[str, str] = {
     "accumulation": "acts where gradients of several micro-batches are added",
@@ -35,6 +36,9 @@ NOT_IN_A_BATCH: Mapping[str, str] = {
 }
 ACTING = tuple(place for place in PLACES if place not in NOT_IN_A_BATCH)
 """Places of `Precision` that matter in one forward and backward."""
+
+BASE = "base.compute"
+"""A place next to those: products with the frozen base, where a run has them in 8 bits. It is lowered to that format."""
 
 EDGES = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Bounds of the ranges of noise levels; each sample gets a random level in each range."""
@@ -69,10 +73,19 @@ class Subject:
         matmul = self.precision.matmul
         return matmul if matmul.itemsize < 4 else torch.bfloat16
 
+    @property
+    def in_8_bits(self) -> str:
+        """The format of products with the frozen base; empty if none are in 8 bits."""
+        return next((layer.kind for layer in quantized_weights(self.model).values() if layer.in_8_bits), "")
 
-def num_passes() -> int:
+
+def num_passes(subject: Subject) -> int:
     """Number of forward and backward passes of an audit, for a progress bar."""
-    return (len(EDGES) - 1) * (3 + 2 * len(ACTING)) + (1 + ROUNDS) * (1 + len(_priced()))
+    return (len(EDGES) - 1) * (3 + 2 * len(_places(subject))) + (1 + ROUNDS) * (1 + len(_priced(subject)))
+
+
+def _places(subject: Subject) -> tuple[str, ...]:
+    return (*ACTING, BASE) if subject.in_8_bits else ACTING
 
 
 def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str] = ()) -> AuditFindings:
@@ -93,11 +106,12 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     """
     # Not ACTING, which a short audit replaces by fewer places: the reference is in fp64 everywhere.
     low, acting = subject.lowered, [place for place in PLACES if place not in NOT_IN_A_BATCH]
+    lowered = dict.fromkeys([*acting, BASE] if subject.in_8_bits else acting, low)
     # Alone shows the error that a place adds; all but one shows what raising only this place would gain.
-    everywhere, lowered = dict.fromkeys(acting, _TRUTH), dict.fromkeys(acting, low)
+    everywhere = dict.fromkeys(acting, _TRUTH)
     cases: dict[str, Mapping[str, torch.dtype] | None] = {"own": None, "all lowered": lowered}
-    cases |= {f"alone {place}": {**everywhere, place: low} for place in ACTING}
-    cases |= {f"all but {place}": {**lowered, place: _TRUTH} for place in ACTING}
+    cases |= {f"alone {place}": {**everywhere, place: low} for place in _places(subject)}
+    cases |= {f"all but {place}": {**lowered, place: _TRUTH} for place in _places(subject)}
     found: dict[str, list[_Squares]] = {name: [] for name in cases}
     with _eval_mode(subject.model, subject.precision):
         for index in range(len(EDGES) - 1):
@@ -112,12 +126,12 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     places = [
         PlaceFindings(
             place=place,
-            dtype=dtype_name(getattr(subject.precision, place)),
+            dtype=subject.in_8_bits if place == BASE else dtype_name(getattr(subject.precision, place)),
             alone=case[f"alone {place}"],
             all_but=case[f"all but {place}"],
             cost=costs.get(place),
         )
-        for place in ACTING
+        for place in _places(subject)
     ]
     return AuditFindings(
         lowered=dtype_name(low),
@@ -178,7 +192,7 @@ class _Batch:
 
     inputs: Any
     targets: list[Tensor]
-    masks: list[Tensor | None]
+    masks: list[LossMask]
     """Loss mask of each sample; None if all of it is learnt."""
 
     @classmethod
@@ -202,7 +216,7 @@ class _Batch:
         noised = [tensor.to(first) for tensor in noised]
         targets = [velocity_target(item, eps) for item, eps in zip(subject.items, noise, strict=True)]
         inputs = subject.spec.training.make_inputs(noised, sigma.to(first), items, subject.guidance)
-        masks = [subject.spec.training.loss_mask(item) for item in subject.items]
+        masks = [LossMask.of(subject.spec, item) for item in subject.items]
         return cls(inputs=inputs, targets=[target.to(last) for target in targets], masks=masks)
 
 
@@ -250,14 +264,19 @@ def _square(x: Tensor) -> float:
 def _measure(
     subject: Subject, batch: _Batch, dtypes: Mapping[str, torch.dtype] | None, truth: _Measured | None
 ) -> _Measured:
-    """Run forward and backward in these dtypes; None takes the run's own dtypes and leaves the weights uncast."""
-    measured = _Measured(truth=truth)
-    precision = subject.precision if dtypes is None else replace(subject.precision, **dtypes)
+    """Run forward and backward in these dtypes; None takes the run's own dtypes and leaves the weights uncast.
+
+    Products with the base are in 8 bits where the run has them so and `BASE` is lowered.
+    """
+    measured, given = _Measured(truth=truth), dict(dtypes or {})
+    wide = dtypes is not None and given.pop(BASE, _TRUTH) == _TRUTH
+    precision = replace(subject.precision, **given)
     dtype_of = as_stored if dtypes is None else by_op_group(precision, subject.spec.precision.op_group_of)
     # Full checkpointing: only one block's fp64 casts are in memory at a time.
     engine = replace(subject.run, policy="full", backend=_backend(subject, precision))
-    velocities, loss = _forward(subject, batch, precision, dtype_of, engine, measured.take)
-    loss.backward()
+    with products_in_dtype(subject.model) if wide else nullcontext():
+        velocities, loss = _forward(subject, batch, precision, dtype_of, engine, measured.take)
+        loss.backward()
     measured.velocities = [velocity.detach().to(_HOST, _TRUTH) for velocity in velocities]
     measured.loss = float(loss.detach())
     if truth is None and not all(x.isfinite().all() for x in (loss.detach(), *measured.gradients.values())):
@@ -280,7 +299,7 @@ def _forward(
     set_precision(subject.model, precision)
     velocities = DtypeView(subject.model, dtype_of, take)(batch.inputs, engine=engine)
     triples = zip(velocities, batch.targets, batch.masks, strict=True)
-    return velocities, torch.stack([learnt_mean((v.to(_TRUTH) - t).square(), mask) for v, t, mask in triples]).mean()
+    return velocities, torch.stack([mask.mean((v.to(_TRUTH) - t).square()) for v, t, mask in triples]).mean()
 
 
 def _backend(subject: Subject, precision: Precision) -> str:
@@ -311,17 +330,24 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
     """
     low, own = subject.lowered, subject.precision
     batch = _Batch.sampled(subject, (len(EDGES) - 1) // 2)
-    tried = {place: low if getattr(own, place).itemsize > low.itemsize else torch.float32 for place in _priced()}
-    choices = {"own": own, **{place: replace(own, **{place: dtype}) for place, dtype in tried.items()}}
+    tried = {
+        place: low if place != BASE and getattr(own, place).itemsize > low.itemsize else torch.float32
+        for place in _priced(subject)
+    }
+    choices = {"own": own, **{place: replace(own, **{place: dtype}) for place, dtype in tried.items() if place != BASE}}
+    if BASE in tried:
+        choices[BASE], tried[BASE] = own, own.matmul
     peaks: dict[str, Mapping[torch.device, int]] = {}
     for name, precision in choices.items():
-        peaks[name] = _peaks(subject, batch, precision)
+        with products_in_dtype(subject.model) if name == BASE else nullcontext():
+            peaks[name] = _peaks(subject, batch, precision)
         advance()
     seconds: dict[str, list[float]] = {name: [] for name in choices}
     for round_index in range(ROUNDS):
         # The order alternates, so that a device that warms up or throttles favours no choice.
         for name in list(choices)[:: 1 if round_index % 2 else -1]:
-            seconds[name].append(_seconds(subject, batch, choices[name]))
+            with products_in_dtype(subject.model) if name == BASE else nullcontext():
+                seconds[name].append(_seconds(subject, batch, choices[name]))
             advance()
     fullest = max(peaks["own"], key=lambda device: peaks["own"][device])
     costs = {
@@ -335,9 +361,9 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
     return costs, median(seconds["own"]), peaks["own"][fullest]
 
 
-def _priced() -> list[str]:
+def _priced(subject: Subject) -> list[str]:
     # Not matmul: it also decides the stored dtype of matrices, and casting them where they are used would not show that cost.
-    return [place for place in ACTING if place != "matmul"]
+    return [place for place in _places(subject) if place != "matmul"]
 
 
 def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:
@@ -380,11 +406,12 @@ def _wait() -> None:  # kernels run asynchronously: without it only their launch
 @torch.no_grad()
 def estimated_seconds(subject: Subject) -> float:
     """An upper estimate of an audit's duration, from the FLOPs of a forward and the fp64 rate of the slowest device."""
-    with _eval_mode(subject.model, subject.precision), FlopCounterMode(display=False) as count:
+    counter = FlopCounterMode(display=False)  # torch counts no products of int8
+    with _eval_mode(subject.model, subject.precision), products_in_dtype(subject.model), counter as count:
         _own_forward(subject, _Batch.sampled(subject, 0), subject.precision)
     rate = min(_fp64_rate(kind) for kind in {parameter.device.type for parameter in subject.model.parameters()})
     # Forward, recomputation, and a backward of twice the forward's FLOPs.
-    return num_passes() * 4 * count.get_total_flops() / rate
+    return num_passes(subject) * 4 * count.get_total_flops() / rate
 
 
 def _fp64_rate(kind: str) -> float:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ditkit_core.diagnostics.audit.audit import BASE
 from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, audit_json
 from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.io.console import say
@@ -90,6 +91,10 @@ def _meaning(findings: AuditFindings) -> list[str]:
     lines.append(
         "the cost of matmul is not measured, because model.dtype also sets the stored dtype of the weights; --plan --model.dtype shows it"
     )
+    if any(each.place == BASE for each in findings.places):
+        lines.append(
+            f"{BASE}: lowered means products with the frozen base in 8 bits, and the other choice is model.dtype"
+        )
     largest = findings.places[0]
     if largest.alone.overall.gradient:
         lines.append(f"what matters most: {largest.place}, which this run has in {largest.dtype}")

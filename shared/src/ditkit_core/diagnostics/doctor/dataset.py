@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, NothingToTrain, Sample
+from ditkit_core.data.masks import read_mask
 from ditkit_core.data.media.clip import MediaInfo, available, media_kind, probe, stored_images
 from ditkit_core.data.media.video import is_hdr
 from ditkit_core.diagnostics.doctor.findings import (
@@ -43,6 +44,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_fewest_frames,
     check_file,
     check_frames,
+    check_mask,
     count_captions,
     file_row,
     same_content,
@@ -129,6 +131,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         captions=captions,
         same=tuple(same),
         alike=tuple(alike),
+        masks=(*own.masks, *prior.masks),
         findings=tuple(findings),
     )
     return ExaminedDataset(checkup=checkup, samples=samples, class_images=class_images, largest=largest)
@@ -188,6 +191,8 @@ class _Looks:
     undecoded: list[Excluded] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     prints: dict[str, tuple[Path, Fingerprint]] = field(default_factory=dict)
+    masks: list[float] = field(default_factory=list)
+    """White share of each sample's loss mask."""
     lacking: dict[str, None] = field(default_factory=dict)
     """Messages about missing libraries, in order: the run's fault and not a sample's. A dict without values is an ordered set."""
     error: UserError | None = None
@@ -196,6 +201,7 @@ class _Looks:
     def take(self, sample: Sample) -> None:
         """Read what training would read of a sample: the clip, decoded at low size, and its conditions as they are encoded."""
         seen: WindowLook | None = None
+        masked: float | None = None
         of_conditions: list[Finding] = []
         fps = self.fps if media_kind(sample.media) == "video" else 0.0
         try:
@@ -205,6 +211,7 @@ class _Looks:
                     pass  # decoding is the check
             if self.run.auxiliary.readers is not None:
                 self.run.auxiliary.readers.check(clip_inputs_of(sample, self.fps))
+            masked = self._masked(sample, fps)
             of_conditions = list(check_boundary_images(sample, self.run.auxiliary.columns, fps))
             # Once per file: its windows follow each other, so only the last sample needs comparing.
             if all(sample.media != other.media for other in self.good[-1:]):
@@ -217,9 +224,19 @@ class _Looks:
             self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
             return
         self.good.append(sample)
+        if masked is not None:
+            self.masks.append(masked)
+            of_conditions += check_mask(sample, masked, self.run.config.train.mask_weight)
         self.findings += [*(check_frames(sample.id, seen, fps) if seen else ()), *of_conditions]
         if seen and seen.fingerprint is not None:
             self.prints[sample.id] = (sample.media, seen.fingerprint)
+
+    def _masked(self, sample: Sample, fps: float) -> float | None:
+        """The white share of a sample's loss mask, which is read as it is encoded; None without one."""
+        if sample.mask is None:
+            return None
+        size = {"height": sample.height, "width": sample.width, "frames": sample.frames}
+        return float(read_mask(sample.mask, fps=fps, start_seconds=sample.start_seconds, **size).mean())
 
     def files(self) -> Iterator[tuple[FileRow, bool]]:
         """Each file with its trained part, and whether it is HDR; damage after that part becomes a finding."""

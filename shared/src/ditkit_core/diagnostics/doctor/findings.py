@@ -47,6 +47,7 @@ CODES: Mapping[str, str] = {
     "D26": "the plan needs more memory than is available",
     "D27": "a video that is damaged after the part that is trained",
     "D28": "clips so short that the model is conditioned on all their frames",
+    "D29": "a loss mask that is black or white everywhere",
 }
 """The subject of each code."""
 
@@ -268,6 +269,8 @@ class CheckReport:
     """Samples whose files have the same content."""
     alike: tuple[tuple[str, ...], ...] = ()
     """Samples that look nearly alike."""
+    masks: tuple[float, ...] = ()
+    """Share of the pixels that is white, for each sample with a loss mask."""
     memory: MemoryPlan | None = None
     """None if there is nothing to plan for."""
     steps: tuple[StepRow, ...] = ()

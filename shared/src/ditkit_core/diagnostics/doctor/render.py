@@ -109,6 +109,12 @@ def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
         if files and captions.cut:
             rows = [[each.sample, str(each.tokens), each.kept] for each in captions.cut]
             tables.append(("truncated captions", Table(head=["sample", "tokens cut", "text that is read"], rows=rows)))
+    if checkup.masks:
+        shares = [f"{100 * share:.0f} %" for share in (min(checkup.masks), max(checkup.masks))]
+        whites = " to ".join(dict.fromkeys(shares))
+        tables.append(
+            (f"loss masks: {plural(len(checkup.masks), 'sample')}, {whites} of their pixels learnt in full", None)
+        )
     for title, groups in (("same content", checkup.same), ("nearly alike", checkup.alike)) if files else ():
         if groups:
             tables.append((title, Table(head=["samples"], rows=[[", ".join(group)] for group in groups])))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ditkit_core.data.dataset import Sample
+from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import MediaInfo, media_kind, probe, read_clip
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.diagnostics.doctor.findings import (
@@ -29,6 +30,8 @@ from ditkit_core.models.conditions import Column
 
 UPSCALED = 1.25
 """Factor of upscaling above which a finding is made."""
+LEAST_MASK = 0.001
+"""Share of a mask's pixels below which it is black everywhere, or white if it is the share of the others."""
 SAME_RATE = 0.95
 """Share of the trained frame rate below which a video's frame rate is too low."""
 FROZEN_SECONDS = 1.0
@@ -243,8 +246,9 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
 
 def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
     """Findings about control videos and masks that do not match their clip in time or shape."""
-    for column in columns:
-        path = Path(sample.controls[column.name]) if column.name in sample.controls else None
+    files = {**sample.controls, **({MASK.name: str(sample.mask)} if sample.mask is not None else {})}
+    for column in (*columns, MASK):
+        path = Path(files[column.name]) if column.name in files else None
         if path is None or column.kind != "video":
             continue
         try:
@@ -262,6 +266,25 @@ def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[
             sizes = f"{given.width} x {given.height} and its clip {own.width} x {own.height}"
             each = "each is centre-cropped separately, so that they do not align"
             yield Finding.warning("D19", where, f"{given_is} is {sizes}: {each}", "give both the same aspect ratio")
+
+
+def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding]:
+    """The finding about a loss mask that separates nothing.
+
+    Args:
+        sample: The clip.
+        share: Share of its mask's pixels that is white.
+        outside: `train.mask_weight`.
+    """
+    if share < LEAST_MASK:
+        lost = "nothing of it is learnt" if outside == 0 else f"all of it has the weight {outside:g}"
+        remedy = "paint what is learnt white (transparency counts as white), or remove the mask"
+        yield Finding.warning("D29", sample.id, f"its mask {sample.mask} is black everywhere: {lost}", remedy)
+    elif share > 1 - LEAST_MASK:
+        remedy = "paint what is not learnt black (transparency counts as white), or remove the mask"
+        yield Finding.warning(
+            "D29", sample.id, f"its mask {sample.mask} is white everywhere: it is learnt as without one", remedy
+        )
 
 
 def _out_of_step(own: MediaInfo, given: MediaInfo) -> str:

@@ -42,7 +42,7 @@ def _device(device: torch.device) -> str:
 
 def model_summary(family: str, prepared: LoadedModel) -> dict[str, Any]:
     """Summarize what is trained: `family` is the name of the model's family."""
-    trained = sum(parameter.numel() for parameter in prepared.trainable.values())
+    trained = sum(parameter.numel() for parameter in prepared.model.parameters() if parameter.requires_grad)
     return {"family": family, "preset": prepared.preset, "trained_parameters": trained}
 
 
@@ -61,6 +61,7 @@ def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[
     return {
         "samples": len(used),
         "captions": sum(len(sample.captions) for sample in used),
+        "masks": sum(sample.mask is not None for sample in used),
         "fps": dataset.fps,
         "held_out": list(held_out),
         "shapes": [

@@ -82,7 +82,7 @@ def _model(section: Section) -> list[str]:
 
 
 def _data(section: Section) -> list[str]:
-    folder = Path(str(section.config.get("data.folder", ""))).name
+    config, folder = section.config, Path(str(section.config.get("data.folder", ""))).name
     data, shapes = section.data, mappings(section.data.get("shapes"))
     frames = sorted({each["frames"] for each in shapes if isinstance(each.get("frames"), int)})
     sizes = {f"{each.get('height')} × {each.get('width')}" for each in shapes}
@@ -96,6 +96,9 @@ def _data(section: Section) -> list[str]:
         counted(data["samples"], "clip" if of_clips else "image") if "samples" in data else "",
         f"folder {folder}" if folder else "",
         ", ".join(parts),
+        f"{data['masks']} with loss masks (weight {config.get('train.mask_weight', 0):g} outside)"
+        if data.get("masks")
+        else "",
         f"{len(held_out)} held out for validation" if isinstance(held_out, list) and held_out else "",
         f"{excluded} left out" if excluded else "",
     )

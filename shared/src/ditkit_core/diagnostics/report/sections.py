@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from ditkit_core.config.sizes import GIB
@@ -11,12 +12,15 @@ from ditkit_core.diagnostics.report.charts import Chart
 from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series, mappings
 from ditkit_core.diagnostics.report.words import format_number
 from ditkit_core.io.tables import Table
+from ditkit_core.io.trackers import TIMES
 
 _TRAINING = {
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "seconds": "seconds per step",
+    "data_seconds": "of these, waited for data",
     "tokens_per_second": "tokens per second",
+    "mfu": "share of the GPUs' peak rate",
     "peak_memory_bytes": "peak memory, GiB",
     "peak_reserved_bytes": "peak memory with the allocator's gaps, GiB",
 }
@@ -49,7 +53,8 @@ def groups(section: Section) -> list[Group]:
     series = section.series
     levels = {f"{PER_SIGMA}{sigma:g}": f"σ {sigma:g}" for sigma in section.sigmas}
     changes = (_change(series[name], title) for name, title in levels.items())
-    others = {name: name for name in series if name not in _NAMES and not name.startswith("held_out")}
+    account = {name: name.removeprefix(TIMES).replace("/", ": ") for name in series if name.startswith(TIMES)}
+    others = {name: name for name in series if not (name in _NAMES or name in account or name.startswith("held_out"))}
     found = [
         Group(
             title="Loss", charts=[*_loss(series), *_validation(series, "held_out", "validation loss")], is_folded=False
@@ -60,10 +65,19 @@ def groups(section: Section) -> list[Group]:
             charts=[chart for name, title in levels.items() for chart in _validation(series, name, title)],
             note=", ".join(filter(None, changes)),
         ),
+        Group(title="Seconds of a step", charts=_curves(series, account), note=_shares(series, account)),
         _sentinels(series),
         Group(title="Other numbers", charts=_curves(series, others)),
     ]
     return [group for group in found if group.charts]
+
+
+def _shares(series: Mapping[str, Series], account: Mapping[str, str]) -> str:
+    """The mean share of each part in the time of steps, the largest first."""
+    means = {title: fmean(series[name].values) for name, title in account.items()}
+    total = sum(means.values()) or 1.0
+    longest = sorted(means.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{title} {mean / total:.0%}" for title, mean in longest if mean / total >= 0.005)
 
 
 def _sentinels(series: Mapping[str, Series]) -> Group:
@@ -187,6 +201,7 @@ def _data(data: Mapping[str, Any]) -> list[Html]:
     facts = {
         "samples": data.get("samples"),
         "captions": data.get("captions"),
+        "with a loss mask": data.get("masks"),
         "frames per second": data.get("fps"),
         "held out": ", ".join(map(str, held_out)) if isinstance(held_out, list) and held_out else "none",
         "left out": data.get("num_excluded", len(excluded)),

@@ -20,8 +20,8 @@ _LIBRARY = torch.library.Library("ditkit", "DEF")
 def _declared(schema: str, module: str, function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare an operation that `function` in the file `module` computes; the decorated function makes its results under fake tensors."""
 
-    def run(*given: Any) -> Any:
-        return getattr(import_module(f"ditkit_core.nn.kernels.{module}"), function)(*given)
+    def run(*given: Any, **named: Any) -> Any:
+        return getattr(import_module(f"ditkit_core.nn.kernels.{module}"), function)(*given, **named)
 
     def declare(fake: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
@@ -120,6 +120,21 @@ def dequantize_nf4(
 ) -> Any:
     """An NF4 matrix [out, in] of bytes [out, in / 2], by the scales of its blocks."""
     return codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
+
+
+@_declared("round_rows(Tensor x, Tensor? columns, ScalarType dtype) -> (Tensor, Tensor)", "rounded_rows", "rows")
+def round_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Any:
+    """Codes of a matrix [n, k] by the largest magnitude of each row, and the scales [n, 1]; its columns are multiplied by factors before."""
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), 1, dtype=torch.float32)
+
+
+@_declared(
+    "apply_scales(Tensor sums, Tensor scale, Tensor? columns, Tensor? bias, *, Tensor(a!) out) -> ()",
+    "rounded_rows",
+    "scaled",
+)
+def apply_scales(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor) -> None:
+    """Sums of products of codes by the scales of rows and columns, plus a bias, in the dtype of `out`."""
 
 
 def _features_next_to_each_other(x: Tensor) -> Tensor:

@@ -1,0 +1,12 @@
+"""What the ranks do for `test_sharded.py`."""
+
+from flux2_items import Images
+
+from ditkit_core.testing.replicas import Divided, main
+
+WORLDS = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
+CASES = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
+
+if __name__ == "__main__":
+    items = Images().items(4, ragged=True)
+    main(Images.spec, Images.arch, items, worlds=(1,), continued=(), cases=CASES, sharded=WORLDS)

@@ -1,0 +1,17 @@
+"""FLUX.2 on ranks that share the tokens of each sample."""
+
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.testing.conformance_context import ContextConformance
+
+
+class TestContext(ContextConformance):
+    script = Path(__file__).parent / "support" / "context_of_flux2.py"
+    outputs = 2e-6
+
+
+@pytest.mark.slow
+class TestContextOfEveryPolicy(TestContext):
+    scope = "all"

@@ -1,0 +1,86 @@
+"""`train.profile`: a Chrome trace of some steps after warm-up, and the kernels that take most of their time."""
+
+import gzip
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from ditkit_core.io.console import say
+from ditkit_core.io.files import atomic_write
+from ditkit_core.io.tables import Table
+from ditkit_core.training.trainer import Callback
+
+_FIRST_STEPS = 3
+"""Steps of a start that are not traced: they compile, choose kernels and fill the allocator, and the last warms the profiler up."""
+_MOST_KERNELS = 10
+
+
+class StepTrace(Callback):
+    """Traces steps of this start with torch's profiler."""
+
+    def __init__(self, steps: int, file: Path, warn: Callable[[str], None]):
+        """Trace nothing yet.
+
+        Args:
+            steps: Number of steps to trace, at least 1.
+            file: Where the trace goes, with the suffix `.json.gz`.
+            warn: Called with one line if all steps of the run are done before.
+        """
+        self._steps, self._file, self._warn = steps, file, warn
+        self._profile: profile | None = None
+
+    def started(self, step: int) -> None:
+        """Begin to count steps."""
+        self._begun = step
+        when = schedule(wait=_FIRST_STEPS - 1, warmup=1, active=self._steps, repeat=1)
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profile = profile(activities=kinds, schedule=when, on_trace_ready=self._write, acc_events=True)
+        self._profile.start()
+
+    def after_step(self, step: int, metrics: object) -> None:
+        """Tell the profiler that a step has ended."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def finished(self, step: int) -> None:
+        """Say so if there were too few steps for a trace."""
+        unfinished, self._profile = self._profile, None
+        if unfinished is not None:
+            unfinished.stop()
+            self._warn(
+                f"train.profile = {self._steps} traces after {_FIRST_STEPS} steps, and this start has {step - self._begun}: "
+                f"nothing was traced; train {_FIRST_STEPS + self._steps} or more"
+            )
+
+    def _write(self, made: profile) -> None:
+        self._profile = None
+        with atomic_write(self._file) as temporary, TemporaryDirectory(dir=self._file.parent) as folder:
+            plain = Path(folder) / "trace.json"
+            made.export_chrome_trace(str(plain))
+            with open(plain, "rb") as source, gzip.open(temporary, "wb") as target:
+                shutil.copyfileobj(source, target)
+        say(f"profile:  {self._file} (open it in chrome://tracing or https://ui.perfetto.dev)")
+        top_kernels(made, self._steps).show()
+
+
+def top_kernels(made: profile, steps: int) -> Table:
+    """The kernels that take most time: those of GPUs, or the operations of a CPU where there is none."""
+    on_gpu = torch.cuda.is_available()
+    times = {
+        each.key: ((each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1000, each.count)
+        for each in made.key_averages()
+        # An operation of the host has the time of the kernels that it launched, which have rows of their own.
+        if not each.key.startswith(("ProfilerStep", "cuda"))
+        and not (on_gpu and (each.device_type.name == "CPU" or each.is_user_annotation))
+    }
+    total = sum(time for time, _ in times.values()) or 1.0
+    longest = sorted(times.items(), key=lambda pair: -pair[1][0])[:_MOST_KERNELS]
+    rows = [
+        [name[:80], f"{time / steps:.2f}", f"{count / steps:g}", f"{100 * time / total:.1f}"]
+        for name, (time, count) in longest
+    ]
+    return Table(head=["kernel", "ms per step", "calls per step", "%"], rows=rows)

@@ -1,0 +1,119 @@
+"""What every device does during a step, in seconds: marks in the order of its work, each with the name of what follows it.
+
+On a GPU a mark is an event in the stream of its work, so that times are the device's own and nothing waits for them. A device without
+streams is timed by the host's clock.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+
+from ditkit_core.io.trackers import TIMES
+
+Part = Literal["forward", "recompute", "backward", "optimizer", "copies", "waiting"]
+"""`copies`: inputs and streamed weights that the device waits for; weights of other ranks are gathered within forward and backward. `waiting`:
+for data, for another device, for the host."""
+PARTS: tuple[Part, ...] = ("forward", "recompute", "backward", "optimizer", "copies", "waiting")
+
+_BETWEEN = "between steps"
+
+
+class StepClock:
+    """The times of the parts of a step on each device.
+
+    An optimizer's work on a GPU is not waited for: it runs into the next step, whose times have it.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()):
+        """Time these devices; without any, nothing is timed."""
+        self._marks: dict[torch.device, list[tuple[str, Any]]] = {device: [] for device in devices}
+        self._at: dict[str, torch.device] = {}
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices that are timed."""
+        return tuple(self._marks)
+
+    def mark(self, device: torch.device | None, part: str) -> None:
+        """Name what the device does from here on. Devices that are not timed are ignored."""
+        marks = None if device is None else self._marks.get(device)
+        if device is None or marks is None or (marks and marks[-1][0] == part):
+            return
+        marks.append((part, _now(device)))
+
+    def mark_all(self, part: str) -> None:
+        """Name what all devices do from here on."""
+        for device in self._marks:
+            self.mark(device, part)
+
+    def enter(self, device: torch.device | None, part: Part) -> None:
+        """Name what the device does; the one that did this part before waits now."""
+        if device is not None and (before := self._at.get(part)) not in (None, device):
+            self.mark(before, "waiting")
+        if device is not None:
+            self._at[part] = device
+        self.mark(device, part)
+
+    @contextmanager
+    def recompute(self, device: torch.device) -> Iterator[None]:
+        """Name a recompute, which a backward continues after."""
+        self.mark(device, "recompute")
+        try:
+            yield
+        finally:
+            self.mark(device, "backward")
+
+    def begin(self) -> None:
+        """A step begins. What the optimizer of the step before still does on a GPU counts towards this one."""
+        for device, marks in self._marks.items():
+            tail = [place for place, (part, _) in enumerate(marks) if part == "optimizer"]
+            kept = marks[tail[-1] : tail[-1] + 2] if tail and device.type == "cuda" else []
+            marks[:] = [] if not kept else [kept[0], (_BETWEEN, (kept[1:] or [("", _now(device))])[0][1])]
+        self._at.clear()
+        self.mark_all("waiting")
+
+    def end(self) -> None:
+        """The step's work was launched."""
+        self.mark_all(_BETWEEN)
+
+    def read(self) -> dict[torch.device, Mapping[Part, float]]:
+        """Seconds of each part on each device since `begin`, zeros included. On a GPU all but the optimizer's work must be done."""
+        found: dict[torch.device, Mapping[Part, float]] = {}
+        for device, marks in self._marks.items():
+            done = marks
+            if device.type == "cuda":  # the last optimizer's work is read with the next step's
+                last = max(
+                    (place for place, (part, _) in enumerate(marks) if part == "optimizer"), default=len(marks) - 1
+                )
+                done = marks[: last + 1]
+            seconds = dict.fromkeys(PARTS, 0.0)
+            for (part, begin), (_, end) in pairwise(done):
+                if part in seconds:
+                    seconds[part] += _between(begin, end)
+            found[device] = seconds
+        return found
+
+    def numbers(self) -> dict[str, float]:
+        """The times of `read` as metrics: `seconds/forward`, with several devices `seconds/cuda:1/forward`."""
+        found = self.read()
+        return {
+            f"{TIMES}{device}/{part}" if len(found) > 1 else f"{TIMES}{part}": seconds
+            for device, parts in found.items()
+            for part, seconds in parts.items()
+        }
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

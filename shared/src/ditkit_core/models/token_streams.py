@@ -1,0 +1,27 @@
+"""What a model declares so that several ranks can share the tokens of each sample."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStreams:
+    """Which values between blocks run along tokens, and which attention is among all tokens of a sample.
+
+    Everything else in a block works token by token. A block whose work depends on a token's place among the others cannot be divided.
+    """
+
+    names: tuple[str, ...] = ("tokens",)
+    """The streams of tokens, in the order in which attention sees them."""
+
+    fields: Callable[[Any], Mapping[str, tuple[str, ...]]]
+    """From a carry to the fields that blocks read and that have tokens in their second dimension, each with the streams that it consists of,
+    in their order. A field in another one is `other.field`. Masks of padding are not among them: every rank has all keys."""
+
+    head: tuple[str, ...] = ("tokens",)
+    """Those of these fields that the head reads."""
+
+    attention: tuple[str, ...] = ("self",)
+    """Names of the calls of `attend` in blocks whose queries and keys are the tokens of all streams. The keys of other calls are on
+    every rank (text)."""

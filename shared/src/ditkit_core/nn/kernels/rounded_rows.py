@@ -1,0 +1,104 @@
+"""Inputs of products in 8 bits and results of their sums, each in one pass and bitwise as torch computes them where they are finite;
+reference: `nn/quantized_linear.py: _rounded` and `_product_of_codes`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ditkit_core.nn.context import device_current
+
+_BLOCK = 2048
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@triton.jit
+def _load(x, columns, place, WIDTH: tl.constexpr, SCALED: tl.constexpr):
+    inside = place < WIDTH
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    return wide * tl.load(columns + place, mask=inside, other=0.0) if SCALED else wide
+
+
+@triton.jit
+def _round(
+    x,
+    columns,
+    codes,
+    scale,
+    stride,
+    WIDTH: tl.constexpr,
+    SCALED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TINY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    codes += row * WIDTH
+    largest, zeros = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        wide = _load(x, columns, start + tl.arange(0, BLOCK), WIDTH, SCALED)
+        largest = tl.maximum(largest, tl.abs(wide))
+        zeros += wide * 0.0  # NaN where a number is not finite: a maximum ignores it
+    of_row = tl.maximum(tl.div_rn(tl.max(largest, 0), LIMIT), TINY) + tl.sum(zeros, 0)
+    tl.store(scale + row, of_row)
+    for start in range(0, WIDTH, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        wide = tl.div_rn(_load(x, columns, place, WIDTH, SCALED), of_row)
+        if LIMIT == 127.0:
+            # To the nearest, of two the even one: above 2**23 fp32 has no fractions.
+            wide = (wide + 12582912.0) - 12582912.0
+        else:
+            # Here too, so that the conversion is exact: three bits of fraction, or steps of 2**-9 for the smallest numbers. Triton's
+            # interpreter truncates.
+            bits = wide.to(tl.int32, bitcast=True)
+            nearest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+            wide = tl.where(tl.abs(wide) < 0.015625, (wide + 24576.0) - 24576.0, nearest)
+        tl.store(codes + place, wide.to(codes.dtype.element_ty), mask=place < WIDTH)
+
+
+@triton.jit
+def _scale(
+    sums,
+    scale,
+    columns,
+    bias,
+    out,
+    count,
+    WIDTH: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, column = place < count, place % WIDTH
+    wide = tl.load(sums + place, mask=inside, other=0).to(tl.float32)
+    wide *= tl.load(scale + place // WIDTH, mask=inside, other=0.0)
+    if SCALED:
+        wide *= tl.load(columns + column, mask=inside, other=0.0)
+    if BIASED:
+        wide += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
+
+
+def rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of x [n, k] in int8 or fp8, with its columns multiplied by factors [1, k] before, and the scales of its rows [n, 1]."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), 1, dtype=torch.float32)
+    limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    with device_current(x):
+        _round[(len(x),)](
+            x, columns, codes, scale, x.stride(0),
+            WIDTH=x.shape[1], SCALED=columns is not None, LIMIT=limit, TINY=_TINY, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return codes, scale
+
+
+def scaled(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor) -> None:
+    """Write sums [n, m] by scales of their rows [n, 1] and columns [1, m], plus a bias [m], to a contiguous matrix of another dtype."""
+    with device_current(sums):
+        # Each operation rounded by itself, as torch does.
+        _scale[(triton.cdiv(sums.numel(), _BLOCK),)](
+            sums, scale, columns, bias, out, sums.numel(),
+            WIDTH=sums.shape[1], SCALED=columns is not None, BIASED=bias is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip

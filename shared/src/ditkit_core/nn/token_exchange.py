@@ -1,0 +1,122 @@
+"""Attention among all tokens of samples whose tokens are divided among the ranks of a context group.
+
+Each stream of tokens is divided into equal consecutive parts, with padding behind its last token. Where the number of heads can be divided,
+ranks trade tokens for heads before the kernel and back after it (Ulysses); else each rank gathers all keys and values for its own queries.
+The kernel sees the tokens in their order and without that padding, so it needs no mask for it.
+
+Source: the exchange of heads is that of Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from ditkit_core.io.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """How the tokens of one forward's samples are divided, and the exchanges that attention among them needs."""
+
+    ranks: Ranks
+    calls: tuple[str, ...]
+    """Names of the calls of `attend` that need an exchange."""
+    lengths: tuple[int, ...]
+    """Number of tokens of each stream, in the order in which attention sees them."""
+
+    def own(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
+        """This rank's part of each stream, one after the other.
+
+        Args:
+            x: All tokens.
+            lengths: Number of tokens of each stream in `x`.
+        """
+        parts = self._padded(x, lengths)
+        # Concatenated also if it is one: a view would keep all tokens in memory.
+        return torch.cat([part[:, :, self.ranks.place] for part in parts], 1)
+
+    def gathered(self, x: Shaped[Tensor, "batch part *rest"], lengths: Sequence[int]) -> Tensor:
+        """All tokens, of each rank's part of them; every rank must use them in the same way, with the same gradient."""
+        return self._joined(_GatherSame.apply(self.ranks, x), 1, lengths)
+
+    def attend(
+        self,
+        kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor],
+        q: Float[Tensor, "batch part heads head_dim"],
+        k: Float[Tensor, "batch part heads head_dim"],
+        v: Float[Tensor, "batch part heads head_dim"],
+        padding_mask: Bool[Tensor, "batch tokens"] | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch part heads head_dim"]:
+        """A kernel's attention of this rank's queries to the keys of all ranks. The mask is that of all keys."""
+        assert not dropout, "refused before anything was loaded: a mask depends on which rank computes it"
+        ranks, heads = self.ranks, q.shape[2]
+        if heads % ranks.context:
+            keys, values = self._joined(_Gather.apply(ranks, torch.stack([k, v])), 2, self.lengths).unbind()
+            return kernel(q, keys, values, padding_mask, dropout)
+        # [for which rank, which of the three, batch, part, its heads, head_dim]: one exchange of all three.
+        own = [x.unflatten(2, (ranks.context, -1)).movedim(2, 0) for x in (q, k, v)]
+        q, k, v = self._joined(_AllToAll.apply(ranks, torch.stack(own, 1)), 2, self.lengths).unbind()
+        out = kernel(q, k, v, padding_mask, dropout)
+        parts = [part.movedim(2, 0) for part in self._padded(out, self.lengths)]
+        received = _AllToAll.apply(ranks, torch.cat(parts, 2))
+        return received.movedim(0, 2).flatten(2, 3)
+
+    def _padded(self, x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Each stream as [batch, a rank's tokens, ranks, ...]."""
+        num = self.ranks.context
+        parts = []
+        for part, length in zip(x.split(list(lengths), 1), lengths, strict=True):
+            if missing := -length % num:
+                part = torch.cat([part, part.new_zeros(len(part), missing, *part.shape[2:])], 1)
+            parts.append(part.unflatten(1, (num, -1)).transpose(1, 2))
+        return parts
+
+    def _joined(self, parts: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """All tokens in their order, from [ranks, ...] with each rank's parts of the streams in the dimension `dim` of what follows."""
+        sizes = [-(-length // self.ranks.context) for length in lengths]
+        streams = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts.split(sizes, dim + 1)]
+        streams = [stream.narrow(dim, 0, length) for stream, length in zip(streams, lengths, strict=True)]
+        return torch.cat(streams, dim) if len(streams) > 1 else streams[0]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i [i, ...] goes to rank i of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, parts: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_to_all(parts.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.ranks.all_to_all(gradient.contiguous())
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' tensors [ranks, ...]. What each rank does with them is another part of the loss, so gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, x: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.ranks.all_to_all(gradient.contiguous()).sum(0)
+
+
+class _GatherSame(_Gather):
+    """The ranks' tensors [ranks, ...], with which all ranks do the same.
+
+    Their gradients are the same, so that the sum needs no exchange. It is the sum and not their mean: the mean over ranks of each
+    parameter's gradient is then right for those in front of the exchange, which saw a part of the tokens, and for those behind it.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient[ctx.ranks.place] * ctx.ranks.context

@@ -1,0 +1,98 @@
+"""The profile of a rank that divides weights with others.
+
+FSDP2 cuts each parameter by rows. Every rank has as many, rounded up, and what is gathered is padded to that. It gathers a block for its
+forward and again for its backward, where it prefetches the next: two blocks at a time. Embedding and head are gathered once for both. Whole
+gradients of a block are added up over ranks while the next block computes its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ditkit_core.planner.memory import Profile, RankGradients, Round, Rows, StageCost, Workload
+from ditkit_core.planner.ranks.layout import RankLayout
+from ditkit_core.planner.ranks.replicas import replica_sums
+
+
+def profile_of_rank(whole: Profile, layout: RankLayout, reduction: torch.dtype = torch.float32) -> Profile:
+    """The costs of one rank's stages.
+
+    Args:
+        whole: The profile of a rank with the whole model.
+        layout: The ranks.
+        reduction: Dtype in which gradients are added up over ranks.
+    """
+
+    if layout.shard == 1:
+        return whole
+    made: dict[StageCost, StageCost] = {}
+    for stage in (whole.embed, *whole.blocks, whole.head):
+        if stage not in made:
+            made[stage] = _dividing_weights(stage, layout.shard, reduction.itemsize / torch.float32.itemsize)
+    return replace(
+        whole,
+        embed=made[whole.embed],
+        blocks=tuple(made[block] for block in whole.blocks),
+        head=made[whole.head],
+    )
+
+
+def work_of_rank(work: Workload, layout: RankLayout, *, adapts: bool) -> Workload:
+    """The part of a step that the fullest rank does.
+
+    Args:
+        work: The step.
+        layout: The ranks.
+        adapts: Whether adapters are trained.
+    """
+    own = layout.micro_batches(work.micro_batches)
+    if layout.shard > 1:
+        gradients = gradients_of_rank(own, adapts=adapts)
+    else:
+        gradients = replica_sums(work.micro_batches, layout.size, adapts=adapts, context=layout.context).gradients
+    return replace(work, micro_batches=own, ranks=gradients)
+
+
+def gradients_of_rank(micro_batches: int, *, adapts: bool) -> RankGradients:
+    """Gradients of a rank that divides them with others, for so many micro-batches of its own.
+
+    Those of adapters stay whole until the last micro-batch of a step, and are added up over ranks once. Those of all weights are added up
+    in every micro-batch, since a whole set of them would be as large as the model.
+    """
+    if micro_batches == 1:
+        rounds = [Round(again=False)]
+    elif adapts:
+        rounds = [
+            Round(again=False, whole=True),
+            *[Round(again=True, whole=True)] * (micro_batches > 2),
+            Round(again=True),
+        ]
+    else:
+        rounds = [Round(again=False), Round(again=False, sums=1)]
+    return RankGradients(rounds=tuple(rounds), exchanged=0)
+
+
+def _dividing_weights(stage: StageCost, shard: int, reduction: float) -> StageCost:
+    frozen, trained = ([rows for rows in stage.rows if rows.is_trained is each] for each in (False, True))
+    own, all_trained = _of_rank(trained, shard), sum(rows.number * rows.bytes_each for rows in trained)
+    share = own / all_trained if all_trained else 0.0
+    padded = shard * share
+    return replace(
+        stage,
+        # Buffers are no parameters: every rank has them whole.
+        weights=stage.weights - sum(rows.number * rows.bytes_each for rows in frozen) + _of_rank(frozen, shard),
+        adapters=int(stage.adapters * share),
+        gradients=int(stage.gradients * share),
+        optimizer=int(stage.optimizer * share),
+        average=int(stage.average * share),
+        update_extra=int(stage.update_extra * share),
+        gathered=shard * (own + _of_rank(frozen, shard)),
+        reduced=int(stage.gradients * padded * reduction),
+        whole_gradients=stage.gradients,
+    )
+
+
+def _of_rank(parameters: Sequence[Rows], shard: int) -> int:
+    """Bytes of the rows that the first rank has."""
+    return sum(-(-rows.number // shard) * rows.bytes_each for rows in parameters)

@@ -1,0 +1,96 @@
+"""The gradients that replicas have and send in a step.
+
+The real sum of a training step runs here for every rank, on a small tensor in place of all gradients and with exchanges that move nothing.
+So the plan changes with the sum.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from ditkit_core.planner.memory import RankGradients, Round
+from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.ranks.recorded import Move, RecordedRanks
+from ditkit_core.training.gradient_sum import GradientSum
+
+_SET = 1024
+"""Bytes of the tensor that stands for one set of gradients: flags of the exchange are small next to it."""
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSums:
+    """How replicas add up the gradients of a step."""
+
+    gradients: RankGradients
+    moves: tuple[tuple[Move, ...], ...]
+    """The exchanges of each rank, in their order."""
+
+    @property
+    def most_sent(self) -> int:
+        """Sets of gradients that the busiest rank gives to exchanges in a step."""
+        return max(sum(move.sends for move in moves) for moves in self.moves)
+
+    def seconds(self, cost: Callable[[int, int], float], broadcast: float) -> float:
+        """Time from the first exchange until all ranks have the sum, if all begin at once.
+
+        Args:
+            cost: Seconds of a set of gradients from one rank to another.
+            broadcast: Seconds of the sum from rank 0 to all.
+        """
+        free = [0.0] * len(self.moves)
+        left = [[move for move in moves if move.other >= 0] for moves in self.moves]
+        # Two ranks meet when both have come to the exchange between them; one of any step's first moves always can.
+        while any(left):
+            for rank, moves in enumerate(left):
+                while moves and left[moves[0].other][:1] == [Move(not moves[0].sends, rank)]:
+                    other = moves.pop(0).other
+                    left[other].pop(0)
+                    free[rank] = free[other] = max(free[rank], free[other]) + cost(rank, other)
+        return max(free) + (broadcast if len(self.moves) > 1 else 0.0)
+
+
+@cache
+def replica_sums(micro_batches: int, size: int, *, adapts: bool, context: int = 1) -> ReplicaSums:
+    """Add up a step's gradients on every rank, as `train_step.accumulate_gradients` does.
+
+    Args:
+        micro_batches: Of the step, over all ranks.
+        size: Number of ranks.
+        adapts: Whether adapters are trained; else each rank first adds up its own.
+        context: Ranks that share each sample.
+    """
+    ranks = [RecordedRanks(rank, size, context=context) for rank in range(size)]
+    found = [_of_rank(each, micro_batches, adapts=adapts) for each in ranks]
+    rounds = {each for own, _, _ in found for each in own}
+    chosen = [max((each for each in rounds if each.again is again), default=None) for again in (False, True)]
+    gradients = RankGradients(
+        rounds=tuple(each for each in chosen if each is not None), exchanged=max(sets for _, sets, _ in found)
+    )
+    return ReplicaSums(gradients=gradients, moves=tuple(moves for _, _, moves in found))
+
+
+def _of_rank(
+    ranks: RecordedRanks, micro_batches: int, *, adapts: bool
+) -> tuple[Sequence[Round], int, tuple[Move, ...]]:
+    """The gradients of earlier micro-batches at the begin of each, the most sets during the exchange, and the exchange."""
+    parameter = nn.Parameter(torch.empty(_SET // 4), requires_grad=True)
+    total = GradientSum({"": parameter}, micro_batches if adapts else ranks.num_groups, ranks)
+    rounds = []
+    with MemoryTracker() as tracker:
+        for leaf in ranks.share(micro_batches):
+            again = parameter.grad is not None
+            rounds.append(Round(again=again, sums=tracker.total(_HOST) // _SET - again))
+            if not again:
+                parameter.grad = torch.empty_like(parameter)
+            if adapts:
+                total.add(leaf)
+        if not adapts:
+            total.add(ranks.group_index)
+        tracker.restart_peak()
+        if ranks.size > 1 or adapts:
+            total.finish()
+        return rounds, tracker.peak[_HOST] // _SET, tuple(ranks.moves)

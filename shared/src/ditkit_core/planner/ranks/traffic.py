@@ -1,0 +1,190 @@
+"""What a rank sends in a step, and the time of it that no arithmetic hides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ditkit_core.planner.gpus import GPU
+from ditkit_core.planner.memory import Partition, Profile, StageCost, Workload
+from ditkit_core.planner.ranks.divided import work_of_rank
+from ditkit_core.planner.ranks.layout import RankLayout
+from ditkit_core.planner.ranks.links import Route
+from ditkit_core.planner.ranks.replicas import replica_sums
+from ditkit_core.planner.step_time import (
+    compute_time,
+    step_seconds,
+    streaming_time,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteTime:
+    """The times of a step over one kind of links, in seconds."""
+
+    name: str
+    exchanges: tuple[float, ...]
+    """Of each kind of exchange."""
+    exposed: float
+    """Of all exchanges, the part that no arithmetic hides."""
+    step: float | None
+    """A whole step; None if no rate of the device is known."""
+    efficiency: float | None
+    """Share of the ranks' time in which they do the step's arithmetic."""
+    rates: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksPlan:
+    """The part of a plan that is about several ranks."""
+
+    layout: RankLayout
+    micro_batches: int
+    """Of a step, over all ranks."""
+    host_of_machine: int
+    """Bytes of page-locked host memory of all ranks of a machine."""
+    sent: dict[str, int]
+    """Bytes that the busiest rank sends in a step, by kind of exchange."""
+    times: tuple[RouteTime, ...]
+
+
+class _Traffic(NamedTuple):
+    """One kind of exchange in a step."""
+
+    sent: int
+    """Bytes that the busiest rank sends."""
+    seconds: float
+    exposed: float
+    """Seconds of it that no arithmetic hides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """A step of one rank, and how its ranks add up gradients."""
+
+    layout: RankLayout
+    profile: Profile
+    """Of one rank, from `profile_of_rank`."""
+    division: Partition
+    work: Workload
+    """Of the step, over all ranks."""
+    gpu: GPU | None = None
+    """The slowest; None if no rate is known."""
+
+    @property
+    def stages(self) -> Sequence[StageCost]:
+        """Embedding, blocks, head."""
+        return (self.profile.embed, *self.profile.blocks, self.profile.head)
+
+    @property
+    def own_work(self) -> Workload:
+        """The part of the fullest rank."""
+        return work_of_rank(self.work, self.layout, adapts=self._adapts)
+
+    def plan(self, routes: Sequence[Route], host: int = 0) -> RanksPlan:
+        """Bytes, and times over these links; `host` is a rank's page-locked memory."""
+        return RanksPlan(
+            layout=self.layout,
+            micro_batches=self.work.micro_batches,
+            host_of_machine=self.layout.nproc * host,
+            sent={name: each.sent for name, each in self._exchanges(routes[0]).items()},
+            times=tuple(map(self._time, routes)),
+        )
+
+    @property
+    def _adapts(self) -> bool:
+        return not self.profile.trains_all
+
+    def _time(self, route: Route) -> RouteTime:
+        exchanges = self._exchanges(route).values()
+        exposed, step, efficiency = sum(each.exposed for each in exchanges), None, None
+        if self.gpu is not None:
+            work = self.own_work
+            own = step_seconds(self.profile, self.division, [self.gpu], work).seconds
+            step = own + exposed
+            # Of a step's samples each rank computes a part; those that share one compute a part of it.
+            efficiency = (
+                own / work.micro_batches * self.work.micro_batches * self.layout.context / (step * self.layout.size)
+            )
+        return RouteTime(
+            name=route.name,
+            exchanges=tuple(each.seconds for each in exchanges),
+            exposed=exposed,
+            step=step,
+            efficiency=efficiency,
+            rates=str(route),
+        )
+
+    def _exchanges(self, route: Route) -> dict[str, _Traffic]:
+        found = self._of_shards(route) if self.layout.shard > 1 else self._of_replicas(route)
+        return found | self._of_tokens(route)
+
+    def _of_replicas(self, route: Route) -> dict[str, _Traffic]:
+        """Whole gradients, after the last backward: first of the ranks that share samples, then of all."""
+        context, size = self.layout.context, self.layout.size
+        num_bytes, found = sum(stage.gradients for stage in self.stages), dict[str, _Traffic]()
+        if context > 1:
+            sent = 2 * num_bytes * (context - 1) // context
+            seconds = sent / route.gathered(context)
+            found["gradients, of shared samples"] = _Traffic(sent, seconds, seconds)
+        sums = replica_sums(self.work.micro_batches, size, adapts=self._adapts, context=context)
+        if size > 1:
+            seconds = sums.seconds(
+                lambda rank, other: num_bytes / route.between_two(rank, other), num_bytes / route.gathered(size)
+            )
+            found["gradients, in a tree"] = _Traffic(sums.most_sent * num_bytes, seconds, seconds)
+        return found
+
+    def _of_shards(self, route: Route) -> dict[str, _Traffic]:
+        """Weights, gathered for the forward and again for the backward of each block, and gradients, added up behind each block."""
+        shard, repeated = self.layout.shard, self.layout.size // self.layout.shard
+        micro_batches = self.own_work.micro_batches
+        sums = 1 if self._adapts else micro_batches  # see `gradients_of_rank`
+        ends, blocks = (self.profile.embed, self.profile.head), self.profile.blocks
+        part, rate = (shard - 1) / shard, route.gathered(shard)
+        across = route.ring(max(1, self.layout.nproc // shard)) if repeated > 1 else 1.0
+        twice = 2 * (repeated - 1) / repeated / shard
+
+        def summed(stages: Sequence[StageCost]) -> float:
+            return sum(stage.reduced for stage in stages) * (part / rate + twice / across)
+
+        gathered_ends = sum(stage.gathered for stage in ends)
+        gathered_blocks = sum(block.gathered for block in blocks)
+        gathers = (gathered_ends + 2 * gathered_blocks) * part * micro_batches
+        reduced = sum(stage.reduced for stage in self.stages)
+        # Of exchanges that arithmetic may hide: the same timeline as of streamed weights, whose copies run ahead by a block.
+        forward = self._exposed(True, [block.gathered * part / rate for block in blocks])
+        gather = [block.gathered * part / rate for block in blocks]
+        backward = self._exposed(False, gather)
+        with_sums = self._exposed(False, [each + summed([block]) for each, block in zip(gather, blocks, strict=True)])
+        tail = summed([*ends, blocks[0]])
+        found = {
+            "weights, gathered": _Traffic(
+                int(gathers), gathers / rate, micro_batches * (gathered_ends * part / rate + forward + backward)
+            ),
+            "gradients, to the rank of their rows": _Traffic(
+                int(reduced * part * sums), reduced * part * sums / rate, sums * (with_sums - backward + tail)
+            ),
+        }
+        if repeated > 1:
+            sent = reduced * twice * sums
+            found["gradients, of repeated ranks"] = _Traffic(
+                int(sent), sent / across, 0.0
+            )  # the time is in the row before
+        return found
+
+    def _of_tokens(self, route: Route) -> dict[str, _Traffic]:
+        """Tokens of ranks that share samples: those of attention, and all of them before the head. Nothing hides them."""
+        if self.layout.context == 1:
+            return {}
+        sent = self.own_work.micro_batches * sum(stage.sent_forward + stage.sent_backward for stage in self.stages)
+        seconds = sent / route.gathered(self.layout.context)
+        return {"tokens of shared samples": _Traffic(sent, seconds, seconds)}
+
+    def _exposed(self, is_forward: bool, exchanges: Sequence[float]) -> float:
+        """Seconds for which a pass over the blocks waits for exchanges; without a known rate all of them."""
+        if self.gpu is None:
+            return sum(exchanges)
+        computed = [compute_time(block, self.gpu, self.work, backward=not is_forward) for block in self.profile.blocks]
+        stages = [(compute, int(each * 1e9)) for compute, each in zip(computed, exchanges, strict=True)]
+        taken = streaming_time(stages if is_forward else stages[::-1], ahead=False)
+        return (taken - sum(computed)) / 1e9

@@ -1,0 +1,77 @@
+"""Model FLOPs utilisation: the arithmetic that a step needs, by the planner's own count, over what its GPUs could do in its time."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.io.console import doing
+from ditkit_core.planner.gpus import gpus_here
+from ditkit_core.planner.planned_step import PlannedStep, StepJob, as_held
+from ditkit_core.planner.profiler import profile
+from ditkit_core.run.context import RunContext
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """From the training items of a step and its seconds to the share of the GPUs' peak rate, in [0, 1].
+
+    The arithmetic is that of matmuls and attention in one forward and backward without recomputes. A frozen weight has no gradient, and
+    none is counted. A sample's arithmetic is a quadratic function of its tokens (attention is quadratic, everything else linear); it goes
+    through the counts at three sizes of the data, and is exact at these.
+    """
+
+    sizes: Mapping[int, Mapping[str, Tensor]]
+    """One item on `meta` for each number of tokens that is counted, three at most."""
+    count: Callable[[Mapping[str, Tensor]], float]
+    """Floating-point operations of an item's forward and backward."""
+    num_tokens: Callable[[Mapping[str, Tensor]], int]
+    peak: float
+    """Floating-point operations per second of all GPUs together."""
+
+    def __call__(self, items: Iterable[Mapping[str, Tensor]], seconds: float) -> float:
+        """The utilisation of one step."""
+        return sum(self.flops(self.num_tokens(item)) for item in items) / (seconds * self.peak)
+
+    def flops(self, tokens: int) -> float:
+        """Floating-point operations of a sample with so many tokens, by Lagrange's polynomial through the counted sizes."""
+        total = 0.0
+        for own, flops in self._counted.items():
+            for other in self._counted:
+                flops *= (tokens - other) / (own - other) if other != own else 1
+            total += flops
+        return total
+
+    @cached_property
+    def _counted(self) -> dict[int, float]:
+        return {tokens: self.count(item) for tokens, item in self.sizes.items()}
+
+
+def utilisation_of(run: RunContext, samples: Sequence[EncodedSample]) -> Utilisation | None:
+    """The utilisation of a run's steps; None on a CPU, whose peak rate is unknown."""
+    if any(device.type != "cuda" for device in run.devices):
+        return None
+    gpus = gpus_here(run.devices)
+    rates = [gpu.fp32_flops if run.precision.matmul == torch.float32 else gpu.bf16_flops for gpu in gpus]
+    job = PlannedStep.of(as_held(run), "cuda", run.data.dataset.samples, []).job
+    made = Utilisation(_sizes(run, samples), lambda item: flops_of(job, item), run.spec.training.num_tokens, sum(rates))
+    doing("counting the arithmetic of a step")
+    made.flops(next(iter(made.sizes)))  # now, and not in the first step, which would seem to hang
+    return made
+
+
+def _sizes(run: RunContext, samples: Sequence[EncodedSample]) -> dict[int, Mapping[str, Tensor]]:
+    """The items with the fewest, the median and the most tokens of the data."""
+    items = {run.spec.training.num_tokens(item): item for item in (sample.outline() for sample in samples)}
+    sizes = sorted(items)
+    chosen = dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+    return {tokens: items[tokens] for tokens in chosen}
+
+
+def flops_of(job: StepJob, item: Mapping[str, Tensor]) -> float:
+    """Floating-point operations of an item's forward and backward, without recomputes; of all its tokens, also where ranks share them."""
+    found = profile(replace(job, batch=[item], policy="none", micro_batches=1, context=1))
+    return sum(stage.flops_forward + stage.flops_backward for stage in (found.embed, *found.blocks, found.head))

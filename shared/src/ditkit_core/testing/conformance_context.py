@@ -1,0 +1,74 @@
+"""Checks of a model whose ranks share the tokens of each sample: numbers are those of one process, and no exchange is repeated for nothing."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from ditkit_core.testing.context_steps import Found
+from ditkit_core.testing.ranks import once
+
+GRADIENTS = {"fp64": 1e-7, "fp32": 1e-6, "bf16": 3e-2}
+"""By dtype. A sum over tokens is taken in parts, one of each rank: another order of additions in fp32; in bf16 each part is rounded. Those of
+inputs, which are fp32, are rounded after they were multiplied by the number of ranks."""
+REPEATING = ("full", "full+offload", "ops(matmul, attention)")
+"""Policies that run every attention again, or what is in front of it."""
+
+
+class ContextConformance:
+    """Inherit, and set `script`."""
+
+    script: ClassVar[Path]
+    """Calls `context_steps.main`; its second argument is one of `scopes`."""
+    outputs: ClassVar[float] = 0.0
+    """Largest distance of outputs in fp32: 0 where a matmul of a part of the tokens has the bits of one of all."""
+    scope: ClassVar[str] = "few"
+
+    @pytest.fixture
+    def found(self, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, Found]]:
+        """Every rank's results, as (where, case, result); the script runs once."""
+        name = f"{self.script.stem}_{self.scope}"
+        return list(_read(Path(once(tmp_path_factory.getbasetemp(), name, self._run))))
+
+    @classmethod
+    def _run(cls, folder: Path) -> str:
+        folder.mkdir()
+        command = [sys.executable, str(cls.script), str(folder), cls.scope]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return str(folder)
+
+    def test_outputs_are_those_of_one_process(self, found: list[tuple[str, str, Found]]) -> None:
+        """Each rank has the predictions for all tokens."""
+        for where, case, result in found:
+            limit = {"fp64": 1e-14, "fp32": self.outputs, "bf16": 1e-2}[case.split("/")[2]]
+            assert result["outputs"] <= limit, (where, case, result)
+
+    def test_the_mean_of_gradients_is_that_of_one_process(self, found: list[tuple[str, str, Found]]) -> None:
+        """Of every parameter in front of the cut, in blocks and in the head, and of inputs."""
+        for where, case, result in found:
+            limit = GRADIENTS[case.split("/")[2]]
+            if where.endswith(" of 3"):  # a product with 3 is rounded, and so is the mean
+                limit *= 2
+            assert result["gradients"] <= limit, (where, case, result)
+
+    def test_only_attention_among_tokens_is_exchanged_and_only_a_recompute_repeats_it(
+        self, found: list[tuple[str, str, Found]]
+    ) -> None:
+        """An exchange of cross-attention would change no number, and shows here alone."""
+        for where, case, result in found:
+            policy = case.split("/")[3]
+            more = result["repeated"] if policy in REPEATING else 0
+            assert result["exchanges"] == result["needed"] + more, (where, case, result)
+
+
+def _read(folder: Path) -> Iterator[tuple[str, str, Found]]:
+    tables = json.loads((folder / "context.json").read_text())
+    for num, ranks in tables.items():
+        for rank, cases in enumerate(ranks):
+            for case, result in cases.items():
+                yield f"rank {rank} of {num}", case, result

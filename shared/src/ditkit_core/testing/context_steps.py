@@ -1,0 +1,143 @@
+"""Steps of ranks that share each sample's tokens, held against one process: the work of a script that `ContextConformance` starts once.
+
+As in `replicas.py`, the script imports everything once, and forks the ranks of every world.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from ditkit_core.engine.context_parallel import ContextParallel
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.io.ranks import Ranks
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.replicas import CountedRanks, forked
+from ditkit_core.testing.sharded_steps import DTYPES as NARROW
+from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, outcome
+
+DTYPES = {**NARROW, "fp64": torch.float64}
+SMALL = 0.01
+"""Of the largest gradient: one that is smaller is a sum of terms that cancel, and has the roundings of these."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its inputs."""
+
+    spec: ModelSpec
+    arch: Any
+    items: Items
+    attentions: int
+    """Calls of `attend` in a forward among all tokens of a sample."""
+    gathers: int = 1
+    """Fields of the carry that the head reads and that run along tokens."""
+
+
+class Found(TypedDict):
+    """A step of a context group, next to that of one process."""
+
+    outputs: float
+    """The largest distance of an output, relative to the largest value of it."""
+    gradients: float
+    """The largest distance of a gradient, relative to its norm, or to a hundredth of the largest gradient's."""
+    exchanges: int
+    """Of tokens, in the forward and backward."""
+    needed: int
+    """Those of a step that repeats none: for the head, and for each attention in forward and backward."""
+    repeated: int
+    """Those of a recompute of every attention."""
+
+
+def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, Found]:
+    """One step of each subject, by `subject/trained/dtype/policy`."""
+    table, known = dict[str, Found](), dict[str, tuple[Any, Outcome]]()
+    for case in chosen:
+        name, trained, dtype, policy = case.split("/")
+        subject, start = subjects[name], case.rpartition("/")[0]
+        if start not in known:
+            model = make_model(subject.spec, subject.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[trained])
+            known[start] = model, outcome(subject.spec, model, subject.items, BlockEngine())
+        model, expected = known[start]
+        counted = replace(ranks, exchanges=0) if isinstance(ranks, CountedRanks) else ranks
+        streams = subject.spec.architecture.token_streams(subject.arch)
+        assert streams is not None
+        engine = BlockEngine(policy=policy, context=ContextParallel(counted, streams))
+        found = outcome(subject.spec, model, subject.items, engine)
+        exchanges = counted.exchanges if isinstance(counted, CountedRanks) else 0
+        # Tokens for heads and back; or keys and values.
+        repeated = subject.attentions * (1 if subject.arch.heads % ranks.context else 2)
+        table[case] = Found(
+            outputs=max(_apart(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True)),
+            gradients=_gradients_apart(found, expected, ranks),
+            exchanges=exchanges,
+            needed=subject.gathers + 2 * repeated,
+            repeated=repeated,
+        )
+    return table
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _gradients_apart(found: Outcome, expected: Outcome, ranks: Ranks) -> float:
+    assert {k for k, x in found.gradients.items() if x is None} == {
+        k for k, x in expected.gradients.items() if x is None
+    }
+    pairs = [(x, found.gradients[name]) for name, x in expected.gradients.items() if x is not None]
+    floor = SMALL * max(whole.double().norm() for whole, _ in pairs)
+    apart = 0.0
+    for whole, part in pairs:
+        assert part is not None
+        distance = (ranks.mean_in_group(part.double()) - whole.double()).norm()
+        apart = max(apart, float(distance / torch.maximum(whole.double().norm(), floor)))
+    return apart
+
+
+POLICIES = ("none", "full", "attn_only", "full+offload", "attn_only+offload", "ops(matmul, attention)")
+
+
+def few(subjects: Iterable[str]) -> dict[str, Sequence[int]]:
+    """The daily cases of a family, by the sizes of their context groups; `odd`, `ragged` and `two heads` are among its subjects."""
+    return {f"{name}/full/fp32/attn_only": (2,) for name in subjects} | {
+        "odd/full/fp32/none": (2, 4),
+        "ragged/lora/fp32/full": (2, 4),
+        "two heads/full/fp32/full": (4,),
+        "odd/lora/bf16/attn_only": (2,),
+        "ragged/full/fp64/none": (2, 3),
+    }
+
+
+def every(subjects: Iterable[str], policies_of: Iterable[str]) -> dict[str, Sequence[int]]:
+    """Every policy of some subjects, and adapters of all."""
+    cases = {f"{name}/full/fp32/{policy}": (2, 4) for name in policies_of for policy in POLICIES}
+    return cases | {f"{name}/lora/{dtype}/attn_only": (2, 3, 4) for name in subjects for dtype in ("fp32", "bf16")}
+
+
+def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) -> None:
+    """The work of a script.
+
+    Args:
+        subjects: By name.
+        cases: `subject/trained/dtype/policy`, of `world.ADAPTERS` and `sharded_steps.DTYPES`, each with the sizes of context groups.
+    """
+    torch.set_num_threads(1)
+    for name in {name.split("/")[0] for name in cases}:
+        make_model(subjects[name].spec, subjects[name].arch, adapter=ADAPTERS["lora"])  # imports peft
+    folder, tables = Path(sys.argv[1]), dict[str, Any]()
+    for num in sorted({num for sizes in cases.values() for num in sizes}):
+        chosen = [case for case, sizes in cases.items() if num in sizes]
+        work = partial(_grouped, subjects, chosen)
+        tables[str(num)] = forked(num, work, folder / f"context {num}")
+    (folder / "context.json").write_text(json.dumps(tables))
+
+
+def _grouped(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, Found]:
+    return steps(subjects, chosen, ranks.grouped(ranks.size))

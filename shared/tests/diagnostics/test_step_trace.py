@@ -1,0 +1,39 @@
+"""`train.profile`: a Chrome trace of some steps, and their longest kernels."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from toy_world import World, equal
+
+
+def test_steps_after_warm_up_are_traced_and_nothing_else_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path)
+    flags = ("--sample.captions", "0", "--export.dtype", "fp32")
+    assert world.train("plain", 6, *flags) == 0
+    capsys.readouterr()
+    assert world.train("traced", 6, *flags, "--train.profile", "2") == 0
+    said = capsys.readouterr().out
+    file = tmp_path / "traced" / "profile.json.gz"
+    assert f"profile:  {file} (open it in chrome://tracing or https://ui.perfetto.dev)" in said
+    assert "ms per step" in said and "aten::" in said
+    with gzip.open(file) as opened:
+        events = json.load(opened)["traceEvents"]
+    steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#3", "ProfilerStep#4"}, "counted from 0, after three steps of warm-up"
+    assert any("mm" in event.get("name", "") for event in events)
+    assert equal(world.adapter("plain"), world.adapter("traced"))
+    assert [path.name for path in (tmp_path / "traced").iterdir() if path.name.startswith((".", "tmp"))] == [".lock"]
+
+
+def test_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(tmp_path)
+    assert world.train("run", 2, "--sample.captions", "0", "--train.profile", "3") == 0
+    assert (
+        "train.profile = 3 traces after 3 steps, and this start has 2: nothing was traced; train 6 or more"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run" / "profile.json.gz").exists()

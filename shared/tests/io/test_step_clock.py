@@ -1,0 +1,113 @@
+"""The account of a step's time: every moment of a device belongs to one part, on the device's own clock."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from ditkit_core.io import step_clock
+from ditkit_core.io.step_clock import PARTS, StepClock
+
+CPU, FIRST, LAST = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+
+
+class Times:
+    """A clock that the test sets, for host and devices."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self, device: torch.device) -> Any:
+        return self.now if device.type == "cpu" else Event(self.now)
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass
+class Event:
+    """Of a GPU: times are in milliseconds between two events."""
+
+    at: float
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end.at - self.at)
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Times:
+    found = Times()
+    monkeypatch.setattr(step_clock, "_now", found)
+    return found
+
+
+def test_all_time_between_begin_and_end_is_accounted_for_once(times: Times) -> None:
+    clock = StepClock([CPU])
+    for _ in range(2):
+        clock.begin()
+        times.after(1)
+        clock.mark(CPU, "copies")
+        times.after(2)
+        clock.enter(CPU, "forward")
+        times.after(4)
+        clock.enter(CPU, "backward")
+        times.after(8)
+        with clock.recompute(CPU):
+            times.after(16)
+        times.after(32)
+        clock.mark_all("optimizer")
+        times.after(64)
+        clock.end()
+        expected = {"waiting": 1, "copies": 2, "forward": 4, "backward": 40, "recompute": 16, "optimizer": 64}
+        assert clock.read() == {CPU: expected}
+        assert clock.numbers() == {f"seconds/{part}": seconds for part, seconds in expected.items()}
+        times.after(1000)  # a validation, a save
+        clock.mark(CPU, "forward")  # which calls the engine, too
+
+
+def test_the_optimizer_of_a_gpu_is_in_the_step_that_it_runs_into(times: Times) -> None:
+    clock = StepClock([FIRST])
+
+    def step(seconds: float) -> float:
+        clock.begin()
+        times.after(1)
+        clock.mark(FIRST, "forward")
+        times.after(2)
+        clock.mark_all("optimizer")
+        times.after(seconds)
+        clock.end()
+        found = clock.read()[FIRST]
+        assert (found["waiting"], found["forward"]) == (1, 2)
+        times.after(100)
+        return found["optimizer"]
+
+    assert [step(4), step(8), step(16)] == [0, 4, 8]
+
+
+def test_a_device_waits_while_another_one_works(times: Times) -> None:
+    clock = StepClock([FIRST, LAST])
+    clock.begin()
+    for device, part in ((FIRST, "forward"), (LAST, "forward"), (LAST, "backward"), (FIRST, "backward")):
+        clock.enter(device, part)
+        times.after(1 if part == "forward" else 2)
+    clock.mark_all("optimizer")
+    clock.end()
+    numbers = clock.numbers()
+    assert (numbers["seconds/cuda:0/forward"], numbers["seconds/cuda:0/backward"]) == (1, 2)
+    assert (numbers["seconds/cuda:1/forward"], numbers["seconds/cuda:1/backward"]) == (1, 2)
+    assert numbers["seconds/cuda:0/waiting"] == 3, "for the last device's forward and backward"
+    assert numbers["seconds/cuda:1/waiting"] == 3
+    assert len(numbers) == 2 * len(PARTS)
+
+
+def test_other_devices_and_no_devices_are_ignored() -> None:
+    clock = StepClock([CPU])
+    clock.begin()
+    clock.mark(torch.device("meta"), "forward")
+    clock.mark(None, "forward")
+    assert set(clock.read()) == {CPU}
+    nothing = StepClock()
+    nothing.begin()
+    nothing.enter(CPU, "forward")
+    assert nothing.numbers() == {} and nothing.devices == ()
