@@ -304,6 +304,32 @@ def test_dora_goes_where_it_is_exact(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "DoRA" in capsys.readouterr().err
 
 
+def test_dora_goes_to_comfyui_and_back_with_the_base(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = official(tmp_path / "x.safetensors")
+    tensors = load_file(source)
+    for module in MODULES:
+        tensors[f"diffusion_model.{key(module)}.dora_scale"] = torch.rand(LAYERS[module][0], 1) + 0.5
+    save_file(tensors, source)
+    flags = ("--base", base, "--dtype", "fp32")
+    theirs = convert(source, tmp_path / "theirs.safetensors", "--to", "diffusers", "--dtype", "fp32")
+    capsys.readouterr()
+    assert run("--adapter", theirs, "--to", "official") == 1
+    error = capsys.readouterr().err
+    assert "magnitudes over another norm, which takes the base: give --base FILE" in error and error.count("\n") == 1
+    comfy = convert(theirs, tmp_path / "comfy.safetensors", "--to", "official", *flags)
+    assert "dora_scale" in min(load_file(comfy)) and load_file(comfy).keys() == tensors.keys()
+    capsys.readouterr()
+    assert run("--inspect", comfy, "--json") == 0
+    assert "as ComfyUI computes it" in json.loads(capsys.readouterr().out)["metadata"]["ditkit.dora"]
+    back = convert(comfy, tmp_path / "back.safetensors", "--to", "diffusers", *flags)
+    for name, tensor in load_file(back).items():
+        torch.testing.assert_close(tensor, load_file(theirs)[name], rtol=1e-5, atol=1e-6)
+    for file in (source, theirs, back):
+        torch.testing.assert_close(outputs(base, str(file)), outputs(base, str(comfy)), rtol=1e-4, atol=1e-5)
+
+
 def test_of_a_file_with_an_adapter_for_each_expert_one_is_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

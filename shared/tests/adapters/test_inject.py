@@ -205,3 +205,51 @@ def test_our_scaling_is_pefts(config, scaling):
     model = on_meta()
     inject(model, config, TOY.adapters.targets)
     assert {layer.scaling["default"] for layer in adapter_layers(model).values()} == {scaling}
+
+
+def test_ranks_and_alphas_by_layer_are_those_of_peft():
+    """peft's own layers, given the same patterns as regular expressions."""
+    import peft
+
+    config = AdapterConfig(
+        rank=8, alpha=4.0, rank_pattern=("query=2", "layers.0.*=3"), alpha_pattern=("layers.1.qkv=16",), use_rslora=True
+    )
+    model, reference = on_meta(), on_meta()
+    names = inject(model, config, TOY.adapters.targets)
+    theirs = peft.LoraConfig(
+        r=8,
+        lora_alpha=4.0,
+        use_rslora=True,
+        rank_pattern={"query": 2, r"layers\.0\..*": 3},
+        alpha_pattern={r"layers\.1\.qkv": 16.0},
+        target_modules="|".join(names).replace(".", r"\."),
+    )
+    with torch.device("meta"):
+        peft.inject_adapter_in_model(theirs, reference)
+    ours, expected = adapter_layers(model), adapter_layers(reference)
+    assert ours.keys() == expected.keys()
+    for name, layer in ours.items():
+        assert layer.lora_A["default"].weight.shape == expected[name].lora_A["default"].weight.shape, name
+        assert layer.scaling["default"] == expected[name].scaling["default"], name
+    assert {layer.r["default"] for layer in ours.values()} == {2, 3, 8}
+
+
+def test_without_an_alpha_each_layer_is_scaled_by_one():
+    model = on_meta()
+    inject(model, AdapterConfig(rank=8, rank_pattern=("query=2",)), TOY.adapters.targets)
+    assert {layer.scaling["default"] for layer in adapter_layers(model).values()} == {1.0}
+
+
+def test_a_pattern_that_fits_no_adapted_layer_is_refused():
+    config = AdapterConfig(targets=("qkv",), rank_pattern=("query=2",))
+    with pytest.raises(UserError, match="adapter.rank_pattern: 'query' fits no trained layer"):
+        inject(on_meta(), config, TOY.adapters.targets)
+    with pytest.raises(UserError, match="adapter.method = full trains the weights themselves"):
+        AdapterConfig(method="full", rank_pattern=("query=2",))
+
+
+def test_only_some_of_the_chosen_modules_get_an_adapter_and_patterns_count_for_all():
+    model = on_meta()
+    config = AdapterConfig(rank_pattern=("layers.1.*=2",))
+    assert inject(model, config, TOY.adapters.targets, only={"layers.0.qkv"}) == ("layers.0.qkv",)
+    assert tuple(adapter_layers(model)) == ("layers.0.qkv",)

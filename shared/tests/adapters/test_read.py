@@ -315,9 +315,27 @@ def test_a_start_takes_rank_alpha_and_targets_from_the_file(tmp_path):
     assert rescaled.scaling == pytest.approx(2.0)
 
 
-def test_a_start_from_mixed_ranks_or_alphas_is_an_error(tmp_path):
-    file = opened(write(tmp_path / "x.safetensors", "official", ranks={"layers.0.qkv": 2}))
-    with pytest.raises(UserError, match="mixes rank 2 scale 1, rank 3 scale 1"):
+def test_a_start_from_mixed_ranks_and_alphas_takes_each_modules_own(tmp_path):
+    file = opened(write(tmp_path / "x.safetensors", "kohya", alpha=6.0, ranks={"layers.0.qkv": 2}))
+    config, said = config_from_file(AdapterConfig(), file)
+    for name, found in file.modules.items():
+        assert config.rank_of(name) == found.rank, name
+        assert config.alpha_of(name) / found.rank == pytest.approx(found.scale), name
+    config.check_patterns(MODULES)
+    assert (config.rank, config.rank_pattern) == (3, ("^layers.0.qkv=2",))
+    assert said.endswith("of which 1 have another rank or alpha")
+
+
+def test_patterns_next_to_a_start_from_a_file_are_refused(tmp_path):
+    file = opened(write(tmp_path / "x.safetensors", "official"))
+    with pytest.raises(UserError, match="decides ranks and alphas by layer; leave adapter.rank_pattern"):
+        config_from_file(AdapterConfig(rank_pattern=("q=2",)), file)
+
+
+def test_a_start_from_a_file_of_which_some_modules_are_dora_is_an_error(tmp_path):
+    extra = {"blocks.0.qkv.dora_scale": torch.ones(96, 1)}
+    file = opened(write(tmp_path / "x.safetensors", "official", extra=extra))
+    with pytest.raises(UserError, match=r"mixes DoRA \(layers.0.qkv\) and LoRA"):
         config_from_file(AdapterConfig(), file)
 
 
@@ -382,7 +400,7 @@ def test_the_header_holds_what_the_caller_gives_and_peft_s_configuration_for_dif
 def test_dora_is_written_where_it_is_reproduced_and_refused_elsewhere(tmp_path):
     path, values = tmp_path / "x.safetensors", state(dora=True)
     with pytest.raises(UserError, match="do not reproduce DoRA; set export.forms"):
-        write_adapter(path, values, 1.0, NAMES, form="official", dtype=torch.float32, metadata={})
+        write_adapter(path, values, 1.0, NAMES, form="diffsynth", dtype=torch.float32, metadata={})
     assert not path.exists()
     write_adapter(path, values, 1.0, NAMES, form="diffusers", dtype=torch.float32, metadata={})
     file = opened(path)

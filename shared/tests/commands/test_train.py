@@ -73,18 +73,18 @@ def test_a_run_says_in_a_line_what_it_trains_and_numbers_its_stages(
     assert "norms fp32" in about["environments"][0]["precision"], "the list that the line leaves out"
 
 
-def test_dora_alone_is_exported_in_the_form_that_represents_it(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dora_alone_is_exported_for_comfyui_and_for_diffusers(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--adapter.use_dora", "true", "--adapter.targets", '["all"]')
     assert world.train("run", 2, *flags) == 0
-    said = capsys.readouterr().out
-    assert "a DoRA of rank 2" in said.splitlines()[0] and "its files are in the diffusers form" in said.splitlines()[0]
-    assert {file.stem.rpartition("_")[2] for file in world.folder.glob("run/exports/*.safetensors")} == {"diffusers"}
-    file = world.folder / "run" / "exports" / "run_diffusers.safetensors"
-    assert any(name.endswith("lora_magnitude_vector") for name in load_file(file))
-    assert world.run("export", "--run", str(world.folder / "run"), "--out", str(world.folder / "x.safetensors")) == 0
-    assert world.run("export", "--run", str(world.folder / "run"), "--to", "official") == 1
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "a DoRA of rank 2" in first and "its files are in the official and diffusers forms" in first
+    exports = world.folder / "run" / "exports"
+    assert any(name.endswith("lora_magnitude_vector") for name in load_file(exports / "run_diffusers.safetensors"))
+    assert any(name.endswith("dora_scale") for name in load_file(exports / "run.safetensors"))
+    again = world.folder / "x.safetensors"
+    assert world.run("export", "--run", str(world.folder / "run"), "--to", "official", "--out", str(again)) == 0
+    assert equal(load_file(again), load_file(exports / "run.safetensors"))
+    assert world.run("export", "--run", str(world.folder / "run"), "--to", "musubi") == 1
     assert "do not reproduce DoRA" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.training.optimizer import NamedOptimizer, learning_rate
+from ditkit_core.training.optimizer import NamedOptimizer, check_rates, learning_rate
 from ditkit_core.training.optimizers import OptimConfig
 
 
@@ -221,3 +221,102 @@ def test_settings_out_of_range_are_refused(fields):
 def test_prodigy_with_a_learning_rate_of_another_optimizer_is_refused() -> None:
     with pytest.raises(UserError, match="set optim.lr = 1"):
         OptimConfig(name="prodigy", lr=1e-4)
+
+
+def adapter_parameters():
+    torch.manual_seed(0)
+    shapes = {
+        f"layers.{block}.{layer}.{part}.weight": shape
+        for block in (0, 1)
+        for layer in ("q", "ffn")
+        for part, shape in {"lora_A": (2, 8), "lora_B": (8, 2), "lora_magnitude_vector": (8,)}.items()
+    }
+    return {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+
+
+def test_lora_plus_updates_as_pefts_optimizer():
+    """peft's create_loraplus_optimizer over the same parameters in a module of the same names."""
+    from peft.optimizers import create_loraplus_optimizer
+
+    held, model = adapter_parameters(), nn.Module()
+    for name, parameter in held.items():
+        owner = model
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        setattr(owner, leaf, nn.Parameter(parameter.detach().clone()))
+    theirs = create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.1, fused=True
+    )
+    ours = NamedOptimizer(held, OptimConfig(lr=1e-2, loraplus_lr_ratio=16.0, weight_decay=0.1))
+    assert ours.rates(1e-2) == {"lr B": 0.16}
+    for step in range(3):
+        give_gradients(held, step)
+        for name, parameter in model.named_parameters():
+            parameter.grad = held[name].grad.clone()
+        ours.step(1e-2)
+        theirs.step()
+    for name, parameter in model.named_parameters():
+        if "magnitude" not in name:  # peft decays these vectors, we do not
+            torch.testing.assert_close(held[name], parameter, rtol=0, atol=0, msg=name)
+
+
+def test_a_rate_by_layer_is_that_of_a_run_with_this_rate():
+    """A power of two apart, so that the factor is exact."""
+    mixed, slow, fast = adapter_parameters(), adapter_parameters(), adapter_parameters()
+    built = {
+        "mixed": (mixed, NamedOptimizer(mixed, OptimConfig(lr=2**-6, lr_pattern=(f"layers.1.*={2**-9}",)))),
+        "slow": (slow, NamedOptimizer(slow, OptimConfig(lr=2**-9))),
+        "fast": (fast, NamedOptimizer(fast, OptimConfig(lr=2**-6))),
+    }
+    for step in range(3):
+        for name, (held, optimizer) in built.items():
+            give_gradients(held, step)
+            optimizer.step(2**-9 if name == "slow" else 2**-6)
+    for name in mixed:
+        assert torch.equal(mixed[name], (slow if name.startswith("layers.1.") else fast)[name]), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "schedulefree_adamw"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_reloaded_state_of_several_rates_continues_to_the_bit(name, fused, tmp_path):
+    if name == "schedulefree_adamw":
+        pytest.importorskip("schedulefree")
+    fields = {"lr_pattern": ("layers.1.*=0.001", "ffn=0.002"), "loraplus_lr_ratio": 4.0}
+    config = OptimConfig(name=name, lr=0.01, fused_backward=fused, **fields)
+    whole, halves = adapter_parameters(), adapter_parameters()
+
+    def steps(held, optimizer, numbers):
+        for step in numbers:
+            give_gradients(held, step)
+            if fused:
+                for one in held:
+                    optimizer.step_one(one, 0.01)
+                optimizer.end_step(0.01, list(held))
+            else:
+                optimizer.step(0.01)
+
+    steps(whole, NamedOptimizer(whole, config), range(8))
+    first = NamedOptimizer(halves, config)
+    assert first.rates(0.01) == pytest.approx(
+        {"lr layers.1.*": 0.001, "lr layers.1.* B": 0.004, "lr B": 0.04, "lr ffn": 0.002, "lr ffn B": 0.008}
+    )
+    steps(halves, first, range(4))
+    second = NamedOptimizer(halves, config)
+    second.load_state(*through_a_file(first.state(), tmp_path))
+    steps(halves, second, range(4, 8))
+    for key in whole:
+        assert torch.equal(whole[key], halves[key]), key
+
+
+def test_rates_that_an_optimizer_cannot_have_are_refused():
+    with pytest.raises(UserError, match="do not go with prodigy"):
+        OptimConfig(name="prodigy", lr=1.0, loraplus_lr_ratio=16.0)
+    with pytest.raises(UserError, match="loraplus_lr_ratio = 0.0 must be above 0"):
+        OptimConfig(loraplus_lr_ratio=0.0)
+    with pytest.raises(UserError, match="optim.lr_pattern: 'q' is not PATTERN=RATE"):
+        OptimConfig(lr_pattern=("q",))
+    with pytest.raises(UserError, match="optim.lr_pattern: 'k' fits no trained layer"):
+        check_rates(OptimConfig(lr_pattern=("k=1e-3",)), ["layers.0.q"])

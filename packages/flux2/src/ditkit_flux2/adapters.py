@@ -74,7 +74,9 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
 def _comfyui(layout: AdapterLayout) -> str:
     if layout.form in ("videox", "onetrainer", "peft", "prefixed"):
         return "is not known to load these names; write it with --to official"
-    return "generates other images with DoRA magnitudes; merge it" if layout.use_dora else ""
+    if layout.use_dora and not layout.dora_over_base:
+        return "generates other images with magnitudes over another norm; write it with --to official"
+    return ""
 
 
 RULES = AdapterRules(

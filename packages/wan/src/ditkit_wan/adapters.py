@@ -91,7 +91,9 @@ def _comfyui(layout: AdapterLayout) -> str:
         return f"does not know these names; {_CONVERT}"
     if layout.form not in ("official", "musubi", "videox"):
         return f"is not known to load these names; {_CONVERT}"
-    return "generates other videos with DoRA magnitudes; merge it" if layout.use_dora else ""
+    if layout.use_dora and not layout.dora_over_base:
+        return "generates other videos with magnitudes over another norm; write it with --to official"
+    return ""
 
 
 RULES = AdapterRules(

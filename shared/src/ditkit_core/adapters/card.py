@@ -170,10 +170,13 @@ class Card:
         rows = {
             "method": self._method,
             "alpha": config.get("adapter.alpha") if self._is_adapter else None,
+            "ranks by layer": ", ".join(config.get("adapter.rank_pattern") or []) if self._is_adapter else None,
             "layers": ", ".join(config.get("adapter.targets") or ["default"]) if self._is_adapter and config else None,
             "steps": header.get("ditkit.step"),
             "batch size": _product(config, "train.batch_size", "train.accumulation"),
             "learning rate": f"{config['optim.lr']:g} ({config.get('optim.name')})" if "optim.lr" in config else None,
+            "learning rates by layer": ", ".join(config.get("optim.lr_pattern") or []),
+            "learning rate of B over A": ratio if (ratio := config.get("optim.loraplus_lr_ratio", 1)) != 1 else None,
             "frames, height, width": ", ".join(
                 str(config[key]) for key in ("data.frames", "data.height", "data.width") if config.get(key)
             ),

@@ -1,10 +1,13 @@
 """The sections `[adapter]`, `[base]` and `[export]` of a configuration; this module needs no torch."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from ditkit_core.config.field import setting
+from ditkit_core.config.layer_patterns import check_used, parse_patterns, value_for
 from ditkit_core.errors import UserError
 
 FP8_SCALED = "fp8_scaled"
@@ -37,6 +40,11 @@ class AdapterConfig:
     """Rank of the adapters."""
     alpha: float = setting(0.0, resume="refused")
     """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
+    rank_pattern: tuple[str, ...] = setting((), resume="refused")
+    """Other ranks by layer, each as `PATTERN=RANK`: a name's end (`self_attn.q=64`) or a glob (`*.ffn.*=8`). The first that fits a layer
+    counts."""
+    alpha_pattern: tuple[str, ...] = setting((), resume="refused")
+    """Other values of alpha by layer, each as `PATTERN=ALPHA`, likewise."""
     dropout: float = setting(0.0, resume="stated")
     """Probability of dropping an input of the adapter in training, 0 to below 1."""
     targets: tuple[str, ...] = setting((), resume="refused")
@@ -54,10 +62,40 @@ class AdapterConfig:
                 f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
                 "the rank is at least 1, alpha not negative, dropout from 0 to below 1"
             )
+        if self.method == "full" and (self._ranks or self._alphas):
+            raise UserError(
+                "adapter.rank_pattern and adapter.alpha_pattern are for adapters, and adapter.method = full trains the weights themselves; "
+                "leave them out"
+            )
+
+    @cached_property
+    def _ranks(self) -> dict[str, float]:
+        return parse_patterns("adapter.rank_pattern", self.rank_pattern, "RANK", whole=True)
+
+    @cached_property
+    def _alphas(self) -> dict[str, float]:
+        return parse_patterns("adapter.alpha_pattern", self.alpha_pattern, "ALPHA")
+
+    def rank_of(self, layer: str) -> int:
+        """The rank of a layer's adapter."""
+        return int(value_for(layer, self._ranks) or self.rank)
+
+    def alpha_of(self, layer: str) -> float:
+        """The alpha of a layer's adapter."""
+        return value_for(layer, self._alphas) or self.alpha or self.rank_of(layer)
+
+    def check_patterns(self, layers: Collection[str]) -> None:
+        """Refuse patterns that decide nothing for these layers.
+
+        Raises:
+            UserError: Naming the first of them.
+        """
+        check_used("adapter.rank_pattern", self._ranks, layers)
+        check_used("adapter.alpha_pattern", self._alphas, layers)
 
     @property
     def scaling(self) -> float:
-        """The factor of B·A."""
+        """The factor of B·A, in layers that no pattern fits."""
         return (self.alpha or self.rank) / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 

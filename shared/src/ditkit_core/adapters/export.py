@@ -41,10 +41,17 @@ def _dtype_of(config: ExportConfig) -> torch.dtype:
     return torch.bfloat16 if config.scaled else parse_dtype(config.dtype)
 
 
-def with_form_of_dora(config: ExportConfig, adapter: AdapterConfig) -> ExportConfig:
-    """The section, with the diffusers form in place of the default one if a DoRA is trained, which no reader reproduces from that."""
+def with_forms_of_dora(config: ExportConfig, adapter: AdapterConfig) -> ExportConfig:
+    """The section, with a file for ComfyUI and one for diffusers in place of the default, if a DoRA is trained: no file is for both."""
     is_dora = adapter.use_dora and adapter.method == "lora"
-    return replace(config, forms=("diffusers",)) if is_dora and config.forms == ExportConfig().forms else config
+    return (
+        replace(config, forms=("official", "diffusers")) if is_dora and config.forms == ExportConfig().forms else config
+    )
+
+
+def needs_base(config: ExportConfig, adapter: AdapterConfig) -> bool:
+    """Whether the adapter's files need the base's weights: those of a DoRA whose magnitudes are over their norm."""
+    return adapter.use_dora and any(ADAPTER_FORMS[form].dora == "base" for form in config.forms)
 
 
 def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
@@ -130,7 +137,7 @@ def export_adapter(
     """Write the adapter in each form.
 
     Args:
-        model: The model with its adapter.
+        model: The model with its adapter; its base can be read where `needs_base` says so.
         spec: The model's family.
         folder: The folder to write to.
         stem: First part of the file names, as for `adapter_file`.
@@ -147,8 +154,7 @@ def export_adapter(
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
     check_adapted(spec, config, model)
-    # All layers have one configuration, and so one scaling.
-    (scaling,) = {layer.scaling["default"] for layer in layers.values()}
+    scaling = {module: float(layer.scaling["default"]) for module, layer in layers.items()}
     state, files = adapter_state(model), []
     base = base_tensors(model)
     for form in config.forms:
@@ -165,6 +171,7 @@ def export_adapter(
             dtype=_dtype_of(config),
             metadata=metadata,
             fillers=fillers,
+            base_weight=lambda module: dense_weight(layers[module].get_base_layer()),
         )
         files.append(path)
     return files

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.dora import is_over_base
 from ditkit_core.adapters.keys import KnownNames, has_adapter_keys, shapes_in
 from ditkit_core.adapters.read import AdapterFile, understand_adapter
 from ditkit_core.errors import UserError
@@ -132,6 +133,7 @@ def adapter_in(
         )
     shapes = shapes_in(source, known)
     file, layout = understand_adapter(source, known, shapes), known.layout(keys)
+    layout = replace(layout, dora_over_base=layout.use_dora and is_over_base(source.metadata))
     # A subset, because an adapter need not adapt every layer.
     fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
     return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting)

@@ -7,14 +7,15 @@ peft renames the layers that it wraps (`q.weight` becomes `q.base_layer.weight`)
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.dora import norm_ratio
+from ditkit_core.config.layer_patterns import fits
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
@@ -26,24 +27,36 @@ _PEFT_NAMES = re.compile(
 )
 
 
-def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def inject(
+    model: nn.Module,
+    config: AdapterConfig,
+    named_sets: Mapping[str, tuple[str, ...]],
+    *,
+    only: Collection[str] | None = None,
+) -> tuple[str, ...]:
     """Make the model trainable as configured: add adapters on `meta`, or mark every parameter.
 
     Args:
         model: The model, on `meta`, without adapters.
         config: What to train.
         named_sets: Named sets of targets, as name endings; the first is the default.
+        only: Of the modules that the configuration selects, those that get an adapter; None: all.
 
     Returns:
         Names of the modules that have an adapter now, in the model's order; none for `full`.
 
     Raises:
-        UserError: If a target fits no Linear layer; the message lists the layers and sets.
+        UserError: If a target fits no Linear layer (the message lists the layers and sets), or a pattern none of the chosen ones.
     """
     if config.method == "full":
         model.requires_grad_(True)
         return ()
     targets = target_modules(model, config.targets, named_sets)
+    config.check_patterns(targets)
+    if only is not None:
+        targets = tuple(target for target in targets if target in only)
+    ranks = {target: config.rank_of(target) for target in targets}
+    alphas = {target: config.alpha_of(target) for target in targets}
     peft = _import_peft()
     lora = peft.LoraConfig(
         r=config.rank,
@@ -51,6 +64,9 @@ def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tup
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        # Anchored, so that no longer name fits that ends like one of them.
+        rank_pattern={_exactly(target): rank for target, rank in ranks.items() if rank != config.rank},
+        alpha_pattern={_exactly(target): alpha for target, alpha in alphas.items() if alpha != config.alpha},
         # Off: `initialise` gives the first values, from a generator of their own.
         init_lora_weights=False,
         # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which peft cannot wrap.
@@ -79,7 +95,7 @@ def target_modules(
     chosen: set[str] = set()
     for target in targets or tuple(named_sets)[:1]:
         endings = named_sets.get(target, (target,))
-        fitting = {name for name in linears if any(_fits(name, ending) for ending in endings)}
+        fitting = {name for name in linears if any(fits(name, ending) for ending in endings)}
         if not fitting:
             kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in linears})
             raise UserError(
@@ -90,11 +106,9 @@ def target_modules(
     return tuple(name for name in linears if name in chosen)
 
 
-def _fits(name: str, target: str) -> bool:
-    if any(character in target for character in "*?["):
-        return fnmatchcase(name, target)
-    # At a dot only: `q` must not select `to_q` or `norm_q`.
-    return name == target or name.endswith(f".{target}")
+def _exactly(module: str) -> str:
+    """peft's pattern for one module."""
+    return f"^{re.escape(module)}"
 
 
 def initialise(
@@ -113,7 +127,8 @@ def initialise(
         model: The model; its base is loaded, its adapters are on `meta`.
         seed: The run's seed.
         device_of: The device of a module's adapter, by the module's name.
-        start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`.
+        start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`, or
+            `dora_scale`, which is over the norm of the base's rows.
     """
     for module, layer in adapter_layers(model).items():
         given = start(module) if start else {}
@@ -131,11 +146,12 @@ def initialise(
             magnitude = given.get("lora_magnitude_vector.weight")
             if magnitude is None:
                 # The norm of the merged weight: an adapter that starts from a file has a B that is not zero.
-                merged = dense_weight(layer.get_base_layer()).to(device)
-                merged = torch.addmm(
-                    merged, up.to(device).float(), down.to(device).float(), alpha=layer.scaling["default"]
-                )
-                magnitude = torch.linalg.vector_norm(merged, dim=1)
+                base, scaling = dense_weight(layer.get_base_layer()).to(device), layer.scaling["default"]
+                if "dora_scale" in given:
+                    magnitude = given["dora_scale"].to(device) * norm_ratio(base, down, up, scaling)
+                else:
+                    merged = torch.addmm(base, up.to(device).float(), down.to(device).float(), alpha=scaling)
+                    magnitude = torch.linalg.vector_norm(merged, dim=1)
             _set_weight(layer.lora_magnitude_vector["default"], magnitude.to(device))
 
 
@@ -164,6 +180,11 @@ def adapter_state(model: nn.Module | StagedModel) -> dict[str, Tensor]:
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained parameters, by canonical name."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def module_of(parameter: str) -> str:
+    """The module that a parameter belongs to, by canonical names: of an adapter, the layer that it adapts."""
+    return re.sub(r"\.lora_(A|B|magnitude_vector)\..*$|\.[^.]*$", "", parameter, count=1)
 
 
 def is_adapter_name(name: str) -> bool:

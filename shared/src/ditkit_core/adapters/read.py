@@ -18,6 +18,7 @@ The scale alpha / rank belongs to a module here, never to a file: `scale`.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.alpha import AlphaHeader
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.dora import base_norm, is_over_base
 from ditkit_core.adapters.keys import KnownNames
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
@@ -65,7 +67,8 @@ class FileAdapter:
         down, up = source.read(self.keys["down"]).float().flatten(1), read("up").flatten(1)
         if columns is not None:
             down, up = down[columns], up[:, columns]
-        return LoraMatrices(down, up, read("magnitude").flatten() if "magnitude" in self.keys else None)
+        magnitude = read("magnitude").flatten() if "magnitude" in self.keys else None
+        return LoraMatrices(down, up, magnitude, magnitude is not None and is_over_base(source.metadata))
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,9 @@ class AdapterFile:
             return
         # DoRA's result is not linear in the scale, so a strength blends the weight with the merged one instead.
         merged = torch.addmm(weight, read.up, read.down, alpha=scale)
-        merged *= (read.magnitude / torch.linalg.vector_norm(merged, dim=1))[:, None]
+        merged *= (read.magnitude / (base_norm(weight) if read.over_base else torch.linalg.vector_norm(merged, dim=1)))[
+            :, None
+        ]
         weight.lerp_(merged, strength)
 
 
@@ -306,11 +311,11 @@ def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable
 
 
 class MixedAdapter(UserError):
-    """A file whose modules differ in rank, scale or DoRA. It can be merged but not trained further."""
+    """A file of which some modules are DoRA and others are not. It can be merged but not trained further."""
 
 
 def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterConfig, str]:
-    """Take rank, alpha, DoRA and (if none are configured) targets from the file that training starts from.
+    """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from.
 
     Args:
         config: The configuration.
@@ -320,27 +325,41 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
         The new configuration, and one line about the values from the file.
 
     Raises:
-        MixedAdapter: If the file's modules differ in rank, scale or DoRA.
-        UserError: If nothing could be trained, because the scale is not positive.
+        MixedAdapter: If only some of the file's modules are DoRA.
+        UserError: If patterns are configured too, or a module could not be trained, because its scale is not positive.
     """
-    shapes = {(found.rank, found.scale, found.use_dora) for found in file.modules.values()}
-    if len(shapes) > 1:
-        ranks = ", ".join(
-            f"rank {rank} scale {scale:g}{' with DoRA' * dora}" for rank, scale, dora in sorted(shapes)[:10]
+    path, modules = file.source.path, file.modules
+    if config.rank_pattern or config.alpha_pattern:
+        raise UserError(
+            f"adapter.init = {path} decides ranks and alphas by layer; leave adapter.rank_pattern and adapter.alpha_pattern out"
         )
+    doras = [name for name, found in modules.items() if found.use_dora]
+    if 0 < len(doras) < len(modules):
+        other = next(name for name in modules if name not in doras)
         raise MixedAdapter(
-            f"adapter.init = {file.source.path} mixes {ranks}; start from a file of one rank and alpha, "
-            "or merge it with base.merge"
+            f"adapter.init = {path} mixes DoRA ({doras[0]}) and LoRA ({other}); start from a file of one of them, or merge it with base.merge"
         )
-    rank, scale, dora = shapes.pop()
-    if scale <= 0:  # alpha = 0 means alpha = rank in our configuration
-        raise UserError(f"adapter.init = {file.source.path} has scale {scale:g}, so nothing could be trained")
-    alpha = scale * (math.sqrt(rank) if config.use_rslora else rank)
+    shapes = {name: (found.rank, found.scale) for name, found in modules.items()}
+    (rank, scale), _ = Counter(shapes.values()).most_common(1)[0]
+    if (least := min(scale for _, scale in shapes.values())) <= 0:  # alpha = 0 means alpha = rank in our configuration
+        raise UserError(f"adapter.init = {path} has scale {least:g}, so nothing could be trained")
+
+    def alpha_of(rank: int, scale: float) -> float:
+        return scale * (math.sqrt(rank) if config.use_rslora else rank)
+
+    alpha = alpha_of(rank, scale)
+    others = {name: each for name, each in shapes.items() if each != (rank, scale)}
     started = replace(
-        config, rank=rank, alpha=alpha, use_dora=config.use_dora or dora, targets=config.targets or tuple(file.modules)
+        config,
+        rank=rank,
+        alpha=alpha,
+        rank_pattern=tuple(f"^{name}={other}" for name, (other, _) in others.items()),
+        alpha_pattern=tuple(f"^{name}={alpha_of(*each)!r}" for name, each in others.items()),
+        use_dora=config.use_dora or bool(doras),
+        targets=config.targets or tuple(modules),
     )
-    said = f"adapter.init: rank {rank}, alpha {alpha:g} and {len(file.modules)} modules from {file.source.path}"
-    return started, said
+    said = f"adapter.init: rank {rank}, alpha {alpha:g} and {len(modules)} modules from {path}"
+    return started, said + f", of which {len(others)} have another rank or alpha" * bool(others)
 
 
 def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
@@ -364,6 +383,8 @@ def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[st
             return {}
         read = file.read(module)
         given = {"lora_A.weight": read.down, "lora_B.weight": read.up}
-        return given if read.magnitude is None else {**given, "lora_magnitude_vector.weight": read.magnitude}
+        if read.magnitude is None:
+            return given
+        return {**given, "dora_scale" if read.over_base else "lora_magnitude_vector.weight": read.magnitude}
 
     return start

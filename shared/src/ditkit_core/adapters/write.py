@@ -5,7 +5,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.dora import DORA_METADATA, OVER_BASE, in_norm_of
 from ditkit_core.adapters.keys import modules_in_form
 from ditkit_core.adapters.read import AdapterFile, open_adapter
 from ditkit_core.errors import UserError
@@ -33,30 +35,40 @@ class Scaled:
 def write_adapter(
     path: Path,
     state: Mapping[str, Tensor],
-    scaling: float,
+    scaling: float | Mapping[str, float],
     names: StateDictNames,
     *,
     form: str,
     dtype: torch.dtype,
     metadata: Mapping[str, str],
     fillers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    base_weight: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a model's adapter, and compare it name by name and value by value before the file gets its name.
 
     Args:
         path: The file.
         state: The adapters by canonical name, from `inject.adapter_state`.
-        scaling: The factor of B·A in the model.
+        scaling: The factor of B·A in the model, of all modules or by module.
         names: The model's names.
         form: One of `ADAPTER_FORMS`.
         dtype: The dtype of the tensors in the file.
         metadata: Strings for the header: base, data hash, config, versions.
         fillers: Weight shapes of modules without an adapter that are written as zeros, by our name.
+        base_weight: Returns the base's weight of a module; needed for a DoRA in a form whose magnitudes are over its norm.
 
     Raises:
         UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
     """
-    adapters = {module: Scaled(matrices, scaling) for module, matrices in _adapters(state).items()}
+    adapters = {
+        module: Scaled(matrices, scaling[module] if isinstance(scaling, Mapping) else scaling)
+        for module, matrices in _adapters(state).items()
+    }
+    if base_weight is not None:
+        adapters = {
+            module: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(base_weight, module)))
+            for module, each in adapters.items()
+        }
     adapters |= {module: zero_adapter(shape) for module, shape in fillers.items()}
     write_matrices(path, adapters, names, form=form, dtype=dtype, metadata=metadata)
 
@@ -96,6 +108,12 @@ def write_matrices(
     use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
     check_form(form, names, use_dora=use_dora)
     check_stacks(form, names, adapters, use_dora=use_dora)
+    over_base = use_dora and ADAPTER_FORMS[form].dora == "base"
+    assert all(
+        each.matrices.over_base == over_base for each in adapters.values() if each.matrices.magnitude is not None
+    )
+    metadata = {key: value for key, value in metadata.items() if key != DORA_METADATA}
+    metadata |= {DORA_METADATA: OVER_BASE} if over_base else {}
     stacks = _fuse(adapters, names, form).found
     # A tensor of the file has one alpha. If the modules fused in it differ in scale, the scale can only go into B.
     kept = ADAPTER_FORMS[form].alpha and all(
@@ -128,8 +146,7 @@ def _naming(form: str, names: StateDictNames) -> str:
 def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     """Refuse a form that cannot represent the adapter: before training, and again when it is written.
 
-    DoRA is written only in the diffusers form, where it is exact. In the official form, diffusers rejects its magnitudes, and ComfyUI
-    divides them by the norm of the base instead of the merged weight, so it would silently generate other images.
+    DoRA is written in the forms of diffusers and ComfyUI, whose norms are known (`dora.py`).
 
     Raises:
         UserError: If the model has no such form, or its readers would make another adapter of it.
@@ -138,10 +155,10 @@ def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     if form not in forms:
         hint = f"; did you mean {nearest_form(form)}?" if nearest_form(form) in forms else ""
         raise UserError(f"export.forms: {form!r} is not a form of this model; choose one of {', '.join(forms)}{hint}")
-    if use_dora and form != "diffusers":
+    if use_dora and not ADAPTER_FORMS[form].dora:
+        able = [name for name in forms if ADAPTER_FORMS[name].dora]
         raise UserError(
-            f"export.forms: programs that read the {form} form do not reproduce DoRA; "
-            "set export.forms = ['diffusers'], or adapter.use_dora = false"
+            f"export.forms: programs that read the {form} form do not reproduce DoRA; set export.forms = {able}, or adapter.use_dora = false"
         )
 
 
@@ -158,7 +175,7 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
             ours = next(part.name for part in parts if part is not None)
             raise UserError(
                 f"export.forms: the {form} form has {ours} in {name} with modules that have no adapter, which DoRA cannot represent; "
-                "add them to adapter.targets, or set adapter.use_dora = false"
+                f"add them to adapter.targets, or set adapter.use_dora = false, or leave {form} out of export.forms"
             )
 
 
@@ -192,7 +209,12 @@ def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
     matrices, magnitude = adapter.matrices, adapter.matrices.magnitude
     up = matrices.up if kept else matrices.up * adapter.scale
     return Scaled(
-        LoraMatrices(rounded(matrices.down), rounded(up), None if magnitude is None else rounded(magnitude)),
+        replace(
+            matrices,
+            down=rounded(matrices.down),
+            up=rounded(up),
+            magnitude=None if magnitude is None else rounded(magnitude),
+        ),
         adapter.scale if kept else 1.0,
     )
 
@@ -214,8 +236,9 @@ def _file_tensors(fused: Mapping[str, Scaled], form: str, dtype: torch.dtype) ->
         keys, matrices = ADAPTER_FORMS[form].keys(name), adapter.matrices
         tensors[keys["down"]] = matrices.down.to(dtype)
         tensors[keys["up"]] = matrices.up.to(dtype)
-        if matrices.magnitude is not None:  # named as in peft, without the last component
-            tensors[keys["magnitude"]] = matrices.magnitude.to(dtype)
+        if matrices.magnitude is not None:  # ComfyUI tells an output's norm from an input's by the shape
+            shape = (-1, 1) if matrices.over_base else (-1,)
+            tensors[keys["magnitude"]] = matrices.magnitude.to(dtype).view(shape)
         if ADAPTER_FORMS[form].alpha:  # in fp32, because for a single number precision is free
             tensors[keys["alpha"]] = torch.tensor(adapter.scale * len(matrices.down), dtype=torch.float32)
     return tensors
@@ -280,7 +303,7 @@ def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: s
 def _is_equal(read: LoraMatrices | None, expected: LoraMatrices) -> bool:
     if read is None:
         return not expected.up.any() and expected.magnitude is None
-    if (read.magnitude is None) != (expected.magnitude is None):
+    if (read.magnitude is None, read.over_base) != (expected.magnitude is None, expected.over_base):
         return False
     # If the reader attributed columns of zeros to another module, the ranks differ. Then only columns with other values are compared.
     if read.down.shape == expected.down.shape:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from ditkit_core.adapters.convert import (
     reduce_rank,
     write_converted,
 )
+from ditkit_core.adapters.dora import in_norm_of
 from ditkit_core.adapters.export import export_merged, loaded_by, readers_of, whole_forms
 from ditkit_core.adapters.extract import extract
 from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
@@ -81,6 +83,8 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     if options.rank:
         adapters, kept = reduce_rank(adapters, rank, energy, path)
         say(_kept_lines(kept, "energy kept"))
+    if found.layout.use_dora and found.layout.dora_over_base != (ADAPTER_FORMS[form].dora == "base"):
+        adapters = _in_norm_of(form, adapters, spec, config, options)
     if layers is None and found.presets:
         layers = layers_of(spec.architecture.build, spec.architecture.presets[found.presets[0]])
     elif layers is None:
@@ -92,6 +96,28 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
+
+
+def _in_norm_of(
+    form: str, adapters: Mapping[str, Scaled], spec: ModelSpec, config: RunConfig, options: ExportOptions
+) -> dict[str, Scaled]:
+    """The adapters of a DoRA with magnitudes over the norm that a form has, which needs the base's weights."""
+    if not (options.base or config.model.base or config.model.transformer):
+        raise UserError(
+            f"{options.adapter} is a DoRA, and files of the {form} form have its magnitudes over another norm, which takes the base: give "
+            "--base FILE"
+        )
+    source, arch, _ = _base(spec, config, options)
+    shapes = parameters_of(spec.architecture.build, arch)
+    mapping = match(source, spec.architecture.names, shapes)
+
+    def weight_of(module: str) -> torch.Tensor:
+        return read_in_fp32(source, mapping[f"{module}.weight"], shapes[f"{module}.weight"])
+
+    return {
+        name: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(weight_of, name)))
+        for name, each in adapters.items()
+    }
 
 
 def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:

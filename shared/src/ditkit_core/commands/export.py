@@ -14,8 +14,9 @@ from ditkit_core.adapters.export import (
     export_adapter,
     export_merged,
     loaded_by,
+    needs_base,
     read_by,
-    with_form_of_dora,
+    with_forms_of_dora,
 )
 from ditkit_core.adapters.export_names import (
     ExportName,
@@ -58,7 +59,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     # A flag replaces the run's list of forms: somebody who names one wants that file alone.
     wanted = replace(
         config.export,
-        forms=(options.to,) if options.to else with_form_of_dora(config.export, config.adapter).forms,
+        forms=(options.to,) if options.to else with_forms_of_dora(config.export, config.adapter).forms,
         dtype=options.dtype or config.export.dtype,
         merged=options.merge,
     )
@@ -116,7 +117,8 @@ def _export(
         files = _export_transformer(prepared, spec, target, wanted, metadata)
     else:
         stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
-        files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
+        with prepared.readable(base=needs_base(wanted, config.adapter)):
+            files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
         for form, file in zip(wanted.forms, files, strict=True):
             if read := read_by(spec, form, prepared.model):
                 say(f"{file}: {loaded_by(read)}")
@@ -239,7 +241,7 @@ class Exporter(Callback):
     # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
     def _export_adapter(self, name: ExportName, step: int) -> list[Path]:
         run, model, folder = self._run, self._prepared.model, self._folder.exports
-        with self._prepared.readable(base=False):
+        with self._prepared.readable(base=needs_base(run.config.export, self._prepared.adapter)):
             return export_adapter(model, run.spec, folder, name.stem, run.config.export, metadata=self._metadata(step))
 
     def _export_transformer(self, folder: Path, step: int) -> None:

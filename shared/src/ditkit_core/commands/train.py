@@ -306,9 +306,7 @@ def _opening(run: RunContext) -> str:
     model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
     forms = ""
     if config.export.forms != run.given.config.export.forms:
-        forms = (
-            f"; its files are in the {config.export.forms[0]} form, because no program reproduces a DoRA from another"
-        )
+        forms = f"; its files are in the {' and '.join(config.export.forms)} forms, because no file of a DoRA is for both ComfyUI and diffusers"
     precision = f"precision {config.precision.preset}, each dtype is in the report"
     return f"train {what} of {model} for {config.train.steps} steps on {devices} ({precision}){forms}"
 

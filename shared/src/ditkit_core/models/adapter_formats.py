@@ -11,6 +11,7 @@
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class AdapterLayout:
     up_down: bool = False
     """Whether the matrices are named `lora_up` and `lora_down` instead of `lora_B` and `lora_A`."""
     use_dora: bool = False
+    dora_over_base: bool = False
+    """Whether the magnitudes are over the norm of the base's rows, as ComfyUI reads them; otherwise over that of the merged rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +46,15 @@ class AdapterForm:
     """Whether underscores replace the dots of a module's name."""
     alpha: bool = False
     """Whether a key `.alpha` stores the scale; otherwise the scale is multiplied into B, and alpha = rank."""
+    dora: Literal["", "merged", "base"] = ""
+    """The norm of a row that the form's readers divide DoRA's magnitudes by: of the merged weight, or of the base's; empty if they do neither."""
 
     def keys(self, module: str) -> dict[str, str]:
         """The keys of a module, whose name is given in this form: `down`, `up`, `alpha`, `magnitude`."""
         stem = self.prefix + (module.replace(".", "_") if self.underscores else module)
-        parts = {"down": self.down, "up": self.up, "alpha": ".alpha", "magnitude": ".lora_magnitude_vector"}
+        # peft's name without its last component, or ComfyUI's
+        magnitude = ".dora_scale" if self.dora == "base" else ".lora_magnitude_vector"
+        parts = {"down": self.down, "up": self.up, "alpha": ".alpha", "magnitude": magnitude}
         return {part: stem + ending for part, ending in parts.items()}
 
     def layout(self, form: str, bare: str, *, use_dora: bool) -> AdapterLayout:
@@ -59,13 +66,22 @@ class AdapterForm:
             use_dora: Whether the adapter is a DoRA.
         """
         return AdapterLayout(
-            form=form, naming=self.naming or bare, alpha=self.alpha, up_down="lora_down" in self.down, use_dora=use_dora
+            form=form,
+            naming=self.naming or bare,
+            alpha=self.alpha,
+            up_down="lora_down" in self.down,
+            use_dora=use_dora,
+            dora_over_base=use_dora and self.dora == "base",
         )
 
 
 ADAPTER_FORMS: Mapping[str, AdapterForm] = {
-    "official": AdapterForm(prefix="diffusion_model.", naming="official", down=".lora_A.weight", up=".lora_B.weight"),
-    "diffusers": AdapterForm(prefix="transformer.", naming="diffusers", down=".lora_A.weight", up=".lora_B.weight"),
+    "official": AdapterForm(
+        prefix="diffusion_model.", naming="official", down=".lora_A.weight", up=".lora_B.weight", dora="base"
+    ),
+    "diffusers": AdapterForm(
+        prefix="transformer.", naming="diffusers", down=".lora_A.weight", up=".lora_B.weight", dora="merged"
+    ),
     "diffsynth": AdapterForm(prefix="", down=".lora_A.default.weight", up=".lora_B.default.weight"),
     "musubi": AdapterForm(
         prefix="lora_unet_",

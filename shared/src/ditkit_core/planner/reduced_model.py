@@ -3,19 +3,27 @@
 Built and given its adapters on `meta`, because a parameter that is fake already can neither be moved nor wrapped.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import canonical_name, inject, is_adapter_name, target_modules, trainable_parameters
+from ditkit_core.adapters.inject import (
+    canonical_name,
+    inject,
+    is_adapter_name,
+    module_of,
+    target_modules,
+    trainable_parameters,
+)
 from ditkit_core.models.protocol import Engine, StagedModel, run_plain
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.training.optimizer import check_rates
 from ditkit_core.weights.quantize import check_quantize, compute_in_8_bits, convert
 
 
@@ -77,25 +85,26 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     if job.compute != "dtype":
         compute_in_8_bits(model, job.compute)
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
-    kinds = _kinds(model, set(targets), whole=adapter.method == "full")
+    check_rates(job.optim, targets or list(map(module_of, trainable_parameters(model))))
+    kinds = _kinds(model, {target: adapter.rank_of(target) for target in targets}, whole=adapter.method == "full")
     chosen = ReducedModel(model, *_choose(kinds, of_each))
     if targets:  # peft takes a second for a hundred layers, and most are never run
         names = {id(module): name for name, module in model.named_modules()}
         prefixes = tuple(f"{names[id(stage)]}." for stage in chosen.stages())
-        inject(model, replace(adapter, targets=tuple(t for t in targets if t.startswith(prefixes))), {})
+        inject(model, adapter, spec.adapters.targets, only={t for t in targets if t.startswith(prefixes)})
     else:
         inject(model, adapter, spec.adapters.targets)
     return chosen
 
 
-def _kinds(model: StagedModel, targets: set[str], *, whole: bool) -> list[tuple[Any, ...]]:
-    """The kind of each block: class, parameters, adapters, and whether a trained parameter comes before it, so that it has a backward."""
+def _kinds(model: StagedModel, targets: Mapping[str, int], *, whole: bool) -> list[tuple[Any, ...]]:
+    """The kind of each block: class, parameters, adapters with their ranks, and whether a trained parameter comes before it, so that it has a backward."""
     names = {id(module): name for name, module in model.named_modules()}
     started = whole or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
     kinds = []
     for block in model.blocks():
         prefix = f"{names[id(block)]}."
-        adapted = frozenset(target.removeprefix(prefix) for target in targets if target.startswith(prefix))
+        adapted = frozenset((t.removeprefix(prefix), rank) for t, rank in targets.items() if t.startswith(prefix))
         started = started or bool(adapted)
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
         kinds.append((type(block), shapes, adapted, started))

@@ -74,6 +74,11 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     check_kernels(train.kernels, kinds)
     optim = run.config.optim
+    if optim.loraplus_lr_ratio != 1 and run.config.adapter.method == "full":
+        raise UserError(
+            f"optim.loraplus_lr_ratio = {optim.loraplus_lr_ratio:g} is for the B of adapters, and adapter.method = full has none; leave it out "
+            "(optim.lr_pattern sets rates by layer)"
+        )
     check_swap(train.swap_blocks, run.config.adapter.method, optim)
     check_fused_backward(train, optim, prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)

@@ -8,6 +8,7 @@ import torch
 
 import ditkit_core
 from ditkit_core.adapters.export import check_adapted
+from ditkit_core.adapters.inject import module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
 from ditkit_core.engine.ac_policies import Policy
@@ -21,6 +22,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights
+from ditkit_core.training.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
@@ -88,6 +90,7 @@ def build_model(run: RunContext) -> MetaModel:
     sections = (config.model, config.adapter, config.base)
     unloaded = build_meta_model(run.spec, *sections, precision=run.precision, component=run.component, say=say)
     check_adapted(run.spec, config.export, unloaded.model)
+    check_rates(config.optim, list(map(module_of, trainable_parameters(unloaded.model))))
     return unloaded
 
 

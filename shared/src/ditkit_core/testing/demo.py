@@ -24,8 +24,12 @@ _NO_PREVIEWS = ("--sample.prompts", "[]", "--sample.every_steps", "0")
 LEVERS: tuple[tuple[str, ...], ...] = (
     ("--model.dtype", "bf16", "--train.checkpointing", "attn_only", "--adapter.dropout", "0.1"),
     ("--train.checkpointing", "full", "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
-    ("--adapter.use_dora", "true", "--export.forms", '["diffusers"]', "--train.caption_dropout", "0.5"),
-    ("--export.forms", '["official", "diffusers"]', "--export.dtype", "fp32", "--adapter.use_rslora", "true"),
+    ("--adapter.use_dora", "true", "--train.caption_dropout", "0.5", "--adapter.rank_pattern", '["*.0.*=3"]'),
+    (
+        "--export.forms", '["official", "diffusers"]', "--export.dtype", "fp32", "--adapter.use_rslora", "true", "--adapter.rank_pattern",
+        '["*.0.*=3"]', "--adapter.alpha_pattern", '["*.1.*=5"]', "--optim.lr_pattern", '["*.0.*=1e-3"]',
+        "--optim.loraplus_lr_ratio", "4",
+    ),
 )  # fmt: skip
 """Flags that every family takes."""
 

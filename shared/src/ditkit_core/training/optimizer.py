@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ditkit_core.adapters.inject import is_adapter_name, module_of
+from ditkit_core.config.layer_patterns import check_used
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 from ditkit_core.nn.parameters import swapped
@@ -48,12 +50,28 @@ class _Single:
     """Entered around each update."""
 
 
+def check_rates(config: OptimConfig, layers: Collection[str]) -> None:
+    """Refuse patterns of learning rates that fit none of the trained layers.
+
+    Raises:
+        UserError: Naming the first of them.
+    """
+    check_used("optim.lr_pattern", config.rates, layers)
+
+
+def _rate(name: str, parameter: nn.Parameter, config: OptimConfig) -> tuple[str, float]:
+    """Name and factor of a parameter's learning rate."""
+    # As peft's `create_loraplus_optimizer`: B, and vectors, which in an adapter are DoRA's magnitudes.
+    return config.rate_of(module_of(name), is_up=is_adapter_name(name) and (".lora_B." in name or parameter.ndim == 1))
+
+
 def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
+        rate = lr * group["lr_factor"]
         if isinstance(group["lr"], Tensor):  # torchao compiles its step and takes the rate as a tensor
-            group["lr"].fill_(lr)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = lr
+            group["lr"] = rate
 
 
 class NamedOptimizer:
@@ -94,6 +112,7 @@ class NamedOptimizer:
         self.parts: list[torch.optim.Optimizer] = []
         self._singles: dict[str, _Single] = {}
         self._counted_on_host: set[str] = set()
+        self._factors: dict[str, float] = {}
         rest = self.parameters
         if config.kind.rest:
             if not matrices:
@@ -119,12 +138,15 @@ class NamedOptimizer:
 
     def _add(self, name: str, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
         parameters = {one: self._proxies[one] for one in parameters}
-        wide = [parameter for parameter in parameters.values() if parameter.ndim > 1]
-        flat = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
+        chosen: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        for one, parameter in parameters.items():
+            label, factor = _rate(one, parameter, config)
+            chosen.setdefault((parameter.ndim <= 1, factor), []).append(parameter)
+            if label:
+                self._factors[label] = factor
         groups = [
-            {"params": params, "weight_decay": decay}
-            for params, decay in ((wide, config.weight_decay), (flat, 0.0))
-            if params
+            {"params": params, "weight_decay": 0.0 if is_flat else config.weight_decay, "lr_factor": factor}
+            for (is_flat, factor), params in sorted(chosen.items(), key=lambda item: item[0][0])
         ]
         kind = OPTIMIZERS[name]
         self._kinds.append(kind)
@@ -139,7 +161,8 @@ class NamedOptimizer:
             guard: AbstractContextManager[Any] = threading.Lock() if kind.compiles else nullcontext()
             for place, group in enumerate(self.parts[-1].param_groups):
                 for parameter in group["params"]:
-                    alone = kind.build([{"params": [parameter], "weight_decay": group["weight_decay"]}], config)
+                    own = {key: group[key] for key in ("weight_decay", "lr_factor")}
+                    alone = kind.build([{"params": [parameter], **own}], config)
                     if kind.averages:
                         alone.train()  # type: ignore[attr-defined]
                     self._singles[names[parameter]] = _Single(alone, self.parts[-1], place, kind, guard)
@@ -151,6 +174,10 @@ class NamedOptimizer:
             single.optimizer.state = single.part.state
             group = single.part.param_groups[single.group]
             single.optimizer.param_groups[0].update({key: group[key] for key in single.kind.progress if key in group})
+
+    def rates(self, lr: float) -> dict[str, float]:
+        """The learning rates other than `lr`, by the names that metrics have for them."""
+        return {f"lr {label}": lr * factor for label, factor in self._factors.items()}
 
     @property
     def averages(self) -> bool:

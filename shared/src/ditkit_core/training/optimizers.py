@@ -5,11 +5,14 @@ This module needs no torch until an optimizer is built, because settings are rea
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from ditkit_core.config.field import setting
+from ditkit_core.config.layer_patterns import fits, parse_patterns
 from ditkit_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,6 +135,11 @@ class OptimConfig:
     `adafactor`, or from the extra ditkit-core[optimizers]: `prodigy` (use lr = 1), `schedulefree_adamw`."""
     lr: float = setting(1e-4, resume="stated")
     """Highest learning rate, above 0; with `prodigy` it multiplies the estimated rate."""
+    lr_pattern: tuple[str, ...] = setting((), resume="refused")
+    """Other learning rates by layer, each as `PATTERN=RATE`: a name's end (`self_attn.q=5e-5`) or a glob (`layers.[0-9].*=1e-5`). The first
+    that fits a layer counts; schedule and warm-up are those of `lr`."""
+    loraplus_lr_ratio: float = setting(1.0, resume="refused")
+    """LoRA+: learning rate of B over that of A, above 0; 16 is usual. As in peft, the magnitudes of a DoRA have B's."""
     weight_decay: float = setting(0.01, resume="stated")
     """Decoupled weight decay; vectors (biases, norms) have none."""
     betas: tuple[float, float] = setting((0.9, 0.999), resume="stated")
@@ -154,6 +162,16 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
             raise UserError("optim.lr and optim.eps must be above 0, weight_decay and warmup_steps at least 0")
+        if not 0 < self.loraplus_lr_ratio < math.inf:
+            raise UserError(
+                f"optim.loraplus_lr_ratio = {self.loraplus_lr_ratio} must be above 0; 16 is usual, 1 is none"
+            )
+        if self.kind.estimates_rate and (self.lr_pattern or self.loraplus_lr_ratio != 1):
+            raise UserError(
+                f"optim.lr_pattern and optim.loraplus_lr_ratio do not go with {self.name}, which estimates one rate for all parameters; "
+                "leave them out, or use another optim.name"
+            )
+        assert self.rates is not None  # parsed here, so that a wrong entry fails before anything else
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas = {self.betas} must be in [0, 1)")
         if self.kind.estimates_rate and self.lr < 0.01:
@@ -176,3 +194,20 @@ class OptimConfig:
     def kind(self) -> OptimizerKind:
         """The row of `OPTIMIZERS`."""
         return OPTIMIZERS[self.name]
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """`lr_pattern`: the learning rate by pattern."""
+        return parse_patterns("optim.lr_pattern", self.lr_pattern, "RATE")
+
+    def rate_of(self, layer: str, *, is_up: bool) -> tuple[str, float]:
+        """The learning rate of a layer's parameter over `lr`, and a name for it in metrics; empty for `lr` itself.
+
+        Args:
+            layer: The layer's name.
+            is_up: Whether the parameter has the rate of B in LoRA+.
+        """
+        pattern = next((pattern for pattern in self.rates if fits(layer, pattern)), "")
+        is_other = is_up and self.loraplus_lr_ratio != 1
+        factor = self.rates.get(pattern, self.lr) / self.lr * (self.loraplus_lr_ratio if is_other else 1)
+        return " ".join(filter(None, [pattern, "B" * is_other])), factor

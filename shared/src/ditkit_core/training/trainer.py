@@ -338,6 +338,7 @@ class Trainer:
         numbers = {
             "loss": result.loss,
             "lr": lr,
+            **state.optimizer.rates(lr),
             "grad_norm": result.grad_norm,
             "seconds": seconds,
             "data_seconds": self._data.seconds_waited - data_seconds,

@@ -69,13 +69,15 @@ class LoraMatrices:
     up: Tensor
     """B [out, rank]."""
     magnitude: Tensor | None = None
-    """DoRA's norm of each row [out]."""
+    """DoRA's magnitude of each row [out]: the factor of the merged row times its norm, or that of the base's row."""
+    over_base: bool = False
+    """Whether the norm is that of the base's row, as ComfyUI has it."""
 
     def rows(self, index: int, of: int) -> "LoraMatrices":
         """The adapter of a part of the module's output rows."""
         # A is the same for every row: only B and the magnitude have rows of the output.
         magnitude = None if self.magnitude is None else rows_of(self.magnitude, index, of)
-        return LoraMatrices(self.down, rows_of(self.up, index, of), magnitude)
+        return LoraMatrices(self.down, rows_of(self.up, index, of), magnitude, self.over_base)
 
 
 def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
@@ -109,7 +111,8 @@ def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
     # A magnitude for some rows only has no meaning: DoRA scales every row of its layer.
     magnitudes = [None if piece is None else piece[1].magnitude for piece in pieces]
     norms = [magnitude for magnitude in magnitudes if magnitude is not None]
-    return LoraMatrices(down, up, torch.cat(norms) if len(norms) == len(pieces) else None)
+    over_base = any(matrices.over_base for _, matrices in given)
+    return LoraMatrices(down, up, torch.cat(norms) if len(norms) == len(pieces) else None, over_base)
 
 
 def columns_of_owners(up: Tensor, owners: Sequence[str]) -> dict[str, Tensor]:

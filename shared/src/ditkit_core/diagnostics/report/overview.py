@@ -1,5 +1,6 @@
 """The top of a run's page: what was trained, on what, and whether it helped."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -76,6 +77,7 @@ def _model(section: Section) -> list[str]:
     method = config.get("adapter.method", "")
     if method == "lora":
         method = f"{'DoRA' if config.get('adapter.use_dora') else 'LoRA'}, rank {config.get('adapter.rank')}"
+        method += _in_brackets(config.get("adapter.rank_pattern"))
     elif method == "full":
         method = "all weights"
     return _said(name or base, base if name else "", str(method), count)
@@ -111,10 +113,21 @@ def _training(section: Section) -> list[str]:
     per_step = fmean(seconds.values) if seconds else 0.0
     return _said(
         counted(section.step, "step"),
-        f"learning rate {lr:g}, {config.get('optim.name')}" if isinstance(lr, float) else "",
+        f"learning rate {lr:g}{_other_rates(config)}, {config.get('optim.name')}" if isinstance(lr, float) else "",
         f"{counted(samples, 'sample')} per step" if samples and not config.get("train.batch_tokens") else "",
         f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step" if seconds else "",
     )
+
+
+def _other_rates(config: Mapping[str, Any]) -> str:
+    """The learning rates besides `optim.lr`."""
+    ratio = config.get("optim.loraplus_lr_ratio", 1)
+    plus = [f"{ratio:g} times for B"] if isinstance(ratio, int | float) and ratio != 1 else []
+    return _in_brackets([*(config.get("optim.lr_pattern") or ()), *plus])
+
+
+def _in_brackets(entries: Any) -> str:
+    return f" ({', '.join(map(str, entries))})" if isinstance(entries, list) and entries else ""
 
 
 def _device(section: Section) -> list[str]:
