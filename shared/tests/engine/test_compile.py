@@ -109,6 +109,8 @@ def test_compiled_blocks_go_with_a_quantized_base():
         assert all(under["equal"] for under in found.values()), (kind, found)
         assert [under["forwards"] for under in found.values()] == [8, 4], (kind, found)
         assert max(under["from_eager"] for under in found.values()) <= 0.02, (kind, found)
+        # Products of the dequantized matrices instead of the codes differ by more.
+        assert found["full"]["base alone"] <= 1e-3, (kind, found)
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, numbers
-from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, difference, numbers
+from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model
 
@@ -172,9 +172,15 @@ def graphs() -> dict[str, Any]:
 def quantized() -> Any:
     """Of each kind of quantized base, under policies that compute blocks again."""
     found = {}
-    for kind in ("int8", "fp8", "nf4"):
+    for kind in ("int8", "fp8", "nf4", *COMPUTED):
         model = make_quantized(TOY, ToyArch(depth=2, dim=64), kind, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
         found[kind] = compare(TOY, model, toy_items(2), ("full", "attn_only"), backend="aot_eager")
+        wide = make_quantized(TOY, ToyArch(depth=2, dim=64), kind)
+        eager, compiled = (
+            numbers(TOY, wide, toy_items(2), BlockEngine(policy="full", compile=backend))
+            for backend in ("", "aot_eager")
+        )
+        found[kind]["full"]["base alone"] = difference(eager, compiled)
     return found
 
 

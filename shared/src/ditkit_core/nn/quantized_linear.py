@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import device_kind
 from ditkit_core.nn.kernels import ops as kernels
-from ditkit_core.nn.kernels.launch import kernels_in_force
+from ditkit_core.nn.kernels.launch import HAS_TRITON, kernels_in_force
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 _FP8 = torch.float8_e4m3fn
@@ -107,8 +107,11 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
-        # The compiler decides by itself what it keeps for the backward, so compiled code gets the plain product.
+        # The compiler decides by itself what it keeps for the backward, so compiled code gets operations with plain inputs.
         if torch.compiler.is_compiling():
+            if self.in_8_bits:
+                of_codes: Tensor = _in_8_bits(x, self.bias, self.weight, self.weight_scale)
+                return of_codes
             return F.linear(x, self.dequantize(x.dtype), self.bias)
         values = self.values()
         stored = _Stored(
@@ -173,6 +176,38 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.stored.transposed(gradient, ctx.tensors), None, None, *[None] * len(ctx.tensors)
+
+
+# Compiled code calls both products as operations that the compiler does not look into: so they have the values and the memory of eager
+# code, sums of a part of the rows at a time.
+@torch.library.custom_op("ditkit::product_in_8_bits", mutates_args=())
+def _in_8_bits(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
+    return _of_codes(x).product(x, bias, (codes, scale))
+
+
+@torch.library.custom_op("ditkit::transposed_in_8_bits", mutates_args=())
+def _transposed_in_8_bits(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    return _of_codes(gradient).transposed(gradient, (codes, scale))
+
+
+def _of_codes(x: Tensor) -> _Stored:
+    return _Stored("", (0, 0), ("weight", "weight_scale"), device_kind(x) == "cuda" and HAS_TRITON, in_8_bits=True)
+
+
+@_in_8_bits.register_fake
+def _(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+@_transposed_in_8_bits.register_fake
+def _(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], codes.shape[1])
+
+
+_in_8_bits.register_autograd(
+    lambda ctx, gradient: (_transposed_in_8_bits(gradient, *ctx.saved_tensors), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[2:]),
+)
 
 
 _LARGEST_CODE = {"int8": 127.0, "fp8": torch.finfo(_FP8).max}

@@ -83,13 +83,9 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_fused_backward(train, optim, prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
     check_compiler(backend_of(train.compile), kinds)
-    quantized = base.quantize != "none" or run.stored_as != "none"
+    # Codes that are multiplied as they are stay codes for the backward.
+    quantized = base.compute == "dtype" and (base.quantize != "none" or run.stored_as != "none")
     check_compiled(backend_of(train.compile), train.schedule.distinct, attention=train.attention, quantized=quantized)
-    if train.compile and base.compute != "dtype":
-        raise UserError(
-            f"train.compile converts quantized weights to model.dtype, and base.compute = {base.compute} multiplies them as they are; leave one "
-            "of the two out"
-        )
     if run.precision.matmul == torch.float16:
         raise UserError(
             "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"

@@ -11,6 +11,7 @@ from ditkit_core.nn.context import device_kind, settings_in_force
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on a CPU, under Triton's interpreter; for tests."""
+HAS_TRITON = find_spec("triton") is not None
 
 
 def check_kernels(name: str, devices: Collection[str]) -> None:
@@ -21,7 +22,7 @@ def check_kernels(name: str, devices: Collection[str]) -> None:
     """
     if name != "triton" or INTERPRETED:
         return
-    if devices and find_spec("triton") is None:
+    if devices and not HAS_TRITON:
         raise UserError(
             "train.kernels = triton needs the package triton, which is not installed here; set train.kernels to torch"
         )
