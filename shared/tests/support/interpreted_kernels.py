@@ -2,6 +2,7 @@
 to be chosen before Triton is imported."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -11,11 +12,13 @@ import torch.nn.functional as F
 from tensor_cores import TensorCores
 from torch import Tensor
 
+from ditkit_core.nn import stochastic_rounding
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.kernels.ops import AffineNorm, GatedUnit, NormRotation, factor_parts, product_parts
 from ditkit_core.nn.lora import PARTS, low_rank_sum
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.nn.rope import rotate
+from ditkit_core.nn.stochastic_rounding import joined, write_split, write_stochastic
 
 STRIDED = 3
 """Features in memory behind each row of a tensor that is a part of a wider one."""
@@ -179,7 +182,45 @@ def products_of_codes() -> Iterator[tuple[str, list[float]]]:
             yield f"{kind} codes {num_out}x{num_in}", [each + (not all(map(torch.equal, *made))) for each in found]
 
 
-KINDS = (norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers, dequantized_layers, products_of_codes)
+def bf16_writes() -> Iterator[tuple[str, list[float]]]:
+    """Weights in bf16: the share of fp32 values that rounding loses, less what it may; 1 is added where a bit differs from torch."""
+    values = torch.randn(5000) * torch.logspace(-30, 30, 5000)
+    values[:4] = torch.tensor([math.nan, math.inf, -math.inf, 3.4e38])
+
+    def equal(*found: Tensor) -> bool:
+        """Bitwise, but for the NaN: torch has patterns of it that depend on the processor."""
+        return torch.equal(*(each.view(-1)[1:] for each in found)) and all(each.isnan().view(-1)[0] for each in found)
+
+    def lost(weight: Tensor) -> float:
+        return float(((weight.double().view(-1) - values.double()) / values.double())[4:].abs().max())
+
+    chunk = stochastic_rounding._AT_ONCE
+    for start, of in (
+        (0, None),
+        (chunk - 777, chunk + 5000),
+        (3, 10001),
+    ):  # within a chunk, over its end, in one of an odd size
+        made = []
+        for fused in (False, True):
+            weight = torch.empty(50, 100, dtype=torch.bfloat16)
+            key = 0x9123456789ABCDEF
+            write_stochastic(weight, values.clone().view(50, 100), key, start=start, of=of, fused=fused)
+            made.append(weight)
+        yield f"stochastic from {start}", [lost(weight) * 2**7 * 1e-6 + (not equal(*made))]
+    for shape in ((5000,), (50, 100)):
+        split = []
+        for fused in (False, True):
+            weight, rest = torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape, dtype=torch.int16)
+            write_split(weight, values.clone().view(shape), rest, fused=fused)
+            split.append((weight, rest, joined(weight, rest, fused=fused)))
+        same = equal(split[0][0], split[1][0]) and torch.equal(split[0][1], split[1][1]) and equal(split[1][2], values)
+        yield f"split {shape}", [lost(weight) * 2**8 * 1e-6 + (not same)]
+
+
+KINDS = (
+    norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers, dequantized_layers, products_of_codes,
+    bf16_writes,
+)  # fmt: skip
 
 if __name__ == "__main__":
     torch.manual_seed(0)

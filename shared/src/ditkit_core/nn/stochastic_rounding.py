@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ditkit_core.nn.kernels import ops as kernels
+
 _AT_ONCE = 2**23
 """Number of values that are rounded at once, which bounds temporary memory to 96 MiB. It is part of the random sequence: never change it."""
 
@@ -44,8 +46,8 @@ def random_bits(count: int, key: int, device: torch.device | str, *, start: int 
     """
     half = (count + 1) // 2
     mixed = torch.arange(start, start + half, dtype=torch.int32, device=device)
-    for word in (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF):
-        mixed.bitwise_xor_(_signed(word))
+    for word in _words(key):
+        mixed.bitwise_xor_(word)
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
             # an int32 shift right fills with the sign bit; the mask clears those bits
             mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 32 - shift) - 1))
@@ -57,13 +59,15 @@ def random_bits(count: int, key: int, device: torch.device | str, *, start: int 
     return bits.bitwise_and_(0xFFFF)
 
 
-def _signed(word: int) -> int:
-    # torch takes Python's numbers into int32 only within its range.
-    return word - (1 << 32) if word >> 31 else word
+def _words(key: int) -> list[int]:
+    """The lower and the upper half of a key, signed: torch takes Python's numbers into int32 only within its range."""
+    return [word - (1 << 32) if word >> 31 else word for word in (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF)]
 
 
 @torch.no_grad()
-def write_stochastic(weight: Tensor, values: Tensor, key: int, *, start: int = 0, of: int | None = None) -> None:
+def write_stochastic(
+    weight: Tensor, values: Tensor, key: int, *, start: int = 0, of: int | None = None, fused: bool = False
+) -> None:
     """Round values into a bf16 weight, up or down at random, with the value as mean.
 
     A part of a tensor is rounded as it would be with the whole, so that ranks that divide a weight write the same.
@@ -74,8 +78,12 @@ def write_stochastic(weight: Tensor, values: Tensor, key: int, *, start: int = 0
         key: Determines the random bits, 0 to 2**64 - 1: one for each tensor and step, from `seed_of`.
         start: Place of the first value in the whole tensor.
         of: Number of values of the whole tensor; None: these are all.
+        fused: Whether a kernel of our own does it, as in the functions below.
     """
     flat, of = values.contiguous().view(-1), values.numel() if of is None else of
+    if fused and weight.is_contiguous():
+        kernels.write_stochastic(weight.view(torch.int16), flat, *_words(key), start, of, _AT_ONCE)
+        return
     # Random bits are a function of a value's place within its chunk of the whole tensor.
     for chunk in range(start - start % _AT_ONCE, start + flat.numel(), _AT_ONCE):
         low, high = max(chunk, start), min(chunk + _AT_ONCE, start + flat.numel())
@@ -99,7 +107,7 @@ def _bits(part: Float[Tensor, "count"]) -> Int[Tensor, "count"]:
 
 
 @torch.no_grad()
-def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
+def write_split(weight: Tensor, values: Tensor, rest: Tensor, *, fused: bool = False) -> None:
     """Round values into a bf16 weight to nearest (ties away from zero), and keep the remainder, from which `joined` restores the values.
 
     Args:
@@ -108,6 +116,9 @@ def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
         rest: int16, of the same shape, contiguous, written in place: the remainder in units of fp32's spacing.
     """
     flat, flat_rest = values.contiguous().view(-1), rest.view(-1)
+    if fused and weight.is_contiguous():
+        kernels.write_split(weight.view(torch.int16), flat, rest)
+        return
     for start, bits in _parts(flat):
         # As integers: fp32 values of one sign are ordered like their bits, and the difference is exact.
         upper = (bits + (1 << 15)).bitwise_and_(_KEPT)
@@ -117,8 +128,12 @@ def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
 
 
 @torch.no_grad()
-def joined(weight: Tensor, rest: Tensor | None) -> Tensor:
+def joined(weight: Tensor, rest: Tensor | None, *, fused: bool = False) -> Tensor:
     """Restore split values, bitwise identical: fp32 in new memory; those of the weight without a remainder."""
+    if fused and rest is not None and weight.is_contiguous():
+        values = torch.empty_like(weight, dtype=torch.float32)
+        kernels.join_split(values, weight.view(torch.int16), rest)
+        return values
     values = weight.float()
     if rest is not None:
         values.view(torch.int32).add_(rest)

@@ -29,6 +29,8 @@ class Workload:
     """`base.compute`."""
     kernels: str = "torch"
     """`train.kernels`."""
+    rounding: str = ""
+    """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
     ranks: "RankGradients | None" = None
     """Gradients of the fullest rank, if several ranks share the step; `micro_batches` are then those of the rank that has most."""
 

@@ -146,6 +146,7 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
 
 def work_of(run: RunContext) -> Workload:
     """The properties of a run's step apart from its model."""
+    trains_bf16 = run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
     return Workload(
         micro_batches=run.config.micro_batches,
         pipelined=run.config.train.pipelined,
@@ -153,6 +154,7 @@ def work_of(run: RunContext) -> Workload:
         quantize=run.config.base.quantize,
         compute=run.config.base.compute,
         kernels=run.config.train.kernels,
+        rounding=run.config.optim.rounding if trains_bf16 else "",
     )
 
 

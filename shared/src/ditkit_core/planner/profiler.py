@@ -215,7 +215,7 @@ class _Measuring:
         with meter.purpose("average"):
             # Only some of a model's stages are run; TrainState looks at the embedding and the blocks alone.
             staged: Any = self.model
-            trained = TrainState(staged, parameters, job.optim, job.ema)
+            trained = TrainState(staged, parameters, job.optim, job.ema, kernels=job.kernels)
         self.gradients = trained.optimizer.parameters.values()
         if self.updates:
             # The second step is measured, because the optimizer's state only exists after its first update.

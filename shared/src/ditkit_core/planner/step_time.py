@@ -51,6 +51,15 @@ ROUNDING_TRAFFIC = {"torch": 9, "triton": 2}
 """By `train.kernels`, bytes read and written when inputs of products in 8 bits are rounded, and scales are applied to their sums: for each
 byte that the product itself reads or writes. Operations of torch pass over memory seven times, kernels twice."""
 
+UPDATE_TRAFFIC = {
+    "": {"torch": 0, "triton": 0},
+    "nearest": {"torch": 16, "triton": 16},
+    "split": {"torch": 78, "triton": 24},
+    "stochastic": {"torch": 180, "triton": 18},
+}
+"""By rounding and `train.kernels`, bytes read and written for each bf16 weight that is updated in fp32, apart from those of weight, gradient and
+state."""
+
 
 class StageTime(NamedTuple):
     """Times of one device's stages for one micro-batch: whole nanoseconds in the search, seconds in a schedule."""
@@ -245,10 +254,11 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
     # forward ended with, which are still there.
     passes = streaming_time(forward, ahead=start > 0), streaming_time(backward[::-1], ahead=True)
     kept = sum(stage.adapters + stage.gradients + stage.optimizer + stage.average for stage, _ in stages)
+    rounded = sum(stage.adapters // 2 for stage, _ in stages) * UPDATE_TRAFFIC[work.rounding][work.kernels]
     return StageTime(
         forward=passes[0],
         backward=passes[1],
-        update=int(2 * kept / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9),
+        update=int((2 * kept + rounded) / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9),
         waiting=sum(passes) - sum(compute for compute, _ in (*forward, *backward)),
     )
 

@@ -16,6 +16,7 @@ from ditkit_core.adapters.inject import is_adapter_name, module_of
 from ditkit_core.config.layer_patterns import check_used
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
+from ditkit_core.nn.kernels.launch import kernels_on
 from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.stochastic_rounding import joined, write_split, write_stochastic
 from ditkit_core.training.optimizer_state import export_state, import_state
@@ -85,6 +86,7 @@ class NamedOptimizer:
         matrices: Collection[str] = (),
         accumulation: torch.dtype | None = None,
         places: Mapping[str, tuple[int, int]] | None = None,
+        kernels: str = "torch",
     ):
         """Build it.
 
@@ -94,12 +96,14 @@ class NamedOptimizer:
             accumulation: Dtype in which gradients are summed over micro-batches; None: the parameters' dtype, or fp32
                 if wider.
             places: Of parameters that are parts of others: the place of their first element, and the number of elements of the whole.
+            kernels: Implementation of the rounding of bf16 weights, as `train.kernels` has it.
 
         Raises:
             UserError: If the optimizer's package is missing, or Muon has no matrices to train.
         """
         self.parameters = dict(parameters)
         self.fused_backward = config.fused_backward
+        self._kernels = kernels
         self._rounding = config.rounding
         self._rounding_at: tuple[int, int] = (0, 0)
         self._places = places or {}
@@ -232,19 +236,21 @@ class NamedOptimizer:
             yield
             return
         with torch.no_grad():
-            wide.data = joined(parameter.detach(), rest := self.state_of(name).get(_REST))
+            fused = kernels_on(self._kernels, parameter)
+            wide.data = joined(parameter.detach(), rest := self.state_of(name).get(_REST), fused=fused)
             wide.grad = parameter.grad.float()
             yield
             wide.grad = None
             if self._rounding == "stochastic":
                 seed, step = self._rounding_at
                 start, count = self._places.get(name, (0, parameter.numel()))
-                write_stochastic(parameter, wide.data, seed_of(seed, "rounding", step, name), start=start, of=count)
+                key = seed_of(seed, "rounding", step, name)
+                write_stochastic(parameter, wide.data, key, start=start, of=count, fused=fused)
             elif self._rounding == "split":
                 state = self.state_of(name)
                 if rest is None:  # only now: an optimizer treats a state that is not empty as initialised
                     rest = state[_REST] = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device)
-                write_split(parameter, wide.data, rest)
+                write_split(parameter, wide.data, rest, fused=fused)
             else:
                 parameter.copy_(wide)
             wide.data = torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device)

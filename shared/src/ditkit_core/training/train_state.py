@@ -83,15 +83,19 @@ class TrainState:
         ema: EMAConfig,
         swap: BlockSwap | None = None,
         shards: "Shards | None" = None,
+        *,
+        kernels: str = "torch",
     ):
-        """Make optimizer and average. The average of weights that `swap` streams is kept on the host; of `shards`, each rank keeps its rows."""
+        """Make optimizer and average, with `train.kernels` for the rounding of bf16 weights. The average of weights that `swap` streams is kept on the host; of `shards`, each rank keeps its rows."""
         self.parameters = dict(parameters)
         self.values = {name: swap.host_of(p) if swap else p for name, p in self.parameters.items()}
         self._swap, self._shards = swap, shards
         accumulation = precision_of(model.embed).accumulation
         matrices = _block_matrices(model, parameters if shards is None else shards.trained)
         places = {} if shards is None else {name: shards.elements(name) for name in parameters}
-        self.optimizer = NamedOptimizer(parameters, optim, matrices=matrices, accumulation=accumulation, places=places)
+        self.optimizer = NamedOptimizer(
+            parameters, optim, matrices=matrices, accumulation=accumulation, places=places, kernels=kernels
+        )
         if self.optimizer.averages and ema.decay:
             raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")
         self._ema_config = ema

@@ -203,7 +203,9 @@ class Trainer:
             data, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
         )
         self._validator, self._callbacks, self._warn = validator, callbacks if self._ranks.is_first else (), warn
-        self._state = TrainState(model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards)
+        self._state = TrainState(
+            model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
+        )
         self._last_save: Path | None = None
         self._metrics_digest = ""
 

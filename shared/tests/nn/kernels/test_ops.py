@@ -11,7 +11,10 @@ from ditkit_core.nn.functional import gated_unit
 from ditkit_core.nn.kernels import launch, ops
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.planner.memory_tracker import fake_tensors
+from ditkit_core.planner.step_time import UPDATE_TRAFFIC
 from ditkit_core.testing.compiled_runs import printed
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -21,7 +24,7 @@ def test_every_kernel_equals_fp64_forward_and_backward(gpu, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0" if gpu.is_real else "1")
     found = printed(SUPPORT / "interpreted_kernels.py", "cuda" if gpu.is_real else "cpu")
-    assert len(found) == 29
+    assert len(found) == 34
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
         limit = 2**-7 if "bfloat16" in name else 2e-6
@@ -54,6 +57,25 @@ def test_a_quantized_layer_is_converted_in_one_launch(kind, launches):
             out.backward(torch.empty_like(out))
             found.append(meter.kernels.total())
     assert tuple(found) == launches
+
+
+@pytest.mark.parametrize(("rounding", "launches"), [("nearest", (4, 4)), ("split", (12, 4)), ("stochastic", (37, 4))])
+def test_an_update_of_a_bf16_weight_is_as_many_launches_and_bytes_as_plans_say(rounding, launches):
+    """Widen or join, advance the count, update, write."""
+    count, own = 2**20, {"nearest": 14, "split": 16, "stochastic": 14}[rounding]
+    for kernels, wanted in zip(("torch", "triton"), launches, strict=True):
+        with fake_tensors("cuda") as meter:
+            weight = torch.nn.Parameter(torch.empty(2**10, 2**10, dtype=torch.bfloat16))
+            config = OptimConfig(rounding=rounding)
+            optimizer = NamedOptimizer({"weight": weight}, config, accumulation=torch.float32, kernels=kernels)
+            for step in range(2):  # the state is made in the first
+                weight.grad = torch.empty(weight.shape)
+                meter.kernels.clear()
+                optimizer.begin(1, step)
+                optimizer.step(1e-3)
+        moved = sum(kernel.bytes * times for kernel, times in meter.kernels.items())
+        assert meter.kernels.total() == wanted
+        assert round(moved / count) - 2 * own == UPDATE_TRAFFIC[rounding][kernels]
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -111,11 +133,12 @@ POINTERS = NARROW | {
     "columns",
     "sums",
     "bias",
+    "values",
 }
 SCALARS = {"eps", "scaling"}
 
 
-@pytest.mark.slow  # a second for each of 18 kernels
+@pytest.mark.slow  # a second for each of 21 kernels
 @pytest.mark.parametrize("capability", [86, 90])
 def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     pytest.importorskip("triton")
@@ -123,7 +146,15 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ditkit_core.nn.kernels import dequantized, gated_unit, lora_parts, modulated_norm, norm_rotation, rounded_rows
+    from ditkit_core.nn.kernels import (
+        dequantized,
+        gated_unit,
+        lora_parts,
+        modulated_norm,
+        norm_rotation,
+        rounded_rows,
+        rounding,
+    )
 
     wan = {"WIDTH": 5120, "GROUPS": 1, "HEAD": 128, "ROTATES": True, "G": 1, "W": 8192}
     flux2 = {"WIDTH": 128, "GROUPS": 48, "HEAD": 128, "ROTATES": True, "G": 64, "W": 128}
@@ -146,6 +177,8 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
         (rounded_rows._round, codes),
         *((rounded_rows._round, codes | {"LIMIT": 448.0}) for _ in range(capability >= 89)),
         (rounded_rows._scale, {"WIDTH": 5120, "SCALED": True, "BIASED": True, "BLOCK": 2048}),
+        (rounding._stochastic, {"CHUNK": 2**23, "BLOCK": 1024}),
+        *((kernel, {"BLOCK": 1024}) for kernel in (rounding._split, rounding._join)),
         *((lora_parts._products, {"TERMS": terms, "RANK": 32, "BLOCK": 1024}) for terms in (1, 3)),
     ]:
         types = {
@@ -154,6 +187,8 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
         if "codes" in types:
             types |= {"codes": "*i8"} if "WIDTH" in constants else {"codes": "*u8", "scale": "*i8"}
             types |= {"codes": "*fp8e4nv"} if constants.get("LIMIT") == 448 else {}
+        if kernel.fn.__module__.endswith("rounding"):
+            types |= {name: "*i16" for name in ("weight", "rest") if name in types}
         signature = types | dict.fromkeys(constants, "constexpr") | dict.fromkeys(SCALARS & types.keys(), "fp32")
         places = {name: place for place, name in enumerate(kernel.arg_names)}
         # What the launcher finds of tensors as torch allocates them, and of widths that 16 divides.

@@ -98,7 +98,8 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     )
     # A pipelined step keeps all its micro-batches in memory at once; else one at a time shows the same peak.
     batches = [data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)]
-    trained = TrainState(prepared.model, prepared.trainable, run.config.optim, run.config.ema, prepared.streamer)
+    optim, ema = run.config.optim, run.config.ema
+    trained = TrainState(prepared.model, prepared.trainable, optim, ema, prepared.streamer, kernels=config.kernels)
     devices = {parameter.device for parameter in prepared.model.parameters()}
     restart_peak(devices)
     prepared.model.train()

@@ -1,6 +1,6 @@
 """Triton kernels for the elementwise work of a block, each a single pass over memory where eager torch takes several.
 
 `ops.py` declares them as operations of torch, with their shapes, so that the planner can follow them without a GPU. Each other file
-has the kernels of one computation. Start at `ops.py`. Only `nn/functional.py`, `nn/lora.py` and
-`nn/quantized_linear.py` call them; they have the same computations in torch.
+has the kernels of one computation. Start at `ops.py`. Only `nn/functional.py`, `nn/lora.py`, `nn/quantized_linear.py` and
+`nn/stochastic_rounding.py` call them; they have the same computations in torch.
 """

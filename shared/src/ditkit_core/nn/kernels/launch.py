@@ -34,7 +34,12 @@ def check_kernels(name: str, devices: Collection[str]) -> None:
 
 def kernels_in_force(x: Tensor) -> bool:
     """Whether the running block uses kernels on a tensor's device."""
-    return settings_in_force().kernels == "triton" and (device_kind(x) == "cuda" or INTERPRETED)
+    return kernels_on(settings_in_force().kernels, x)
+
+
+def kernels_on(name: str, x: Tensor) -> bool:
+    """Whether `train.kernels = name` means kernels on a tensor's device."""
+    return name == "triton" and (device_kind(x) == "cuda" or INTERPRETED)
 
 
 def summing_programs(rows: int, samples: int = 1) -> int:

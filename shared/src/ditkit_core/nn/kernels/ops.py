@@ -137,6 +137,25 @@ def apply_scales(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tens
     """Sums of products of codes by the scales of rows and columns, plus a bias, in the dtype of `out`."""
 
 
+@_declared(
+    "write_stochastic(Tensor(a!) weight, Tensor values, int first, int last, int start, int of, int chunk) -> ()",
+    "rounding",
+    "stochastic",
+)
+def write_stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int, of: int, chunk: int) -> None:
+    """Contiguous fp32 values to the bits of bf16, see `nn/stochastic_rounding.py: write_stochastic`."""
+
+
+@_declared("write_split(Tensor(a!) weight, Tensor values, Tensor(b!) rest) -> ()", "rounding", "split")
+def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
+    """Contiguous fp32 values to the bits of bf16 and a remainder."""
+
+
+@_declared("join_split(Tensor(a!) values, Tensor weight, Tensor rest) -> ()", "rounding", "joined")
+def join_split(values: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """The values that `write_split` was given."""
+
+
 def _features_next_to_each_other(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 

@@ -1,0 +1,81 @@
+"""Writes fp32 results into bf16 weights, and restores them, each in one pass and bitwise as torch does it; reference:
+`nn/stochastic_rounding.py`. Weights are passed as their bits, int16."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ditkit_core.nn.context import device_current
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _bits(values, place, inside):
+    wide = tl.load(values + place, mask=inside, other=0.0)
+    # All NaNs get one pattern: in others, a sum could carry into the sign.
+    return tl.where(wide == wide, wide.to(tl.int32, bitcast=True), 0x7FC00000)  # noqa: PLR0124
+
+
+@triton.jit
+def _mixed(bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
+    return (bits ^ ((bits >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * FACTOR
+
+
+@triton.jit
+def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    whole = start + place
+    chunk = whole // CHUNK * CHUNK
+    within, half = whole - chunk, (tl.minimum(of - chunk, CHUNK) + 1) // 2
+    second = within >= half
+    random = (chunk // 2 + within - tl.where(second, half, 0)).to(tl.int32)
+    for turn in tl.static_range(2):
+        random = random ^ (first if turn == 0 else last)
+        random = _mixed(random, 0x21F0AAAD, 16)
+        random = _mixed(random, 0x735A2D97, 15)
+        random = _mixed(random, 1, 15)
+    random = tl.where(second, random >> 16, random) & 0xFFFF
+    tl.store(weight + place, ((_bits(values, place, inside) + random) >> 16).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _split(weight, values, rest, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    bits = _bits(values, place, inside)
+    upper = (bits + 0x8000) >> 16
+    tl.store(weight + place, upper.to(tl.int16), mask=inside)
+    tl.store(rest + place, (bits - (upper << 16)).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _join(values, weight, rest, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    upper = tl.load(weight + place, mask=inside, other=0).to(tl.int32) << 16
+    bits = upper + tl.load(rest + place, mask=inside, other=0).to(tl.int32)
+    tl.store(values + place, bits.to(tl.float32, bitcast=True), mask=inside)
+
+
+def stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int, of: int, chunk: int) -> None:
+    """`first` and `last` are the lower and the upper half of the key, as signed numbers; a part of a tensor begins at `start` of its `of` numbers."""
+    count = values.numel()
+    with device_current(values):
+        grid = (triton.cdiv(count, _BLOCK),)
+        _stochastic[grid](weight, values, first, last, start, of, count, CHUNK=chunk, BLOCK=_BLOCK)
+
+
+def split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
+    """The bits of the nearest bf16, and what is left of the values in units of fp32's spacing."""
+    count = values.numel()
+    with device_current(values):
+        _split[(triton.cdiv(count, _BLOCK),)](weight, values, rest, count, BLOCK=_BLOCK)
+
+
+def joined(values: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """What `split` was given."""
+    count = values.numel()
+    with device_current(values):
+        _join[(triton.cdiv(count, _BLOCK),)](values, weight, rest, count, BLOCK=_BLOCK)
