@@ -1,7 +1,9 @@
 """Our sampler over our model against diffusers' pipelines with the same weights."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -9,12 +11,18 @@ import torch
 from tiny_flux2 import ARCHS, tiny_model
 from torch import Tensor
 
+from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.inject import adapter_layers, initialise, inject
+from ditkit_core.adapters.read import open_adapter
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.sampling.denoise import generate_latents
 from ditkit_flux2.sampling import Flux2Sampler
+from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.verify import diffusers_transformer
 
 CPU = torch.device("cpu")
@@ -58,7 +66,13 @@ def job(references: int = 0, **changes: Any) -> GenerationRequest:
     return GenerationRequest(**(defaults | changes))
 
 
-def pipeline_latents(kind: str, model: Any, vae_folder: Path, wanted: GenerationRequest) -> tuple[Tensor, Tensor]:
+def pipeline_latents(
+    kind: str,
+    model: Any,
+    vae_folder: Path,
+    wanted: GenerationRequest,
+    adapters: Mapping[Path, float] = MappingProxyType({}),
+) -> tuple[Tensor, Tensor]:
     """Latents after each step, and the picture in [0, 1], as diffusers' pipeline draws them."""
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Pipeline
 
@@ -78,6 +92,10 @@ def pipeline_latents(kind: str, model: Any, vae_folder: Path, wanted: Generation
         assert wanted.negative is not None
         extra["negative_prompt_embeds"] = wanted.negative["text"][None]
     pipeline.set_progress_bar_config(disable=True)
+    for file in adapters:
+        pipeline.load_lora_weights(str(file), adapter_name=file.stem)
+    if adapters:
+        pipeline.set_adapters([file.stem for file in adapters], list(adapters.values()))
     pictures = [reference.transpose(0, 1) for reference in wanted.references]
     if pictures:  # diffusers encodes a picture; the latents given here go the rest of its way
         ids = pipeline._prepare_image_ids(pictures)
@@ -128,6 +146,31 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
     pixels = sampler.decode(latents)
     assert pixels.shape == (3, 1, HEIGHT, WIDTH)
     torch.testing.assert_close(pixels, picture, atol=1e-4, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # two adapters are what is asked for
+def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
+    sampler: Flux2Sampler, vae_folder: Path, tmp_path: Path
+) -> None:
+    written, kind = ExportConfig(dtype="fp32"), "klein base"
+    files, model = [], tiny_model(kind)
+    shapes = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    for name, rank in (("fast", 3), ("trained", 4)):
+        model = tiny_model(kind)
+        inject(model, AdapterConfig(rank=rank), FLUX2.adapters.targets)
+        initialise(model, rank, device_of=lambda _: CPU)
+        for module, layer in adapter_layers(model).items():
+            up = layer.lora_B["default"].weight
+            up.data = torch.randn(up.shape, generator=generator("up", module, rank)) / 4
+        files += export_adapter(model.eval(), FLUX2, tmp_path, name, written, metadata={})
+    fast = AddedAdapter(open_adapter(files[0], FLUX2.architecture.names, shapes), 0.7)
+    alone = generate_latents(sampler, job(), model, run_plain)
+    with torch.no_grad(), added(model, [fast], lambda name: torch.float32):
+        latents = generate_latents(sampler, job(), model, run_plain)
+    expected, _ = pipeline_latents(kind, tiny_model(kind), vae_folder, job(), {files[1]: 1.0, files[0]: 0.7})
+    # as without adapters: fp32 in two orders of summation, amplified by guidance
+    assert (latents - expected[-1]).abs().max() / expected[-1].std() < 1e-4
+    assert (latents - alone).abs().max() / expected[-1].std() > 0.05
 
 
 def test_a_constant_shift_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path) -> None:

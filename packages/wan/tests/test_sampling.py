@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.adapters.read import open_adapter
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
@@ -17,7 +21,7 @@ from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build_meta_model, load_weights
+from ditkit_core.run.prepare import build_meta_model, build_on_meta, load_weights
 from ditkit_core.sampling.denoise import generate_latents
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.sampling import WanSampler
@@ -73,6 +77,49 @@ def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any,
     video = torch.from_numpy(pipeline(**arguments, latents=noise, output_type="np").frames[0]).permute(3, 0, 1, 2)
     assert pixels.shape == (3, 5, 32, 48) and pixels.device == CPU
     torch.testing.assert_close(pixels, video, atol=1e-4, rtol=0)
+
+
+def adapted(checkpoint: Path, rank: int) -> Any:
+    """The checkpoint's transformer with an adapter of random values."""
+    components, precision = ModelPaths(base=str(checkpoint), dtype="fp32"), Precision(matmul=torch.float32)
+    unloaded = build_meta_model(WAN, components, AdapterConfig(rank=rank), BaseConfig(), precision=precision)
+    model = load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=rank).model
+    for name, layer in adapter_layers(model).items():
+        up = layer.lora_B["default"].weight
+        up.data = torch.randn(up.shape, generator=generator("up", name, rank)) / 4
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # two adapters are what is asked for
+def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
+    checkpoint: Path, job: GenerationRequest, tmp_path: Path
+) -> None:
+    model, other, written = adapted(checkpoint, 4), adapted(checkpoint, 3), ExportConfig(dtype="fp32")
+    files = [
+        export_adapter(each, WAN, tmp_path, name, written, metadata={})[0]
+        for each, name in ((model, "trained"), (other, "fast"))
+    ]
+    bare = build_on_meta(WAN, model.embed.arch, Precision(matmul=torch.float32))
+    shapes = {name: tuple(m.weight.shape) for name, m in bare.named_modules() if isinstance(m, torch.nn.Linear)}
+    fast = AddedAdapter(open_adapter(files[1], WAN.architecture.names, shapes), 0.7)
+    sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
+    alone = generate_latents(sampler, job, model, run_plain)
+    with torch.no_grad(), added(model, [fast], lambda name: torch.float32):
+        latents = generate_latents(sampler, job, model, run_plain)
+    assert torch.equal(alone, generate_latents(sampler, job, model, run_plain)), "nothing of it stays"
+
+    pipeline = diffusers_pipeline(checkpoint)
+    for file in files:
+        pipeline.load_lora_weights(str(file), adapter_name=file.stem)
+    pipeline.set_adapters(["trained", "fast"], [1.0, 0.7])
+    noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
+    expected = pipeline(
+        prompt="a red circle", negative_prompt="blue", height=32, width=48, num_frames=5, num_inference_steps=3,
+        guidance_scale=4.0, latents=noise, output_type="latent",
+    ).frames[0]  # fmt: skip
+    # as without adapters: fp32 in two orders of summation, amplified by guidance
+    assert (latents - expected).abs().max() / expected.std() < 1e-4
+    assert (latents - alone).abs().max() / expected.std() > 0.05
 
 
 def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, model: Any, job: GenerationRequest) -> None:

@@ -17,7 +17,7 @@ from ditkit_core.commands.plan import fit_command
 from ditkit_core.io import console
 from ditkit_core.models.encoders import AuxiliaryModel
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.planner import auxiliary
+from ditkit_core.planner import auxiliary_plan
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
@@ -137,7 +137,7 @@ def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys, m
     assert (streamed := found["host"]["streamed_weights"]) > 0
     previews = {(row["device"], row["in_use"], row["fits"]) for row in found["auxiliary"][-2:]}
     assert previews == {("cpu", weights + streamed, None)}, "nothing is streamed there"
-    monkeypatch.setattr(auxiliary, "free_memory_bytes", lambda device: 2**40)
+    monkeypatch.setattr(auxiliary_plan, "free_memory_bytes", lambda device: 2**40)
     _, found = auxiliary_rows(tmp_path, capsys, *flags[2:4], "--sample.device", "cpu", "--train.device", "cpu")
     (device,), previews = found["devices"], found["auxiliary"][-2:]
     assert {row["available"] for row in previews} == {2**40 - device["peak"]}, "the steps hold the rest"

@@ -177,3 +177,11 @@ def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
         run_plain(model, TOY.training.make_inputs([item["latents"]], torch.empty(1), [item], 1.0))
     assert planned == pytest.approx(ledger.peak[torch.device("cpu")] - weights, rel=0.05)
     assert TOY.auxiliary.models(arch, ModelPaths()) == ()
+
+
+def test_an_adapter_for_samples_is_there_while_they_are_generated_and_decoded() -> None:
+    planner = AuxiliaryPlanner(models=[VAE], text_dtype=torch.float32)
+    rooms = [Room("one", 2**40, in_use=100), Room("two", 2**40, in_use=10)]
+    without = planner.sample_rows([SIZE], rooms, denoising=5)
+    found = planner.sample_rows([SIZE], rooms, denoising=5, added=[7, 3])
+    assert [row.peak - before.peak for row, before in zip(found, without, strict=True)] == [7, 3, 7]

@@ -276,8 +276,8 @@ MAX_STRENGTH = 100
 """Largest magnitude of a strength in `base.merge`. Beyond it no adapter makes sense; it is a typing error."""
 
 
-def parse_merge(entry: str) -> tuple[Path, float]:
-    """Parse `FILE@strength`, or `FILE` with a strength of 1.
+def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
+    """Parse `FILE@strength`, or `FILE` with a strength of 1, of a setting.
 
     Raises:
         UserError: If the text behind the last @ is not a number, and the complete entry is not a file.
@@ -289,9 +289,9 @@ def parse_merge(entry: str) -> tuple[Path, float]:
     try:
         value = float(strength)
     except ValueError as error:
-        raise UserError(f"base.merge: {entry!r} is not FILE@strength; write a number after the @") from error
+        raise UserError(f"{key}: {entry!r} is not FILE@strength; write a number after the @") from error
     if not abs(value) <= MAX_STRENGTH:
-        raise UserError(f"base.merge: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
+        raise UserError(f"{key}: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
     return local_path(file), value
 
 

@@ -28,7 +28,8 @@ from ditkit_core.planner.autotune import (
     least_missing,
     levers,
 )
-from ditkit_core.planner.auxiliary import AuxiliaryRow, plan_auxiliary
+from ditkit_core.planner.auxiliary import AuxiliaryRow
+from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.partition import host_limit
@@ -206,7 +207,9 @@ def _divided(run: RunContext, layout: RankLayout) -> RunContext:
 
 def auxiliary_of(run: RunContext, chosen: Candidate, *, gpus: bool) -> tuple[AuxiliaryRow, ...]:
     """Memory of encoding and sampling next to the chosen steps, for a run with their settings."""
-    return plan_auxiliary(planned_step(run), chosen.plan, gpus=gpus, streamed=chosen.weights_on_host)
+    return plan_auxiliary(
+        planned_step(run), chosen.plan, chosen.division.blocks, gpus=gpus, streamed=chosen.weights_on_host
+    )
 
 
 def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:

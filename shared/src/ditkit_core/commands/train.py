@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from ditkit_core.commands.beginning import describe_precision, say_beginning
 from ditkit_core.commands.export import Exporter, copy_expert_adapters, has_expert_adapters, rename_exports
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.report import held_out_lines, say_results
@@ -40,6 +41,7 @@ from ditkit_core.previews.class_images import (
     encoded_class_images,
     generate_class_images,
     num_missing_class_images,
+    of_base,
 )
 from ditkit_core.previews.manager import Previews, generate_left, previews_of
 from ditkit_core.previews.stages import denoiser_stages, generate_trained
@@ -49,7 +51,6 @@ from ditkit_core.run.checks import (
     check_ranks,
     check_run,
     check_training,
-    say_where_previews_could_be,
 )
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_arch
@@ -63,10 +64,10 @@ from ditkit_core.run.expert_runs import (
     resolve_arch,
     runs_of,
 )
-from ditkit_core.run.experts import describe_expert
 from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, divide_weights, engine_of, load_model, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
+from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
 from ditkit_core.run.train_data import check_data, training_data
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.metrics import log_left_samples
@@ -200,7 +201,7 @@ def _prepare(run: RunContext, left: Sequence[Component]) -> None:
     check_components(run, run.data.dataset.samples, sampling=num_images > 0)
     encode_all(run, run.config.prior.prompt if num_images else "")
     if num_images:
-        generate_class_images(run, denoiser_stages(run, {}), num_images)
+        generate_class_images(run, denoiser_stages(of_base(run), {}), num_images)
 
 
 def _is_started(folder: RunFolder) -> bool:
@@ -235,7 +236,7 @@ def _train_component(
         Stopped: If a signal ended it early.
     """
     run, ranks = component.run, current_ranks()
-    _say_beginning(run, changes)
+    say_beginning(run, changes)
     _stage(1, "check data and model")
     assert run.data.dataset.samples  # reads the dataset: a missing caption is reported before gigabytes are downloaded
     is_started = ranks.broadcast_object(_is_started(folder))
@@ -245,6 +246,8 @@ def _train_component(
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
     check_ranks(run, ranks.size)
+    for line in describe_sample_adapters(run):
+        say(line)
     if is_joint(run):
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     # before hours of encoding: a model that does not fit its devices is reported now
@@ -275,40 +278,6 @@ def _train_component(
     if not result.finished:
         raise Interrupted(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
     return result
-
-
-def _say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
-    """Print what a component run trains, what changed since its last part, and its precision."""
-    config = run.config
-    if run.expert is not None:
-        say(describe_expert(run.expert, config.flow, config.held_out))
-    for change in changes:
-        say(f"changed since the last part of this run: {change}")
-    say(_opening(run))
-    say_where_previews_could_be(run)
-
-
-def _precision(run: RunContext) -> str:
-    base_compute, optim = run.config.base.compute, run.config.optim
-    in_8_bits, fused = optim.kind.averages_in_8_bits, optim.fused_backward
-    return run.precision.described(base_compute=base_compute, averages_in_8_bits=in_8_bits, fused_backward=fused)
-
-
-def _opening(run: RunContext) -> str:
-    """What is trained, in a line."""
-    config, devices = run.config, " and ".join(map(str, run.devices))
-    adapter = config.adapter
-    what = (
-        "all weights"
-        if adapter.method == "full"
-        else f"a {'DoRA' if adapter.use_dora else 'LoRA'} of rank {adapter.rank}"
-    )
-    model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
-    forms = ""
-    if config.export.forms != run.given.config.export.forms:
-        forms = f"; its files are in the {' and '.join(config.export.forms)} forms, because no file of a DoRA is for both ComfyUI and diffusers"
-    precision = f"precision {config.precision.preset}, each dtype is in the report"
-    return f"train {what} of {model} for {config.train.steps} steps on {devices} ({precision}){forms}"
 
 
 def _stage(number: int, name: str) -> None:
@@ -355,7 +324,7 @@ def _load(
     at a time, so the images are generated before the expert that is trained gets loaded.
     """
     if num_images and run.expert is not None:
-        data = data._replace(prior=encoded_class_images(run, lambda: denoiser_stages(run, {}), num_images))
+        data = data._replace(prior=encoded_class_images(run, lambda: denoiser_stages(of_base(run), {}), num_images))
     if run.auxiliary.conditioning and any(
         conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
     ):
@@ -391,8 +360,10 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     if current_ranks().is_first:
         check_data(folder, [*data.samples, *data.prior], prepared)
         summary = data_summary(run.data.dataset, by_id.keys(), held_out)
-        model = model_summary(run.spec.name, prepared)
-        write_about(folder, environment=describe_environment(run.devices, _precision(run)), data=summary, model=model)
+        model = model_summary(run.spec.name, prepared) | recorded_digests(run, folder, warn)
+        write_about(
+            folder, environment=describe_environment(run.devices, describe_precision(run)), data=summary, model=model
+        )
     validator = None
     if held_out:
         clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])

@@ -11,7 +11,7 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
-from ditkit_core.planner.auxiliary import plan_auxiliary
+from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.memory import Budget, Profile, Workload, compose, on_host
 from ditkit_core.planner.partition import (
     Partitioner,
@@ -100,7 +100,7 @@ def report_of(
         tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
         work=work,
         devices=plans,
-        auxiliary=plan_auxiliary(step, plans, gpus=bool(gpus), samples=samples, streamed=streamed),
+        auxiliary=plan_auxiliary(step, plans, division.blocks, gpus=bool(gpus), samples=samples, streamed=streamed),
         previews=bool(run.config.sample.every_steps and not run.config.sample.device),
         division=division,
         host=streamed,

@@ -19,7 +19,7 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.previews.generate import guided_by, text_conditions
-from ditkit_core.run.context import RunContext
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_prior
 from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
@@ -78,6 +78,14 @@ def check_class_prompt(run: RunContext) -> None:
         )
 
 
+def of_base(run: RunContext) -> RunContext:
+    """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
+    if run.config.sample.of_base is run.config.sample:
+        return run
+    spec, config = run.given
+    return create_run(spec, replace(config, sample=config.sample.of_base), run.arch)
+
+
 def class_conditions(run: RunContext) -> Mapping[str, Tensor]:
     """The conditions of a class image besides its text; encoded if the cache does not have them."""
     return (
@@ -112,7 +120,7 @@ def generate_class_images(
         UserError: If an image cannot be written, or is not finite.
     """
     config, folder = run.config, run.data.prior_folder
-    sampling, negative = guided_by(run, stages)
+    sampling, negative = guided_by(of_base(run), stages)
     (job,) = requests_of(
         SamplePrompt(
             prompt=config.prior.prompt,

@@ -1,15 +1,20 @@
 """Generates the samples of a run's [sample] section with given transformers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
+from ditkit_core.models.protocol import Engine
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
+from ditkit_core.run.sample_adapters import dtype_of_added, open_sample_adapters
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
@@ -23,7 +28,7 @@ def generate_samples(
 
     Args:
         run: The run.
-        stages: The transformers that take the denoising steps, that of the highest noise levels first.
+        stages: The transformers that take the denoising steps, that of the highest noise levels first, without `sample.adapter`.
         prompts: What to sample; may be empty.
         folder: Where to write the samples.
         stem: First part of the file names.
@@ -51,7 +56,22 @@ def generate_samples(
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     with progress("sample", len(requests) * config.steps) as bar:
-        return render_samples(stages, run.auxiliary.sampler, requests, to, bar.advance)
+        return render_samples(_with_adapters(run, stages), run.auxiliary.sampler, requests, to, bar.advance)
+
+
+def _with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:
+    """The stages with the adapters of the section, which are for samples alone."""
+    adapters = open_sample_adapters(run)
+    return [_with(run, stage, own) if own else stage for stage, own in zip(stages, adapters, strict=True)]
+
+
+def _with(run: RunContext, stage: DenoiserStage, adapters: Sequence[AddedAdapter]) -> DenoiserStage:
+    @contextmanager
+    def opened() -> Iterator[tuple[Any, Engine]]:
+        with stage.opened() as (model, engine), added(model, adapters, dtype_of_added(run)):
+            yield model, engine
+
+    return replace(stage, opened=opened)
 
 
 def guided_by(run: RunContext, stages: Sequence[DenoiserStage]) -> tuple[SampleConfig, Mapping[str, Tensor] | None]:

@@ -19,6 +19,7 @@ from ditkit_core.nn.attention_backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
+from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optimizers import optimizers_that
 from ditkit_core.training.trainer import check_fused_backward, check_swap
@@ -48,6 +49,7 @@ def check_settings(run: RunContext) -> None:
         size_step=run.spec.data.size_step,
         takes_references=run.spec.data.reference_size is not None,
     )
+    check_sample_adapters(run)
 
 
 def check_training(run: RunContext, *, here: bool = True) -> None:
@@ -266,6 +268,7 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
     """
     # Asking for each is the check: making one finds its files and its libraries, and loads no weights.
     assert run.auxiliary.encoders
+    check_sample_adapters(run)  # their modules: the architecture may have been unknown before
     assert run.auxiliary.conditioning or not run.auxiliary.columns
     # Faults of single samples are left to encoding, which may skip those samples; what concerns all of them is raised here.
     if run.auxiliary.conditioning is not None:

@@ -271,7 +271,7 @@ def load_weights(
     make_current((placement.embed, *placement.blocks))
     spec, model, source = unloaded.spec, unloaded.model, unloaded.source
     device_of, edits = placement.device_of(model), merge_into(unloaded.merged)
-    dtype_of, home_of = _loaded_dtype(spec, unloaded.precision), base_device_map(model, placement)
+    dtype_of, home_of = loaded_dtype(spec, unloaded.precision), base_device_map(model, placement)
     base, merged = unloaded.base, unloaded.merged
     cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
     if cache is None or not cache.load(model, device_of=home_of, dtype_of=dtype_of, on_tensor=on_tensor, say=say):
@@ -299,14 +299,14 @@ def load_weights(
     )
 
 
-def _loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:
+def loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:
     """The dtype of the base's parameters that are not quantized, by name."""
     return lambda name: torch.float32 if spec.precision.keep_fp32(name) else precision.matmul
 
 
 def _quantize(spec: ModelSpec, model: StagedModel, kind: str, precision: Precision) -> str:
     """Have the blocks' matrices quantized when they are loaded; returns one line about it."""
-    dtype_of, num_blocks = _loaded_dtype(spec, precision), len(model.blocks())
+    dtype_of, num_blocks = loaded_dtype(spec, precision), len(model.blocks())
     before = num_bytes(model, dtype_of)
     converted = convert(model, kind, spec.precision.keep_fp32)
     return describe_quantized(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
@@ -322,7 +322,7 @@ def _hold_as_stored(
     merges: bool,
 ) -> str:
     """Keep the blocks' matrices that a file has in scaled 8 bits as they are; returns one line about it."""
-    dtype_of = _loaded_dtype(spec, precision)
+    dtype_of = loaded_dtype(spec, precision)
     before = num_bytes(model, dtype_of)
     layers = [name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")]
     held = hold_as_stored(model, source, mapping, layers=layers)

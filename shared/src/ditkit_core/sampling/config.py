@@ -25,6 +25,12 @@ class SampleConfig:
     controls: tuple[str, ...] = setting((), resume="free", holds="path")
     """Extra conditions of every prompt, as column=path: `input_image=cat.png` for a model that starts from an image. Without prompts,
     each caption is sampled with the conditions of its own clip."""
+    adapter: tuple[str, ...] = setting((), resume="free", holds="path")
+    """LoRA files that samples and previews are generated with in addition, each as `FILE` or `FILE@strength`. A distilled one makes few
+    `steps` with `guidance = 1` enough. Training, exports and class images are without them. For a model of two experts: of the high-noise
+    expert."""
+    adapter_low: tuple[str, ...] = setting((), resume="free", holds="path")
+    """Likewise of the low-noise expert; a file that is for both is named in both."""
     images: int = setting(1, resume="free")
     """Number of samples per prompt, with the seeds `seed`, `seed` + 1, …; more than one image is also shown in a grid."""
     negative: str = setting("", resume="free")
@@ -104,6 +110,13 @@ class SampleConfig:
         if defaults.guided_by != "negative" and self.negative:
             warn("sample.negative is not used: this model is not guided by a negative prompt; leave it empty")
         return replace(self, steps=self.steps or defaults.steps, guidance=guidance)
+
+    @property
+    def of_base(self) -> "SampleConfig":
+        """The section without its adapters, and without the steps and the guidance that are for them."""
+        if not self.adapter and not self.adapter_low:
+            return self
+        return replace(self, adapter=(), adapter_low=(), steps=0, guidance=0.0)
 
     def uses_negative(self, defaults: "SampleDefaults") -> bool:
         """Whether sampling also calls the model with the negative prompt; the section must be resolved."""

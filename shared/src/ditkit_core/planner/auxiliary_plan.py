@@ -1,0 +1,181 @@
+"""The memory of a run's encoding, sampling and previews: what is generated, and where."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ditkit_core.adapters.added import added_bytes
+from ditkit_core.data.dataset import Sample
+from ditkit_core.engine.devices import choose_device
+from ditkit_core.engine.placement import Placement
+from ditkit_core.models.precision import parse_dtype
+from ditkit_core.planner.auxiliary import (
+    AuxiliaryPlanner,
+    AuxiliaryRow,
+    Room,
+    denoising_bytes,
+    held_while_sampling,
+)
+from ditkit_core.planner.gpus import gpus_here
+from ditkit_core.planner.memory import DevicePlan
+from ditkit_core.planner.planned_step import (
+    Bucket,
+    Generated,
+    PlannedStep,
+    Size,
+    has_data,
+    missing_class_images,
+)
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import sample_prompts
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.sample_adapters import dtype_of_added, linear_shapes, open_sample_adapters
+from ditkit_core.sampling.prompts import Shape, shape_of
+from ditkit_core.weights.layer_streaming import free_memory_bytes
+
+
+def plan_auxiliary(
+    step: PlannedStep,
+    devices: Sequence[DevicePlan],
+    blocks: Sequence[range],
+    *,
+    gpus: bool,
+    samples: Sequence[Sample] | None = None,
+    streamed: int = 0,
+) -> tuple[AuxiliaryRow, ...]:
+    """Rows for encoding and sampling as configured, then for previews if they have a separate device.
+
+    Args:
+        step: The run's step.
+        devices: Memory of the steps on each device.
+        blocks: The blocks of each device.
+        gpus: Whether the plan is for GPUs that need not be in this machine.
+        samples: The training samples, if known already; None reads the dataset.
+        streamed: Bytes of streamed weights on the host.
+
+    Raises:
+        UserError: If local files of an encoder are damaged or of another model.
+    """
+    run, config, shapes = step.run, step.run.config, step.bucket.shapes
+    kind, averages = "cuda" if gpus else run.devices[0].type, config.optim.kind.averages
+    rooms = [
+        Room(
+            device=device.budget.name,
+            available=device.budget.available - device.budget.workspace,
+            kind=kind,
+            in_use=held_while_sampling(device.purposes, averages=averages),
+        )
+        for device in devices
+    ]
+    planner = AuxiliaryPlanner(
+        models=run.spec.auxiliary.models(step.job.arch, config.model),
+        text_dtype=parse_dtype(config.encode.text_dtype),
+        streaming=config.encode.streaming,
+        encode_tiling=config.encode.vae_tiling,
+        sample_tiling=config.sample.vae_tiling,
+    )
+    encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
+    found = planner.encode_rows(_encoded_sizes(step.bucket), encoders)
+
+    added = _added_on(run, step.job.arch, blocks)
+
+    def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
+        if not generated.shapes:
+            return []
+        more = added if len(on) == len(added) else [sum(added)]  # previews have one device
+        denoising = denoising_bytes(replace(step.job, kind=on[0].kind), *max(generated.shapes, key=_pixels))
+        sizes = [size for size, _ in generated.shapes]
+        return planner.sample_rows(sizes, on, denoising=denoising, num_samples=generated.num, added=more)
+
+    found += sampled(to_be_generated(run, shapes, samples), rooms)
+    if config.sample.device and config.sample.every_steps:
+        room = _preview_room(run, rooms[0], devices, gpus=gpus, streamed=streamed)
+        found += [replace(row, stage="preview") for row in sampled(_samples(run, shapes, samples), [room])]
+    return tuple(found)
+
+
+def _added_on(run: RunContext, arch: Any, blocks: Sequence[range]) -> list[int]:
+    """Bytes of the adapters of [sample] on each device; of several experts, whose turns it is one after the other, the most."""
+    run = replace(run, arch=arch)
+    adapters, model = open_sample_adapters(run), build_on_meta(run.spec, arch, run.precision)
+    if not any(adapters):
+        return [0] * len(blocks)
+    devices = [torch.device("meta", index) for index in range(len(blocks))]
+    of_blocks = tuple(device for device, own in zip(devices, blocks, strict=True) for _ in own)
+    device_of = Placement(embed=devices[0], blocks=of_blocks, head=devices[-1]).device_of(model)
+    shapes, dtype_of = linear_shapes(run), dtype_of_added(run)
+    on = [{name for name in shapes if device_of(name) == device} for device in devices]
+    return [max(added_bytes(each, shapes, dtype_of, own) for each in adapters) for own in on]
+
+
+def _encoded_sizes(bucket: Bucket) -> list[Size]:
+    shapes = (*bucket.shapes, *bucket.class_shapes)
+    return [size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))]
+
+
+def to_be_generated(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
+    """The samples that a run generates during and after training, and missing class images.
+
+    Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
+
+    Args:
+        run: The run.
+        shapes: All shapes of the data; captions are sampled in each of them if the dataset is not available.
+        samples: As for `plan_auxiliary`.
+    """
+    asked, images = _samples(run, shapes, samples), missing_class_images(run)
+    return Generated((*asked.shapes, *images.shapes), asked.num + images.num)
+
+
+def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
+    config = run.config.sample
+    if not config.prompts and not config.captions:
+        return Generated((), 0)
+    if samples is None and not config.prompts and has_data(run):
+        samples = run.data.dataset.samples
+    if config.prompts or samples is not None:
+        prompts = sample_prompts(run, [] if config.prompts or samples is None else samples)
+        found = [
+            shape_of(prompt, prompt.files, run.auxiliary.columns, run.spec.data.reference_size) for prompt in prompts
+        ]
+        return Generated(tuple(found), len(prompts) * config.images)
+    sizes = {
+        ((config.frames or frames, config.height or height, config.width or width), references)
+        for (frames, height, width), references in shapes
+    }
+    return Generated(tuple(sorted(sizes)), config.captions * config.images)
+
+
+def _room_of(name: str, key: str, run: RunContext, own: Room, *, gpus: bool) -> Room:
+    """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device."""
+    own = own._replace(in_use=0)
+    if gpus and name != "cpu":  # the GPUs are not in this machine; all are assumed to be like the first
+        return own
+    device = choose_device(name, key)
+    if device.type == "cpu":
+        # the host memory of another machine is unknown
+        return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
+    if device == run.devices[0]:
+        return own
+    (found,) = gpus_here([device])
+    return Room(f"{device}: {found.name}", found.total - found.reserve)
+
+
+def _preview_room(run: RunContext, own: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> Room:
+    """The device that generates previews, with a copy of the model."""
+    name = run.config.sample.device
+    room = _room_of(name, "sample.device", run, own, gpus=gpus)
+    weights = sum(device.purposes[purpose] for device in devices for purpose in ("weights", "adapters"))
+    if room.kind == "cuda":
+        return room._replace(device=f"sample.device {name}" if gpus else room.device, in_use=weights)
+    if room.available is not None:  # the steps will use the same memory, and have not begun
+        steps = sum(each.host + (each.peak if own.kind == "cpu" else 0) for each in devices)
+        room = room._replace(available=max(0, room.available - streamed - steps))
+    return room._replace(in_use=weights + streamed)  # the copy streams nothing
+
+
+def _pixels(shape: Shape) -> int:
+    frames, height, width = shape[0]
+    return frames * height * width + sum(h * w for h, w in shape[1])

@@ -1,0 +1,128 @@
+"""The adapters that samples are generated with and training is without: `sample.adapter` and `sample.adapter_low`."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ditkit_core.adapters.added import AddedAdapter
+from ditkit_core.adapters.read import open_adapter, parse_merge
+from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.experts import check_named
+from ditkit_core.run.prepare import build_on_meta, loaded_dtype
+
+RECORD = "sample_adapters"
+"""Name of the files' digests in the model's part of `about.json`."""
+
+
+def check_sample_adapters(run: RunContext) -> None:
+    """Refuse adapters for samples that are missing or do not fit, before any weights are read.
+
+    Their names are compared with the model's once its architecture is known.
+
+    Raises:
+        UserError: Naming the key and the file.
+    """
+    sample = run.config.sample
+    if run.arch is not None and sample.adapter_low and not run.experts:
+        raise UserError(
+            "sample.adapter_low is for the second of two experts, and this model has one transformer; add its files to sample.adapter"
+        )
+    for key, entries in _keys(run):
+        for path, _ in (parse_merge(entry, key) for entry in entries):
+            if not path.is_file():
+                raise UserError(f"{key}: there is no file {path}; correct the path, or leave it out")
+    for expert, (key, entries) in zip(run.experts, _keys(run), strict=False):
+        for path, _ in (parse_merge(entry, key) for entry in entries):
+            check_named(expert, {key: str(path)})
+    if run.arch is not None:
+        open_sample_adapters(run)
+
+
+def open_sample_adapters(run: RunContext) -> list[list[AddedAdapter]]:
+    """The open adapters of each transformer of the model, the noisiest expert's first.
+
+    Raises:
+        UserError: If a file is missing, is damaged, does not fit the model, or is a DoRA.
+    """
+    if not any(entries for _, entries in _keys(run)):
+        return [[] for _ in range(len(run.experts) or 1)]
+    shapes = linear_shapes(run)
+    return [[_open(run, key, entry, shapes) for entry in entries] for key, entries in _keys(run)]
+
+
+def _open(run: RunContext, key: str, entry: str, shapes: Mapping[str, tuple[int, ...]]) -> AddedAdapter:
+    path, strength = parse_merge(entry, key)
+    try:
+        file = open_adapter(path, run.spec.architecture.names, shapes)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+    if any(module.use_dora for module in file.modules.values()):
+        raise UserError(
+            f"{key}: {path} is a DoRA, which changes the norms of weights and cannot be added to a layer's output; give a LoRA"
+        )
+    return AddedAdapter(file, strength)
+
+
+def linear_shapes(run: RunContext) -> dict[str, tuple[int, ...]]:
+    """Weight shapes [out, in] of the model's Linear layers, by name."""
+    model = build_on_meta(run.spec, run.arch, run.precision)
+    return {name: tuple(each.weight.shape) for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+
+
+def dtype_of_added(run: RunContext) -> Callable[[str], torch.dtype]:
+    """The dtype that products are made in, by name of the base parameter."""
+    return loaded_dtype(run.spec, run.precision)
+
+
+def _keys(run: RunContext) -> Sequence[tuple[str, Sequence[str]]]:
+    """The settings and their files, one for each transformer of the model."""
+    sample = run.config.sample
+    keys = [("sample.adapter", sample.adapter), ("sample.adapter_low", sample.adapter_low)]
+    return keys if run.experts or run.arch is None else keys[:1]
+
+
+def describe_sample_adapters(run: RunContext) -> Iterator[str]:
+    """A line for each adapter that samples are generated with."""
+    for (key, _), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
+        for file, strength in adapters:
+            yield (
+                f"{key}: samples are generated with {len(file.modules)} modules of {file.source.path} at strength {strength:g}; training is "
+                "without them"
+            )
+
+
+def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], None]) -> dict[str, dict[str, str]]:
+    """Digests of the files, for the run's `about.json`; warns of a file that has changed since the record that is there.
+
+    Args:
+        run: The run.
+        folder: Its folder.
+        warn: Called with one line for each such file.
+    """
+    files = {
+        str(file.source.path): file.source.fingerprint()
+        for adapters in open_sample_adapters(run)
+        for file, _ in adapters
+    }
+    now = {Path(path).name: digest for path, digest in files.items()}
+    before = _recorded(folder)
+    for path in files:
+        name = Path(path).name
+        if before.get(name, now[name]) != now[name]:
+            warn(
+                f"sample.adapter: {path} has changed since the last part of this run; its samples cannot be compared with earlier ones"
+            )
+    return {RECORD: now} if now else {}
+
+
+def _recorded(folder: RunFolder) -> Mapping[str, object]:
+    try:
+        found = json.loads(folder.about.read_text(encoding="utf-8"))["model"][RECORD]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,156 @@
+"""`sample.adapter`: an adapter that samples have and training does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from preview_runs import check_equal, samples
+from safetensors.torch import load_file, save_file
+from toy_world import World
+from two_experts import TwoExperts
+
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.previews import generate
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.chdir(tmp_path)
+    return World(tmp_path)
+
+
+def donor(world: World, *flags: str, name: str = "donor") -> str:
+    """An adapter file of another run."""
+    flags = ("--optim.lr", "0.05", "--sample.captions", "0", *flags)
+    assert world.run("train", "--run.folder", str(world.folder / name), "--train.steps", "2", *flags) == 0
+    return str(next((world.folder / name / "exports").glob(f"{name}*.safetensors")))
+
+
+LEVERS = {
+    "lora": (),
+    "dora": ("--adapter.use_dora", "true"),
+    "full": ("--adapter.method", "full"),
+    "int8": ("--base.quantize", "int8"),
+    "streamed": ("--train.swap_blocks", "2", "--adapter.targets", "attention"),
+    "on another device": ("--sample.device", "cpu"),
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_training_is_bitwise_what_it_is_without_and_samples_differ(world: World, lever: str) -> None:
+    file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]')
+    flags = (*LEVERS[lever], "--ema.decay", "0.5", "--save.every_steps", "1", "--save.keep_last", "9")
+    previews = ("--sample.every_steps", "1", "--sample.captions", "1")
+    assert world.train("plain", 2, *flags, *previews) == 0
+    assert world.train("added", 2, *flags, *previews, "--sample.adapter", file) == 0
+    plain, added = world.folder / "plain", world.folder / "added"
+    check_equal(plain, added)
+    for kept in (plain / "exports").glob("*.safetensors"):
+        theirs = load_file(added / "exports" / kept.name.replace("plain", "added"))
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(kept).items())
+    drawn, others = samples(plain), samples(added)
+    pictures = [name for name in drawn if name.endswith(".png")]
+    assert drawn.keys() == others.keys() and len(pictures) == 3
+    assert all(drawn[name] != others[name] for name in pictures)
+
+
+def test_a_sample_is_that_of_the_merged_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a strength, over a trained adapter, and all of two files at once; nothing of them stays in the model."""
+    one, other = donor(world, name="one"), donor(world, "--adapter.rank", "3", "--train.seed", "5", name="two")
+    assert world.train("run", 2, "--optim.lr", "0.05", "--sample.captions", "0") == 0
+    made: list[torch.Tensor] = []
+    render = generate.render_samples
+
+    def keeping(stages, sampler, requests, *rest):
+        with stages[0].opened() as (model, engine):
+            assert all(name.count("lora_") for name in trainable_parameters(model))
+            inputs = world.spec.training.make_inputs(
+                [torch.ones(4, 1, 4, 4)], torch.tensor([0.5]), [{"text": torch.ones(3, 8)}], 1.0
+            )
+            model.eval()  # as `denoise.py` does: the trained adapter has dropout
+            with torch.no_grad():
+                made.append(engine(model, inputs)[0])
+        layers = {type(module).__name__ for module in model.modules()}
+        assert "AddedLora" not in layers
+        return render(stages, sampler, requests, *rest)
+
+    monkeypatch.setattr(generate, "render_samples", keeping)
+    base = ("sample", "--run", str(world.folder / "run"), "--prompt", "a")
+    assert world.run(*base) == 0
+    assert world.run(*base, "--sample.adapter", f'["{one}@0.5", "{other}"]') == 0
+    merged = ("--base.merge", f'["{one}@0.5", "{other}"]')
+    assert world.run(*base, *merged) == 0
+    plain, added, by_merging = made
+    # fp32 in another order: the low rank's product is rounded on its own, or with the weight
+    torch.testing.assert_close(added, by_merging, atol=1e-5, rtol=1e-5)
+    assert (added - plain).abs().max() > 0.01
+
+
+def test_each_expert_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = TwoExperts(tmp_path)
+    donor(world)
+    high, low = (
+        str(tmp_path / "donor" / "exports" / f"donor_{name}.safetensors") for name in ("high_noise", "low_noise")
+    )
+    run = ("--run.folder", "run", "--train.steps", "1", "--sample.captions", "1")
+    assert world.run("train", *run) == 0
+    seen: dict[str, bytes] = {}
+    for name, flags in {
+        "none": (), "high": ("--sample.adapter", high), "low": ("--sample.adapter_low", low),
+        "both": ("--sample.adapter", high, "--sample.adapter_low", low),
+    }.items():  # fmt: skip
+        assert world.run("sample", "--run", "run", "--prompt", "a", "--out", name, *flags) == 0
+        seen[name] = next((tmp_path / name).glob("*.png")).read_bytes()
+    assert len(set(seen.values())) == 4
+    assert world.run("sample", "--run", "run", "--prompt", "a", "--sample.adapter", low) == 1
+
+
+def refused(world: World, capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The line of a run that is refused before any weights are read."""
+    capfd.readouterr()
+    assert world.train("refused", 1, *flags) == 1
+    out, err = capfd.readouterr()
+    (line,) = err.strip().splitlines()
+    assert "load the model" not in out and "encode" not in out
+    return line
+
+
+def test_a_missing_or_other_file_is_refused_before_weights_are_read(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (world.folder / "toy.safetensors").rename(world.folder / "away.safetensors")
+    line = refused(world, capfd, "--sample.adapter", "missing.safetensors")
+    assert "sample.adapter: there is no file" in line and "missing.safetensors" in line
+    save_file({"lora_unet_other.lora_down.weight": torch.ones(2, 4)}, "other.safetensors")
+    assert "sample.adapter: other.safetensors" in refused(world, capfd, "--sample.adapter", "other.safetensors")
+    assert "not FILE@strength" in refused(world, capfd, "--sample.adapter", "other.safetensors@much")
+    assert "one transformer" in refused(world, capfd, "--sample.adapter_low", "other.safetensors")
+    (world.folder / "away.safetensors").rename(world.folder / "toy.safetensors")
+    dora = donor(world, "--adapter.use_dora", "true")
+    assert "is a DoRA" in refused(world, capfd, "--sample.adapter", dora)
+
+
+def test_a_run_says_what_its_samples_have_and_that_a_file_has_changed(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(donor(world))
+    assert world.train("run", 1, "--sample.adapter", f"{file}@0.5") == 0
+    assert "sample.adapter: samples are generated with 13 modules of" in capfd.readouterr().out
+    about = json.loads((world.folder / "run" / "about.json").read_text())
+    assert set(about["model"]["sample_adapters"]) == {file.name}
+    assert world.train("run", 2, "--sample.adapter", f"{file}@0.5") == 0
+    assert "has changed" not in capfd.readouterr().err
+    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
+    assert world.train("run", 3, "--sample.adapter", f"{file}@0.5") == 0
+    assert f"{file.name} has changed since the last part of this run" in capfd.readouterr().err
+
+
+def test_class_images_are_of_the_base_alone(world: World) -> None:
+    file = donor(world)
+    flags = ("--prior.prompt", "a picture", "--prior.images", "1", "--sample.captions", "1")
+    assert world.train("plain", 1, *flags, "--sample.steps", "4") == 0  # the model's own number
+    assert world.train("added", 1, *flags, "--sample.adapter", file, "--sample.steps", "1") == 0
+    one, other = (next((world.folder / name).rglob("class-*.png")).read_bytes() for name in ("plain", "added"))
+    assert one == other
