@@ -11,6 +11,7 @@ exponent is the slope of a straight line through the logarithms: 1 is linear, le
 
 import argparse
 import json
+import os
 import platform
 import resource
 import shutil
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +98,16 @@ def child(what: str, base: Path, clips: Path) -> dict[str, float]:
     done(run_of(base, clips.parent / FEW))
     run = run_of(base, clips)
     before, began = process_peak_bytes(), time.process_time()
+    if what.startswith("shared "):  # all processes begin when the last one has finished its imports
+        started = clips.parent / "started"
+        (started / str(os.getpid())).touch()
+        while len(list(started.iterdir())) < int(what.split()[1]):
+            time.sleep(0.001)
+        began = time.process_time()
+    clock = time.perf_counter()
     samples = done(run)
-    seconds = time.process_time() - began
-    return {"samples": samples, "seconds": seconds, "grown": (process_peak_bytes() - before) / 2**20}
+    seconds, wall = time.process_time() - began, time.perf_counter() - clock
+    return {"samples": samples, "seconds": seconds, "wall": wall, "grown": (process_peak_bytes() - before) / 2**20}
 
 
 def in_child(what: str, base: Path, clips: Path) -> dict[str, float]:
@@ -163,6 +172,31 @@ def second_start(place: Path, base: Path, repeats: int) -> str:
         f"start {exponent(FILES, seconds):.2f}. A sample is 9 frames of {SIDE} × {SIDE}: latents of 16 × 3 × 8 × 8 numbers, and text rows of 32 numbers. "
         "Bytes count all files in the folder of the cache.\n\n"
         + table(("clips", "first start", "second start", "per clip", "bytes per clip"), rows)
+    )
+
+
+def shared(place: Path, base: Path, repeats: int) -> str:
+    """Processes that fill one cache together."""
+    clips, rows = made(place / f"clips-{FILES[1]}", FILES[1]), []
+
+    def together(count: int) -> dict[str, float]:
+        shutil.rmtree(f"{clips}-cache", ignore_errors=True)
+        shutil.rmtree(place / "started", ignore_errors=True)
+        (place / "started").mkdir()
+        with ThreadPoolExecutor(count) as threads:
+            found = list(threads.map(lambda _: in_child(f"shared {count}", base, clips), range(count)))
+        return {name: max(each[name] for each in found) for name in ("seconds", "wall")}
+
+    made(clips.parent / FEW, 3)
+    in_child("encode", base, clips.parent / FEW)  # two processes would write it at once
+    each = least(repeats, [lambda: together(1), lambda: together(2)])
+    for count, one in zip((1, 2), each, strict=True):
+        of_one = (f"{one[name] / each[0][name]:.2f}" for name in ("seconds", "wall"))
+        rows.append((count, f"{one['seconds']:.2f} s", f"{one['wall']:.2f} s", *of_one))
+    return (
+        f"## Processes that fill one cache\n\nThe first start on {FILES[1]} clips, by the process that took longest. Its wall time counts what other programs "
+        "took from the two cores.\n\n"
+        + table(("processes", "processor time", "wall time", "of one's processor time", "of one's wall time"), rows)
     )
 
 
@@ -256,7 +290,7 @@ def demo_check(place: Path, base: Path, repeats: int) -> str:
     )
 
 
-PARTS = {"doctor": doctor, "check": demo_check, "near": near, "window": window, "start": second_start}
+PARTS = {"doctor": doctor, "check": demo_check, "near": near, "window": window, "start": second_start, "shared": shared}
 
 
 def made(folder: Path, count: int) -> Path:

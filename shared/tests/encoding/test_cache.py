@@ -100,7 +100,9 @@ def test_a_memory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     os.utime(tmp_path / "a", (1, 1))
     with MediaHashes(tmp_path / "cache") as hashes:
         assert hashes.of(tmp_path / "a")
-    assert list((tmp_path / "cache").iterdir()) == [tmp_path / "cache" / "hashes.json"]
+    assert [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"] == [
+        tmp_path / "cache" / "hashes.json"
+    ]
 
 
 def test_a_second_start_hashes_nothing(tmp_path: Path, hashed: list[str]) -> None:

@@ -177,7 +177,7 @@ def test_a_damaged_entry_is_encoded_again_by_the_loop_and_not_in_the_background(
         samples.append(EncodedSample(id=name, cache=cache, encode_again=again, **given))  # type: ignore[arg-type]
     data = TrainDataLoader(samples, seed=0, batch_size=BatchSize(samples=1))
     order = [data.micro_batch(index).ids[0] for index in range(3)]
-    cache._path("media", key(order[1])).write_bytes(b"torn")
+    cache.path("media", key(order[1])).write_bytes(b"torn")
     with prefetcher(data, accumulation=1, steps=3) as batches:
         read = [batches.prepared(step, 0)[2][0]["latents"].item() for step in range(3)]
     assert read == [float(name) for name in order] and encoded == [(order[1], MAIN)]

@@ -83,7 +83,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
         check_preview_device(create_run(spec, fitted))
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
-    auxiliary = auxiliary_of(create_run(spec, fitted), found.chosen, gpus=bool(options.gpus))
+    per_machine = 1 if ranks is None else ranks.nproc
+    auxiliary = auxiliary_of(create_run(spec, fitted), found.chosen, gpus=bool(options.gpus), per_machine=per_machine)
     lacking = [row for row in auxiliary if row.fits is False]
     for row in lacking:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
@@ -205,10 +206,15 @@ def _divided(run: RunContext, layout: RankLayout) -> RunContext:
     return with_config(run, replace(run.config, train=train, ranks=ranks))
 
 
-def auxiliary_of(run: RunContext, chosen: Candidate, *, gpus: bool) -> tuple[AuxiliaryRow, ...]:
+def auxiliary_of(run: RunContext, chosen: Candidate, *, gpus: bool, per_machine: int = 1) -> tuple[AuxiliaryRow, ...]:
     """Memory of encoding and sampling next to the chosen steps, for a run with their settings."""
     return plan_auxiliary(
-        planned_step(run), chosen.plan, chosen.division.blocks, gpus=gpus, streamed=chosen.weights_on_host
+        planned_step(run),
+        chosen.plan,
+        chosen.division.blocks,
+        gpus=gpus,
+        streamed=chosen.weights_on_host,
+        per_machine=per_machine,
     )
 
 

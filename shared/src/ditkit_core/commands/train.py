@@ -39,7 +39,6 @@ from ditkit_core.previews.class_images import (
     check_class_prompt,
     class_conditions,
     encoded_class_images,
-    generate_class_images,
     num_missing_class_images,
     of_base,
 )
@@ -160,7 +159,7 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
     if whole.experts and left:
         names = ", then ".join(each.run.expert.name for each in left if each.run.expert)
         say(f"{len(whole.components)} experts, one in memory at a time: {names}")
-        ranks.first_rank_first(lambda: _prepare(run, left))
+        _prepare(run, left)
     with previews_of(run, folder, write_report) if ranks.is_first else nullcontext() as previews:
         steps = [each.completed_step or 0 for each in whole.components]
         for component in left:
@@ -193,7 +192,10 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
 def _prepare(run: RunContext, left: Sequence[Component]) -> None:
     """Check every expert, then encode for all of them, before the first is trained."""
     assert run.data.dataset.samples  # reads the dataset, which reports mistakes in it before anything is built
-    num_images = num_missing_class_images(run, started=any(_is_started(folder_of(each, None)) for each in runs_of(run)))
+    ranks = current_ranks()
+    num_images = ranks.on_first(
+        lambda: num_missing_class_images(run, started=any(_is_started(folder_of(each, None)) for each in runs_of(run)))
+    )
     for (
         component
     ) in left:  # on `meta`: a mistake of the second expert must not appear after hours of training the first
@@ -201,7 +203,7 @@ def _prepare(run: RunContext, left: Sequence[Component]) -> None:
     check_components(run, run.data.dataset.samples, sampling=num_images > 0)
     encode_all(run, run.config.prior.prompt if num_images else "")
     if num_images:
-        generate_class_images(run, denoiser_stages(of_base(run), {}), num_images)
+        encoded_class_images(run, lambda: denoiser_stages(of_base(run), {}), num_images)
 
 
 def _is_started(folder: RunFolder) -> bool:
@@ -253,7 +255,7 @@ def _train_component(
     # before hours of encoding: a model that does not fit its devices is reported now
     placement = place(run, unloaded, training=True)
     _stage(2, "encode")
-    data = ranks.first_rank_first(lambda: _encode(run, unloaded, num_images))
+    data = _encode(run, unloaded, num_images)  # by all ranks at once: each claims what it encodes
     _stage(3, "load the model")
     keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
     ranks.check_same({"data": json_hash(keys), "base": unloaded.source.fingerprint()})

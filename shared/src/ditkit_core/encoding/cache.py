@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ditkit_core.data.media.files import refuse_shortage
+from ditkit_core.encoding.claims import alone_with
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.files import atomic_write, file_hash, write_text
@@ -147,7 +148,7 @@ class Cache:
         there = self._read(kind, key, _shapes) is not None
         if there:
             with suppress(OSError):  # the cache may be read-only
-                os.utime(self._path(kind, key))
+                os.utime(self.path(kind, key))
         return there
 
     def shapes(self, kind: str, key: str) -> dict[str, tuple[int, ...]] | None:
@@ -160,7 +161,7 @@ class Cache:
         Raises:
             UserError: If the entry cannot be read, or cannot be removed although it is damaged.
         """
-        path = self._path(kind, key)
+        path = self.path(kind, key)
 
         def tensors(file: Any) -> dict[str, Tensor] | None:
             # Copied, because the tensors are views of the mapped file: it would be read only when they are used.
@@ -184,7 +185,7 @@ class Cache:
             UserError: If the entry was removed since by somebody else, or cannot be encoded again.
         """
         taken = read(kind, key)
-        if taken is None and self._path(kind, key) in self._removed and not _ahead.get():
+        if taken is None and self.path(kind, key) in self._removed and not _ahead.get():
             encode_again()
             taken = read(kind, key)
         if taken is None:
@@ -204,7 +205,7 @@ class Cache:
             UserError: If the entry cannot be written.
         """
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with atomic_write(self._path(kind, key)) as temporary:
+        with atomic_write(self.path(kind, key)) as temporary:
             try:
                 layout = _layout({name: tuple(tensor.shape) for name, tensor in contiguous.items()})
                 own = {"ditkit_key": key, DIGEST: digest(contiguous), _LAYOUT: layout}
@@ -218,11 +219,12 @@ class Cache:
             if path.stem.startswith(path.parent.name):
                 yield path
 
-    def _path(self, kind: str, key: str) -> Path:
+    def path(self, kind: str, key: str) -> Path:
+        """The file of an entry, whether it exists or not."""
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
     def _read(self, kind: str, key: str, take: Callable[[Any], dict[str, Taken] | None]) -> dict[str, Taken] | None:
-        path = self._path(kind, key)
+        path = self.path(kind, key)
         try:
             with opened(path) as file:
                 sound = header_matches(file, key) and (kind != "media" or _MEDIA_TENSOR in _shapes(file))
@@ -241,19 +243,23 @@ class Cache:
 class MediaHashes:
     """Content hashes of files, remembered by path, size and modification time, so that a second run does not read the files again.
 
-    A context manager: new hashes are saved when it ends, and occasionally before.
+    A context manager: new hashes are saved when it ends, and occasionally before. Of several processes one is inside at a time, so that
+    files that all of them need are read once.
     """
 
     def __init__(self, folder: Path) -> None:
         """Load the hashes in `hashes.json` of this folder; an unreadable file counts as empty."""
         self._file = Path(folder) / "hashes.json"
         self._unsaved = 0
-        self._known: dict[str, list[int | str]] = {}
+        self._inside = ExitStack()
+        self._known = self._stored()
+
+    def _stored(self) -> dict[str, list[int | str]]:
         try:
             known = json.loads(self._file.read_text(encoding="utf-8"))
-            self._known = known if isinstance(known, dict) else {}
         except (OSError, ValueError, RecursionError):
-            pass
+            return {}
+        return known if isinstance(known, dict) else {}
 
     def of(self, path: Path) -> str:
         """The content hash of a file, or of a folder's files and their names.
@@ -303,10 +309,13 @@ class MediaHashes:
             self._unsaved = 0
 
     def __enter__(self) -> Self:
+        self._inside.enter_context(alone_with(self._file))
+        self._known = self._stored()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.save()
+        with self._inside:
+            self.save()
 
 
 def _files_in(folder: Path) -> list[Path]:

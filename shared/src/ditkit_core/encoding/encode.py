@@ -190,6 +190,7 @@ class Conditioning:
             By name, the conditions' places in the cache, including those that failed.
         """
         found: dict[str, list[Condition]] = {name: [] for name in given}
+        tasks: list[EncodeTask[ClipInputs]] = []
         with MediaHashes(cache.folder) as hashes:
             for conditioner, columns_by_name in zip(self.conditioners, all_used, strict=True):
                 wanted = {}
@@ -202,10 +203,13 @@ class Conditioning:
                     else:
                         wanted[address := self._key(conditioner, controls, used, hashes)] = controls
                     found[name].append(Condition(conditioner.kind, address, conditioner.optional))
-                jobs = EncodeTask(
-                    kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
+                tasks.append(
+                    EncodeTask(
+                        kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
+                    )
                 )
-                failures |= encode_missing(cache, jobs, progress, keep_going=keep_going)
+        for task in tasks:
+            failures |= encode_missing(cache, task, progress, keep_going=keep_going)
         return {name: tuple(conditions) for name, conditions in found.items()}
 
     def used(self, given: Mapping[str, ClipInputs], *, keep_going: bool = False) -> list[dict[str, Used]]:

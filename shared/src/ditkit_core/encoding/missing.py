@@ -1,24 +1,30 @@
 """Filling the cache with the results of one encoder. Each result is stored at once, so that a killed run continues where it stopped."""
 
 import shutil
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ditkit_core.encoding.cache import Cache
+from ditkit_core.encoding.claims import claimed
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import release_memory
+from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.encoders import Encoder
 
 _ESTIMATED_FROM = 2
 """Number of entries that the size of the rest is estimated from; not 1, because the first caption is the empty one, which may be short."""
 _WORTH_REPORTING_BYTES = 10**9
+_LOOK_SECONDS = 0.25
+"""Between looks at what other processes encode."""
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
 """(stage, number of items) to a context whose function is called with the number of items finished since its last call."""
@@ -57,58 +63,109 @@ def encode_missing(
 ) -> dict[str, UserError]:
     """Encode the items that the cache lacks; the encoder is loaded for the first item that can be read.
 
+    Several processes, ranks of a run among them, may do this for one cache at the same time: each item is claimed by one of them, and all
+    return when the last entry is there. What a dead process has claimed, another one encodes.
+
     Returns:
         By cache key, the reason why an item could not be read; empty unless `keep_going`.
 
     Raises:
         UserError: If an item cannot be read, or a result is not finite or cannot be stored.
     """
-    missing = {key: item for key, item in jobs.wanted.items() if not cache.has(jobs.kind, key)}
-    failures: dict[str, UserError] = {}
-    if not missing:
-        return failures
+    left = [key for key in jobs.wanted if not cache.has(jobs.kind, key)]
+    if not left:
+        return {}
     with ExitStack() as stack:
-        advance = stack.enter_context(progress(jobs.kind, len(missing)))
-        loaded = False
-        sizes: list[int] = []
-        keys = list(missing)
-        for first in range(0, len(keys), jobs.encoder.items_at_once):
-            given: dict[str, Any] = {}
-            for key in keys[first : first + jobs.encoder.items_at_once]:
-                try:
-                    # Decoded late: only missing items need it, and pixels take many times the memory of latents.
-                    given[key] = jobs.read(missing[key])
-                except UserError as error:
-                    if not should_continue(error, keep_going=keep_going):
+        advance = stack.enter_context(progress(jobs.kind, len(left)))
+        work = _Work(cache, jobs, keep_going, advance, stack)
+        busy = work.encode(left)
+        if busy:
+            say(f"waiting for {len(busy)} of kind {jobs.kind} that other processes encode")
+        while busy:
+            time.sleep(_LOOK_SECONDS)
+            busy = work.encode(busy)
+    return work.failures
+
+
+@dataclass
+class _Work(Generic[Item]):
+    """The items of one encoder that are still to be encoded."""
+
+    cache: Cache
+    jobs: EncodeTask[Item]
+    keep_going: bool
+    advance: Callable[[float], None]
+    stack: ExitStack
+    """Unloads the encoder at its end."""
+    failures: dict[str, UserError] = field(default_factory=dict)
+    loaded: bool = False
+    sizes: list[int] = field(default_factory=list)
+
+    def encode(self, keys: Sequence[str]) -> list[str]:
+        """Encode what no other process has claimed; the keys of the rest."""
+        left, busy = deque(keys), []
+        # Not all that an encoder takes at once: some is left to the other ranks.
+        at_once = min(self.jobs.encoder.items_at_once, -(-len(left) // current_ranks().size))
+        while left:
+            with ExitStack() as claims:
+                given: dict[str, Any] = {}
+                while left and len(given) < at_once:
+                    key = left.popleft()
+                    if self._is_there(key):
+                        self.advance(1.0)
+                    elif not claims.enter_context(claimed(self.cache.path(self.jobs.kind, key))):
+                        busy.append(key)
+                    elif self._is_there(key):  # encoded while it was being claimed
+                        self.advance(1.0)
+                    else:
+                        self._read(key, given)
+                if given:
+                    self._store(given, len(left) + len(busy))
+        return busy
+
+    def _is_there(self, key: str) -> bool:
+        return self.cache.has(self.jobs.kind, key)
+
+    def _read(self, key: str, given: dict[str, Any]) -> None:
+        """Read the encoder's input for an item into `given`, or note why it cannot be read."""
+        try:
+            # Decoded late: only missing items need it, and pixels take many times the memory of latents.
+            given[key] = self.jobs.read(self.jobs.wanted[key])
+        except UserError as error:
+            if not should_continue(error, keep_going=self.keep_going):
+                raise
+            self.failures[key] = error
+            self.advance(1.0)
+
+    def _store(self, given: Mapping[str, Any], num_left: int) -> None:
+        """Encode some items at once, and store each result."""
+        jobs = self.jobs
+        # Loaded late: if no item can be read, there is no need to load a text encoder of 10 GB.
+        if not self.loaded:
+            jobs.encoder.load()
+            self.stack.callback(release_memory)
+            self.stack.callback(jobs.encoder.unload)
+            self.loaded = True
+        with torch.no_grad():
+            try:
+                encoded = jobs.encoder.encode(list(given.values()), self.advance)
+            except UserError as error:  # conditioners read their files themselves, so they fail here
+                if not should_continue(error, keep_going=self.keep_going) or len(given) > 1:
+                    if isinstance(error, EnvironmentFault) or len(given) > 1:
                         raise
-                    failures[key] = error
-                    advance(1.0)
-            # Loaded late: if no item can be read, there is no need to load a text encoder of 10 GB.
-            if given and not loaded:
-                jobs.encoder.load()
-                stack.callback(release_memory)
-                stack.callback(jobs.encoder.unload)
-                loaded = True
-            with torch.no_grad():
-                try:
-                    encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
-                except UserError as error:  # conditioners read their files themselves, so they fail here
-                    if not should_continue(error, keep_going=keep_going) or len(given) > 1:
-                        if isinstance(error, EnvironmentFault) or len(given) > 1:
-                            raise
-                        raise with_owner(jobs.name(missing[next(iter(given))]), error) from error
-                    failures |= dict.fromkeys(given, error)
-                    advance(1.0)
-                    continue
-            for key, tensors in zip(given, encoded, strict=True):
-                name = jobs.name(missing[key])
-                _check_finite(tensors, name, jobs.kind)
-                cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
-                sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
-                # Encoding may take hours: warn about a full disk while there is time to make room.
-                if len(sizes) == _ESTIMATED_FROM:
-                    _report_room(cache, jobs.kind, sizes, len(missing) - len(failures) - len(sizes))
-    return failures
+                    raise with_owner(jobs.name(jobs.wanted[next(iter(given))]), error) from error
+                self.failures |= dict.fromkeys(given, error)
+                self.advance(1.0)
+                return
+        for key, tensors in zip(given, encoded, strict=True):
+            name = jobs.name(jobs.wanted[key])
+            _check_finite(tensors, name, jobs.kind)
+            self.cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
+            self.sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+            # Encoding may take hours: warn about a full disk while there is time to make room.
+            if len(self.sizes) == _ESTIMATED_FROM:
+                num_stored = list(given).index(key) + 1
+                _report_room(self.cache, jobs.kind, self.sizes, num_left + len(given) - num_stored)
 
 
 def _report_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> None:

@@ -44,6 +44,7 @@ def plan_auxiliary(
     gpus: bool,
     samples: Sequence[Sample] | None = None,
     streamed: int = 0,
+    per_machine: int = 1,
 ) -> tuple[AuxiliaryRow, ...]:
     """Rows for encoding and sampling as configured, then for previews if they have a separate device.
 
@@ -54,6 +55,7 @@ def plan_auxiliary(
         gpus: Whether the plan is for GPUs that need not be in this machine.
         samples: The training samples, if known already; None reads the dataset.
         streamed: Bytes of streamed weights on the host.
+        per_machine: Ranks on a machine, each of which encodes.
 
     Raises:
         UserError: If local files of an encoder are damaged or of another model.
@@ -77,6 +79,8 @@ def plan_auxiliary(
         sample_tiling=config.sample.vae_tiling,
     )
     encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
+    if encoders.kind == "cpu" and encoders.available is not None:
+        encoders = encoders._replace(available=encoders.available // per_machine)
     found = planner.encode_rows(_encoded_sizes(step.bucket), encoders)
 
     added = _added_on(run, step.job.arch, blocks)

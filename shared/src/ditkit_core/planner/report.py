@@ -271,7 +271,8 @@ def _lines(report: PlanReport) -> list[str]:
         ]
         if encoders := [row.weights for row in report.auxiliary if row.stage == "encode"]:
             lines.append(
-                f"encoders run one at a time and on rank 0 alone: up to {_gib(max(encoders))} GiB of weights, once for all ranks"
+                f"encoders run one at a time on each rank: up to {_gib(max(encoders))} GiB of weights, "
+                f"{_gib(ranks.layout.nproc * max(encoders))} GiB for all {ranks.layout.nproc} of a machine"
             )
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])

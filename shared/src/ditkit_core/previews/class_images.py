@@ -161,17 +161,15 @@ def encoded_class_images(
     count: int,
     shards: "Shards | None" = None,
 ) -> list[EncodedSample]:
-    """Generate class images on the first rank, and encode them; other ranks with `shards` of the weights help it."""
-    made: list[EncodedSample] = []
+    """Generate class images on the first rank, which other ranks with `shards` of the weights help, and encode them on all."""
 
     def make() -> None:
         generate_class_images(run, stages(), count, class_conditions(run))
-        made.extend(encode_prior(run))
 
     current_ranks().on_first(make, None if shards is None else shards.help)
     if shards is not None:
         shards.changed()  # the first rank alone still has weights whole that it gathered last
-    return made or encode_prior(run)  # the others find the files
+    return encode_prior(run)
 
 
 def _image_path(folder: Path, seed: int) -> Path:

@@ -1,0 +1,63 @@
+"""Claims of cache entries, so that several processes that share a cache encode each item once.
+
+A claim is a lock of the operating system on a file next to the entry. It goes with its process, kill -9 included, so that a dead process
+blocks nobody. Machines that share a cache need a file system whose locks work between them, as NFS's do. Where they do not, items are encoded
+by more than one process: entries are written atomically, so that this costs time and changes nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ditkit_core.io.console import say
+
+
+@contextmanager
+def claimed(entry: Path) -> Iterator[bool]:
+    """Claim an entry for the block, without waiting for another process that has claimed it.
+
+    The claim is no promise that the entry is missing: look for it inside the block.
+
+    Yields:
+        Whether this process may encode it.
+    """
+    file = entry.with_name(f".{entry.stem}.claim")
+    lock = FileLock(file, timeout=0)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    except OSError:
+        yield True  # a folder that cannot be written or locked: writing the entry says what is wrong, if anything
+        return
+    try:
+        yield True
+    finally:
+        # Before the release: a process that opens the file now gets a lock on it, and finds the entry.
+        with suppress(OSError):
+            file.unlink()
+        lock.release()
+
+
+@contextmanager
+def alone_with(file: Path) -> Iterator[None]:
+    """Run the block in one process at a time; the others wait. Without effect in a folder that cannot be written or locked."""
+    lock = FileLock(file.with_name(f".{file.name}.lock"))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"waiting for another process that reads files for {file}")
+            lock.acquire()
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
