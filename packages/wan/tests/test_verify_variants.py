@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_variants import IMAGE, SIZES, VARIANTS
 
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.export import export_adapter, read_by
@@ -16,17 +17,6 @@ from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 from ditkit_wan.verify import verify_export
 
-SIZES: dict[str, Any] = {
-    "dim": 32, "ffn_dim": 40, "heads": 2, "layers": 2, "text_dim": 12, "freq_dim": 16, "out_channels": 4,
-}  # fmt: skip
-IMAGE = {"in_channels": 10, "image_dim": 16}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "i2v": IMAGE,
-    "flf2v": IMAGE | {"image_positions": 8},
-    "i2v-a14b": {"in_channels": 10, "boundary": 0.9},
-    "ti2v": {"in_channels": 4, "token_times": True},
-    "vace": {"in_channels": 4, "vace_layers": (0, 1), "vace_channels": 7},
-}
 ALL = ("q,k,v,o,ffn.0,ffn.2,k_img,v_img",)
 
 

@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_world import World
 
+from ditkit_core.adapters.export import VERIFIED, VERIFIED_LATER
 from ditkit_core.commands import cli
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import Expert
@@ -374,7 +376,13 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
     }
     assert {folder.name for folder in exports.glob("transformer_*")} == {"transformer_official"}
     said = capsys.readouterr().out
-    assert seen == files[:2] and "is not verified with diffusers, which loads nothing" in said
+    # The finished files are those of the last save, byte by byte: they are compared once, and named both times.
+    assert sorted(seen) == ["run-step-000001.safetensors", "run-step-000001_musubi.safetensors"]
+    assert all(f"verified: {name} was looked at" in said for name in [*seen, *files[:2]])
+    assert f"{files[2]} was read back, and is not verified with diffusers, which loads nothing" in said
+    assert "transformer_official was read back, and is not verified with diffusers, which has no such model" in said
+    headers = {name: SafetensorsSource.open(exports / name).metadata[VERIFIED] for name in files}
+    assert headers == dict.fromkeys(files[:2], VERIFIED_LATER) | {files[2]: "no reader: diffusers loads nothing"}
     assert world.run("export", "--run", str(world.folder / "run"), "--to", "diffsynth") == 0
     assert "step-000001_diffsynth.safetensors: loaded whole by no program that is known (diffusers loads nothing)" in (
         capsys.readouterr().out

@@ -24,10 +24,11 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.worker_process import visible_devices
 from ditkit_core.models.spec import Expert
 from ditkit_core.previews import stages as expert_turns
 from ditkit_core.previews import worker as preview_process
-from ditkit_core.previews.manager import Previews, visible_devices
+from ditkit_core.previews.manager import Previews
 from ditkit_core.previews.queue import Preview, drop_after, put, read_preview, read_weights, waiting
 from ditkit_core.previews.stages import ExpertWeights
 from ditkit_core.run import expert_runs

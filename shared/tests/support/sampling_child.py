@@ -68,5 +68,5 @@ def children(spec: ModelSpec, behaviour: Behaviour) -> Iterator[list[Child]]:
         started.append(Child(spec, behaviour, command, given["stdout"], given["env"]))
         return started[-1]
 
-    with patch("ditkit_core.previews.manager.subprocess.Popen", start):
+    with patch("ditkit_core.io.worker_process.subprocess.Popen", start):
         yield started

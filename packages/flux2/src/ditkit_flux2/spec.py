@@ -101,6 +101,12 @@ def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: En
     return verify_export(adapter, components, model, engine)
 
 
+def _verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
+    from ditkit_flux2.verify import verify_whole
+
+    return verify_whole(folder, form, model, engine)
+
+
 FLUX2 = ModelSpec(
     name="flux2",
     architecture=ArchitectureSpec(
@@ -136,6 +142,7 @@ FLUX2 = ModelSpec(
         check=check_adapter,
         rules=RULES,
         verify=_verify_export,
+        verify_whole=_verify_whole,
     ),
     demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
     import_path=f"{__name__}:FLUX2",

@@ -8,6 +8,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
+from ditkit_core.adapters.verify_whole import compare_whole, load_whole
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
@@ -70,6 +71,38 @@ def diffusers_transformer(model: Any) -> Any:
 
     The blocks' matrices are shared. The other 2 % are copies in the matmuls' dtype, in which diffusers computes everything.
     """
+    transformer, dtype = _empty_transformer(model), model.embed.precision.matmul
+    share_base(transformer, model, NAMES, "diffusers", lambda name: dtype)
+    return transformer
+
+
+def verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
+    """Load the folder of a whole transformer as diffusers does, and compare outputs on fixed random inputs.
+
+    Arguments and result are those of `AdapterSpec.verify_whole`. diffusers' own conversion renames official tensors.
+
+    Raises:
+        UserError: If names or shapes are not those of diffusers' model, or the outputs differ.
+    """
+    inputs, transformer = _inputs(model), _empty_transformer(model)
+    source = load_whole(transformer, folder, _to_diffusers if form == "official" else None)
+    return compare_whole(
+        folder,
+        source,
+        ours=lambda: engine(model, inputs)[0].float(),
+        theirs=lambda: run_diffusers(transformer, inputs)[0].float(),
+    )
+
+
+def _to_diffusers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+
+    converted: dict[str, Tensor] = convert_flux2_transformer_checkpoint_to_diffusers(state)
+    return converted
+
+
+def _empty_transformer(model: Any) -> Any:
+    """diffusers' transformer of our architecture, with parameters on `meta`."""
     from diffusers import Flux2Transformer2DModel
 
     arch: Flux2Arch = model.embed.arch
@@ -89,8 +122,6 @@ def diffusers_transformer(model: Any) -> Any:
             eps=arch.eps,
             guidance_embeds=arch.guidance,
         )
-    dtype = model.embed.precision.matmul
-    share_base(transformer, model, NAMES, "diffusers", lambda name: dtype)
     return transformer.eval()
 
 

@@ -62,6 +62,9 @@ _REFERENCE = {"rotary_tables": "fp64", "rotary": "fp64", "qk_norms": "matmul", "
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
 
 
+_DIFFUSERS = "write it with --to diffusers"
+
+
 def _auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
     from ditkit_wan.auxiliary import auxiliary_models
 
@@ -96,7 +99,9 @@ def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
     encoder, sampler = partial(_media_encoder, arch=arch), partial(_sampler, arch=arch)
     adapters = spec.adapters
     if arch.ref_conv or arch.camera_channels or arch.music:  # diffusers has no such model to compare with
-        adapters = replace(adapters, verify=None, rules=RULES_WITHOUT_DIFFUSERS)
+        adapters = replace(adapters, verify=None, verify_whole=None, rules=RULES_WITHOUT_DIFFUSERS)
+    if arch.image_positions:
+        adapters = replace(adapters, whole_unread={"official": f"does not know img_emb.emb_pos; {_DIFFUSERS}"})
     return replace(
         spec,
         training=training_of(spec.training, arch),
@@ -116,6 +121,12 @@ def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: En
     from ditkit_wan.verify import verify_export
 
     return verify_export(adapter, components, model, engine)
+
+
+def _verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
+    from ditkit_wan.verify import verify_whole
+
+    return verify_whole(folder, form, model, engine)
 
 
 WAN = ModelSpec(
@@ -161,6 +172,7 @@ WAN = ModelSpec(
         },
         rules=RULES,
         verify=_verify_export,
+        verify_whole=_verify_whole,
     ),
     demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
     import_path=f"{__name__}:WAN",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
+from ditkit_core.adapters.verify_whole import compare_whole, load_whole
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
@@ -57,6 +58,45 @@ def _diffusers_transformer(model: Any) -> Any:
 
     The blocks' matrices are shared. Other tensors are small, and copies of them have the dtype that diffusers computes in.
     """
+    transformer = _empty_transformer(model)
+    fp32 = tuple(transformer._keep_in_fp32_modules)
+    dtype = model.embed.precision.matmul
+
+    def dtype_of(name: str) -> torch.dtype:
+        keep = any(part in fp32 for part in name.split("."))
+        return torch.float32 if keep and dtype != torch.float64 else dtype
+
+    share_base(transformer, model, NAMES, "diffusers", dtype_of)
+    return transformer
+
+
+def verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
+    """Load the folder of a whole transformer as diffusers does, and compare outputs on fixed random inputs.
+
+    Arguments and result are those of `AdapterSpec.verify_whole`. diffusers' own conversion renames official tensors.
+
+    Raises:
+        UserError: If names or shapes are not those of diffusers' model, or the outputs differ.
+    """
+    inputs, transformer = _inputs(model), _empty_transformer(model)
+    source = load_whole(transformer, folder, _to_diffusers if form == "official" else None)
+    return compare_whole(
+        folder,
+        source,
+        ours=lambda: engine(model, inputs)[0].float(),
+        theirs=lambda: _run_diffusers(transformer, inputs),
+    )
+
+
+def _to_diffusers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    converted: dict[str, Tensor] = convert_wan_transformer_to_diffusers(state)
+    return converted
+
+
+def _empty_transformer(model: Any) -> Any:
+    """diffusers' transformer of our architecture, with parameters on `meta`."""
     from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 
     arch: WanArch = model.embed.arch
@@ -84,14 +124,6 @@ def _diffusers_transformer(model: Any) -> Any:
             eps=arch.eps,
             **more,
         )
-    fp32 = tuple(transformer._keep_in_fp32_modules)
-    dtype = model.embed.precision.matmul
-
-    def dtype_of(name: str) -> torch.dtype:
-        keep = any(part in fp32 for part in name.split("."))
-        return torch.float32 if keep and dtype != torch.float64 else dtype
-
-    share_base(transformer, model, NAMES, "diffusers", dtype_of)
     device = model.embed.patch_embedding.weight.device
     transformer.rope = type(transformer.rope)(arch.head_dim, arch.patch, 1024).to(
         device

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ditkit_core.adapters.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.export import VERIFIED
 from ditkit_core.adapters.identify import FoundAdapter, Shapes
 from ditkit_core.adapters.read import AdapterFile
 from ditkit_core.adapters.svd import reduce_product, relative_difference
@@ -221,7 +222,7 @@ def derived_metadata(source: Mapping[str, str], **made: object) -> dict[str, str
     Returns:
         The new header.
     """
-    stale = [key for key in source if key in ("format", DIFFUSERS_METADATA) or _HASHES.match(key)]
+    stale = [key for key in source if key in ("format", DIFFUSERS_METADATA, VERIFIED) or _HASHES.match(key)]
     kept = {key: value for key, value in source.items() if key not in stale}
     return {**kept, "made_from": json.dumps(made, sort_keys=True)}
 

@@ -32,6 +32,13 @@ from ditkit_core.weights.metadata import redact_description
 SHARD_BYTES = 5_000_000_000
 """Maximum bytes in one file of a transformer, as on the hub."""
 
+VERIFIED = "ditkit.verified"
+"""Key in the header of an exported file: what verifies it, or that nothing can."""
+NO_READER = "no reader: "
+"""Start of that header where nothing can."""
+VERIFIED_LATER = "loaded in diffusers after it was written; the result is in verified.json of the run"
+"""That header where something does: the file need not change afterwards."""
+
 _Tensors = Mapping[str, About]
 """Shape and dtype of the tensors of a file, by name."""
 
@@ -117,6 +124,29 @@ def readers_of(spec: ModelSpec, form: str, modules: Collection[str], *, use_dora
     return spec.adapters.rules.readers(layout, modules)
 
 
+def why_unverified(spec: ModelSpec, config: ExportConfig, form: str, model: StagedModel, *, whole: bool = False) -> str:
+    """Why diffusers cannot compare an export with ours, as the predicate of a sentence about it; empty if it can.
+
+    Args:
+        spec: The model's family.
+        config: The `[export]` section.
+        form: The form of the export.
+        model: The model, with its adapter if it has one.
+        whole: Whether it is a whole transformer.
+    """
+    if whole:
+        if spec.adapters.verify_whole is None:
+            return "has no such model"
+        return "does not read scaled 8 bits" if config.scaled else spec.adapters.whole_unread.get(form, "")
+    limit = read_by(spec, form, model).get("diffusers", "")
+    return limit or "has no such model" * (spec.adapters.verify is None)
+
+
+def _no_reader(limit: str) -> dict[str, str]:
+    """What a file's header says where nothing verifies it."""
+    return {VERIFIED: f"{NO_READER}diffusers {limit}"} if limit else {}
+
+
 def loaded_by(read: Mapping[str, str]) -> str:
     """One line about the programs that load a file, from the result of `AdapterRules.readers`."""
     loading = ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
@@ -169,7 +199,7 @@ def export_adapter(
             spec.architecture.names,
             form=form,
             dtype=_dtype_of(config),
-            metadata=metadata,
+            metadata={**metadata, **_no_reader(why_unverified(spec, config, form, model))},
             fillers=fillers,
             base_weight=lambda module: dense_weight(layers[module].get_base_layer()),
         )
@@ -214,7 +244,8 @@ def export_merged(
     for form in whole_forms(spec, config):
         target = folder / f"transformer_{form}"
         shapes, tensor_of = _transformer_in_form(model, spec, form, config, original)
-        _write_shards(target, shapes, tensor_of, metadata, shard_bytes)
+        limit = why_unverified(spec, config, form, model, whole=True)
+        _write_shards(target, shapes, tensor_of, {**metadata, **_no_reader(limit)}, shard_bytes)
         ours = {name: tuple(tensor.shape) for name, tensor in base_tensors(model).items()}
         # Read back by the reader of bases, so that the export can be a base itself.
         match(open_weights(target), spec.architecture.names, ours)

@@ -23,6 +23,7 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.quantized_linear import dense_weight, products_in_dtype, quantized_weights
+from ditkit_core.nn.weight_at_use import make_at_use, weights_at_use, without_values
 from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.load import first_ten
 
@@ -115,8 +116,8 @@ def share_base(
 ) -> None:
     """Give another program's transformer our base without the adapter.
 
-    This takes no memory: the blocks' matrices are shared, and quantized ones are dequantized for each use. So both models multiply with the
-    same numbers, even on a device that cannot fit the dequantized base.
+    This takes no memory: the blocks' matrices are shared, and quantized ones, or those that our model reads at each use, are made for each
+    use. So both models multiply with the same numbers, even on a device that cannot fit the base.
 
     Args:
         transformer: The other program's transformer, on `meta`.
@@ -128,38 +129,33 @@ def share_base(
     base, state = _Base(model), {}
     for theirs, parts in base.in_form(names, form).items():
         dtype = dtype_of(theirs)
-        if any(part.name in base.quantized for part in parts):
-            owner, _, leaf = theirs.rpartition(".")
-            layer = transformer.get_submodule(owner)
-            assert type(layer) is nn.Linear and leaf == "weight", theirs
-            # A property of the class, because an attribute of the layer would be a tensor that stays in
-            # memory.
-            del layer._parameters[leaf]
-            layer.__class__ = _Borrowing
-            layer.__dict__["borrow"] = partial(base.rows, parts, dtype)
+        if any(base.makes(part.name) for part in parts) and (layer := linear_of(transformer, theirs)) is not None:
+            make_at_use(layer, dtype, partial(base.rows, parts, dtype))
+            del layer._parameters["weight"]  # it is no part of the state that is loaded below
         else:
             state[theirs] = base.rows(parts).to(dtype)
     # `assign` shares our tensors; a copy would need the memory of a second base.
     transformer.load_state_dict(state, strict=True, assign=True)
 
 
-class _Borrowing(nn.Linear):
-    """A Linear layer of another program, whose weight is dequantized at each access."""
-
-    borrow: Callable[[], Tensor]
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.borrow()
+def linear_of(transformer: nn.Module, name: str) -> nn.Linear | None:
+    """The Linear layer that has a parameter as its weight; None for any other parameter."""
+    owner, _, leaf = name.rpartition(".")
+    layer = transformer.get_submodule(owner) if leaf == "weight" else None
+    return layer if isinstance(layer, nn.Linear) else None
 
 
 class _Base:
     """A model's parameters without its adapter."""
 
     def __init__(self, model: StagedModel):
-        self.quantized = quantized_weights(model)
+        self._quantized, self._at_use = quantized_weights(model), weights_at_use(model)
         self._matmul = _matmul_dtype(model)
         self._tensors = base_tensors(model)
+
+    def makes(self, name: str) -> bool:
+        """Whether a parameter is made for each use, and not a tensor that can be shared."""
+        return name in self._quantized or name in self._at_use
 
     def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[TensorSlice, ...]]:
         """The parts of our parameters that make up each tensor's rows, by the form's names."""
@@ -175,14 +171,16 @@ class _Base:
         return found if dtype is None else found.to(dtype)
 
     def _whole(self, name: str) -> Tensor:
-        layer = self.quantized.get(name)
-        return self._tensors[name] if layer is None else dense_weight(layer, self._matmul)
+        if (layer := self._quantized.get(name)) is not None:
+            return dense_weight(layer, self._matmul)
+        return self._at_use[name].weight if name in self._at_use else self._tensors[name]
 
 
 def _load(pipeline: Any, adapter_file: Path) -> None:
     """Load the file as a user would."""
     try:
-        pipeline.load_lora_weights(str(adapter_file), local_files_only=True)
+        with without_values(pipeline.transformer):
+            pipeline.load_lora_weights(str(adapter_file), local_files_only=True)
     except (ValueError, LookupError, RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{adapter_file}: diffusers does not load it ({reason}); export it again") from error

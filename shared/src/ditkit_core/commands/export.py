@@ -3,19 +3,22 @@
 import filecmp
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.export import (
+    VERIFIED,
+    VERIFIED_LATER,
     check_export,
     export_adapter,
     export_merged,
     loaded_by,
     needs_base,
     read_by,
+    whole_forms,
+    why_unverified,
     with_forms_of_dora,
 )
 from ditkit_core.adapters.export_names import (
@@ -43,11 +46,12 @@ from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
-from ditkit_core.run.model import build_model, engine_of, export_metadata, load_model
+from ditkit_core.run.model import build_model, export_metadata, load_model
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.publish import publish
 from ditkit_core.run.restore import load_trained
 from ditkit_core.training.trainer import Callback
+from ditkit_core.verification.verifier import Verifier
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
@@ -115,6 +119,9 @@ def _export(
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
         files = _export_transformer(prepared, spec, target, wanted, metadata)
+        for form in whole_forms(spec, wanted):
+            if limit := why_unverified(spec, wanted, form, prepared.model, whole=True):
+                say(f"{target / f'transformer_{form}'}: diffusers {limit}")
     else:
         stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
         with prepared.readable(base=needs_base(wanted, config.adapter)):
@@ -152,8 +159,15 @@ def _check_out(out: str, *, whole: bool) -> None:
 class Exporter(Callback):
     """Writes the trained weights next to each save, and the final exports of a finished run."""
 
-    def __init__(self, run: RunContext, folder: RunFolder, prepared: LoadedModel, encoded: Sequence[EncodedSample]):
-        self._run, self._folder, self._prepared = run, folder, prepared
+    def __init__(
+        self,
+        run: RunContext,
+        folder: RunFolder,
+        prepared: LoadedModel,
+        encoded: Sequence[EncodedSample],
+        verifier: Verifier,
+    ):
+        self._run, self._folder, self._prepared, self._verifier = run, folder, prepared, verifier
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
     def resumed(self, step: int) -> None:
@@ -161,24 +175,31 @@ class Exporter(Callback):
         if not all(self._folder.follows_save(path, step) for path in chain(*self._exports_of_save(step))):
             self._export_save(step)
         self._remove_stale()
+        self._verifier.start()
         write_report(self._folder.path)
 
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print what the verification has found meanwhile."""
+        if self._verifier.is_busy:
+            self._verifier.look()
+
     def on_save(self, step: int) -> None:
-        """Export the weights of a save, remove the exports of removed saves, and rewrite the report."""
+        """Export the weights of a save, begin to verify them, remove the exports of removed saves, and rewrite the report."""
         self._export_save(step)
         self._remove_stale()
+        self._verifier.start()
         write_report(self._folder.path)
 
     def finished(self, step: int) -> None:
-        """Export under the final names, and verify the adapter with the program that will use it."""
+        """Export under the final names, and wait until every export is verified with the program that will use it."""
         self._remove_stale()
-        files = self._export_adapter(ExportName(run=self._folder.name), step) if self._is_adapter else []
-        if files:
+        if self._is_adapter and self._export_adapter(ExportName(run=self._folder.name), step):
             remove_earlier(self._folder)
-        self._prepared.model.eval()  # the predictions are compared without dropout
-        self._verify(files)
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
+        self._prepared.model.eval()  # the last samples are generated without dropout
+        self._say_what_has_no_reader()
+        self._verifier.wait()
 
     def _exports_of_save(self, step: int) -> tuple[list[Path], list[Path]]:
         """What is written next to a save: the adapter's files, and the folder of the transformer, if there is any."""
@@ -204,32 +225,6 @@ class Exporter(Callback):
         for old in list(exports_without_save(self._folder)):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
-    def _verify(self, files: Sequence[Path]) -> None:
-        """Load the adapters into diffusers, and compare its predictions with the model's."""
-        run, config = self._run, self._run.config
-        model, verify, streamer = self._prepared.model, run.spec.adapters.verify, self._prepared.streamer
-        # The weights that were trained, which may be those of the second expert.
-        paths = replace(config.model, transformer=str(self._prepared.source.path))
-        if verify is None:
-            return
-        if len(run.devices) > 1:
-            say("not verified: diffusers runs a model on one device, and this one is split across several")
-            return
-        if streamer is not None and run.devices[0].type != "cpu":
-            say(
-                "not verified: diffusers needs the whole model on its device, and this one streams its weights from the host"
-            )
-            return
-        if self._prepared.shards is not None:
-            say("not verified: diffusers needs the whole model on its device, and this one is divided over ranks")
-            return
-        with nullcontext() if streamer is None else streamer.whole():
-            for form, file in zip(config.export.forms, files, strict=False):
-                if limit := read_by(run.spec, form, model).get("diffusers"):
-                    say(f"{file} was read back, and is not verified with diffusers, which {limit}")
-                else:
-                    say(f"verified: {verify(file, paths, model, engine_of(run, self._prepared))}")
-
     @property
     def _is_adapter(self) -> bool:
         return self._run.config.adapter.method == "lora"
@@ -249,7 +244,19 @@ class Exporter(Callback):
         _export_transformer(self._prepared, run.spec, folder, run.config.export, self._metadata(step))
 
     def _metadata(self, step: int) -> dict[str, str]:
-        return export_metadata(self._run, self._prepared, step, data=self._data)
+        return export_metadata(self._run, self._prepared, step, data=self._data) | {VERIFIED: VERIFIED_LATER}
+
+    def _say_what_has_no_reader(self) -> None:
+        """Name the finished exports that nothing verifies, as their headers do."""
+        run, config, model = self._run, self._run.config.export, self._prepared.model
+        for form in config.forms if self._is_adapter else ():
+            if limit := why_unverified(run.spec, config, form, model):
+                file = ExportName(run=self._folder.name, form=form).at(self._folder)
+                say(f"{file} was read back, and is not verified with diffusers, which {limit}")
+        for form in whole_forms(run.spec, config) if self._writes_transformer else ():
+            if limit := why_unverified(run.spec, config, form, model, whole=True):
+                folder = self._folder.exports / f"transformer_{form}"
+                say(f"{folder} was read back, and is not verified with diffusers, which {limit}")
 
 
 def rename_exports(run: RunContext, folder: RunFolder) -> None:

@@ -73,6 +73,7 @@ from ditkit_core.training.metrics import log_left_samples
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
+from ditkit_core.verification.verifier import Verifier
 
 _NUM_STAGES = 5
 
@@ -264,7 +265,6 @@ def _train_component(
     if not run.config.train.steps:
         warn("train.steps = 0: nothing is trained; exports and samples are of the initial weights")
     samples = _split(run, folder, prepared, data)
-    callbacks = _callbacks(run, folder, prepared, data, previews) if ranks.is_first else []
     model = TrainModel(
         module=prepared.model,
         engine=engine_of(run, prepared, placement.checkpointing, ranks),
@@ -275,7 +275,9 @@ def _train_component(
         matmul_dtype=run.precision.matmul,
     )
     _stage(4, "train")
-    with progress("train", run.config.train.steps) as bar:
+    with progress("train", run.config.train.steps) as bar, Verifier(run, folder) as verifier:
+        exporter = Exporter(run, folder, prepared, [*data.samples, *data.prior], verifier)
+        callbacks = [exporter, *_callbacks(run, folder, prepared, previews)] if ranks.is_first else []
         result = _trainer(run, folder, model, samples, [ProgressBar(bar), _LastStage(), *callbacks]).fit()
     if not result.finished:
         raise Interrupted(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
@@ -375,14 +377,11 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     return _Samples([by_id[id] for id in kept], data.prior, validator)
 
 
-def _callbacks(
-    run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Encoded, previews: Previews | None
-) -> list[Callback]:
-    """The callbacks for saves, previews and the end of training."""
+def _callbacks(run: RunContext, folder: RunFolder, prepared: LoadedModel, previews: Previews | None) -> list[Callback]:
+    """The callbacks for previews and the end of training."""
     # A preview process takes over the previews; the samples of the finished model are generated here in both cases.
     every_steps = run.config.sample.every_steps if previews is None else 0
     callbacks: list[Callback] = [
-        Exporter(run, folder, prepared, [*data.samples, *data.prior]),
         SamplesInPlace(run, prepared, folder, write_report, every_steps=every_steps),
     ]
     if previews is not None:

@@ -158,6 +158,16 @@ class RunFolder:
         return self.path / "previews.log"
 
     @property
+    def verified(self) -> Path:
+        """Results of verifying the exports."""
+        return self.path / "verified.json"
+
+    @property
+    def verification_log(self) -> Path:
+        """Output of the process that verifies exports."""
+        return self.path / "verification.log"
+
+    @property
     def metrics(self) -> Path:
         """Metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"

@@ -215,6 +215,12 @@ class AdapterSpec:
     """Called with (adapter file, components, model with that adapter, engine): loads the file as a user would (in a diffusers pipeline) and
     compares outputs with ours. Returns one line about the comparison; raises UserError on a difference."""
 
+    verify_whole: Callable[[Path, str, Any, Engine], str] | None = None
+    """The same for the folder of a whole transformer, called with (folder, form, model with these weights, engine)."""
+
+    whole_unread: Mapping[str, str] = field(default_factory=dict)
+    """By form: why diffusers does not load a whole transformer in it, as the predicate of a sentence about diffusers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSpec:

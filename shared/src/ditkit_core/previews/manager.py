@@ -5,34 +5,28 @@ of the queue's files, one after the other. It ends when none is left, so the mod
 with its parent, however the parent ends: its standard input is a pipe from the parent, which the operating system closes.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.errors import Interrupted, UserError, printable
-from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
+from ditkit_core.io.worker_process import WorkerProcess
 from ditkit_core.models.spec import Expert
 from ditkit_core.previews.queue import GENERATES, Preview, drop_after, named, put, waiting
 from ditkit_core.previews.stages import trained_weights_in, why_no_samples
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import runs_of, saved_step
 
-GRACE_SECONDS = 20.0
-"""Time for the worker to end by itself before it is killed."""
 _LOOK_SECONDS = 0.2
 _TAIL_CHARACTERS = 4096
 """Longest message that is taken from the last line of the worker's log."""
@@ -104,9 +98,8 @@ class Previews:
         self.every_steps = every_steps
         self._run, self._folder, self._on_written = run, folder, on_written
         self._device = choose_device(run.config.sample.device, "sample.device")
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: WorkerProcess | None = None
         self._failed: set[str] = set()
-        self._log_start = 0
 
     def __enter__(self) -> Self:
         self._start()
@@ -117,14 +110,8 @@ class Previews:
     ) -> None:
         """End the worker if it is running; unfinished previews stay in the queue."""
         child, self._child = self._child, None
-        if child is None:
-            return
-        _close(child)  # the worker ends when its standard input is closed
-        try:
-            child.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        if child is not None:
+            child.end()
 
     def queued(self, step: int, expert: Expert | None) -> Path:
         """The file that a preview has in the queue."""
@@ -177,8 +164,7 @@ class Previews:
                     raise Interrupted(
                         f"stopped with {len(self._left())} previews left in {self._folder.pending}; the same command generates them"
                     )
-                with suppress(subprocess.TimeoutExpired):
-                    self._child.wait(_LOOK_SECONDS)
+                self._child.wait(_LOOK_SECONDS)
                 self._look()
                 self._start()
         for path in {self._folder.path, *(Path(each.config.run.folder) for each in runs_of(self._run))}:
@@ -200,38 +186,31 @@ class Previews:
             self._device.type != "cpu"
         ):  # as many blocks as training streams: the model may not fit without it here either
             streamed = sum(per_device(self._run.config.train.swap_blocks, len(devices), "train.swap_blocks"))
-        command = [sys.executable, "-P", "-m", "ditkit_core.previews.worker", self._run.spec.import_path]
-        command += [str(self._folder.path), self._device.type, str(streamed), *sorted(self._failed)]
+        given = [
+            self._run.spec.import_path,
+            str(self._folder.path),
+            self._device.type,
+            str(streamed),
+            *sorted(self._failed),
+        ]
         try:
-            with open(self._folder.previews_log, "ab") as log:
-                self._log_start = log.tell()
-                # The pipe ends the child: the operating system closes it with this process, whatever ends that.
-                self._child = subprocess.Popen(
-                    command,
-                    env=_environment(self._device),
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    # A session (or group) of its own: Ctrl-C goes to training, which decides what happens to the previews.
-                    start_new_session=True,
-                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-                )
+            self._child = WorkerProcess("ditkit_core.previews.worker", given, self._folder.previews_log, self._device)
         except OSError as error:
             warn(f"previews wait: the process that generates them could not be started ({error.strerror or error})")
 
     def _look(self) -> None:
         """Check whether the worker has ended, and note its failure."""
-        child = self._child
-        if child is None or child.poll() is None:
+        status = None if self._child is None else self._child.status()
+        if status is None:
             return
-        _close(child)
-        self._child = None
-        if child.returncode:
-            self._note_failure(child.returncode)
+        child, self._child = self._child, None
+        assert child is not None
+        if status:
+            self._note_failure(child, status)
 
-    def _note_failure(self, status: int) -> None:
+    def _note_failure(self, child: WorkerProcess, status: int) -> None:
         """Skip the file that the worker failed at, so that the next worker goes on with others; if it began none, skip all of them."""
-        begun, words = self._last_output()
+        begun, words = _last_output(child)
         left = [path.name for path in self._left()]
         if begun in left:
             self._failed.add(begun)
@@ -244,46 +223,15 @@ class Previews:
             f"{self._folder.previews_log}"
         )
 
-    def _last_output(self) -> tuple[str, str]:
-        """The file that the worker began last, empty if none, and the last line of its output."""
-        begun, words = "", "it printed nothing"
-        try:
-            with open(self._folder.previews_log, "rb") as log:
-                log.seek(self._log_start)
-                for line in log:
-                    text = line.decode("utf-8", "replace").strip()
-                    if found := re.fullmatch(f"process [0-9]+{GENERATES}(.+)", text):
-                        begun = found[1]
-                    words = text[-_TAIL_CHARACTERS:] or words
-        except OSError:
-            return begun, "its log cannot be read"
-        return begun, printable(words)
 
-
-def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a process that sees one device only, so that it cannot use memory of the devices that train.
-
-    Args:
-        device: The device, with its index in this process.
-        environment: The environment of this process, in which only some devices may be visible.
-    """
-    if device.type == "cpu":
-        return ""
-    # Entries may be UUIDs or a permutation: the index of this process selects an entry and is not a device number.
-    index, seen = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES")
-    return str(index) if seen is None else seen.split(",")[index].strip()
-
-
-def _environment(device: torch.device) -> dict[str, str]:
-    """The environment of the worker: one visible device, its allocator's settings, and this process's module search path."""
-    return {
-        **os.environ,
-        **allocator_settings(os.environ),
-        "CUDA_VISIBLE_DEVICES": visible_devices(device, os.environ),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-
-
-def _close(child: subprocess.Popen[bytes]) -> None:
-    assert child.stdin is not None
-    child.stdin.close()
+def _last_output(child: WorkerProcess) -> tuple[str, str]:
+    """The file that the worker began last, empty if none, and the last line of its output."""
+    begun, words = "", "it printed nothing"
+    try:
+        for text in child.output():
+            if found := re.fullmatch(f"process [0-9]+{GENERATES}(.+)", text):
+                begun = found[1]
+            words = text[-_TAIL_CHARACTERS:] or words
+    except OSError:
+        return begun, "its log cannot be read"
+    return begun, printable(words)

@@ -3,13 +3,9 @@
 It generates the previews of a run's queue, in order, and ends when none is left or when its parent ends.
 """
 
-import _thread
 import importlib
 import os
-import signal
 import sys
-import threading
-import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,8 +15,9 @@ import torch
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
+from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.worker_process import work
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.planner.partition import place
@@ -36,11 +33,6 @@ from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.prompts import SamplePrompt
 
-_GRACE_SECONDS = 10.0
-"""Time between the end of the parent and that of this process, if its work cannot be interrupted."""
-_NICENESS = 10
-"""Lower priority than training, with which it may share the processors."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Generate all previews of a queue.
@@ -49,26 +41,11 @@ def main(arguments: Sequence[str]) -> int:
         arguments: `ModelSpec.import_path`; the run's folder; `cpu` or `cuda`; number of streamed blocks; names of queue files to skip.
 
     Returns:
-        The exit status: 0 for success; 1 for a mistake that the user can fix, with the message in the last line; 130 when the parent has
-        ended.
+        The exit status of `work`.
     """
-    prepare_streams()
-    hush_libraries()
-    compute_fp32_in_fp32()
-    if lower := getattr(os, "nice", None):  # not on Windows
-        lower(_NICENESS)
-    # A parent may have left SIGINT ignored, which children inherit; `_end_with_parent` needs it to interrupt.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     import_path, folder, device, streamed, *skipped = arguments
-    try:
-        generate_waiting(spec_at(import_path), Path(folder), device, int(streamed), skipped)
-    except UserError as error:
-        warn(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    compute_fp32_in_fp32()
+    return work(lambda: generate_waiting(spec_at(import_path), Path(folder), device, int(streamed), skipped))
 
 
 def spec_at(import_path: str) -> ModelSpec:
@@ -186,15 +163,6 @@ def _stages(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserS
         for name, each in others.items()
     }
     return denoiser_stages(run, {**trained, preview.expert: ExpertWeights(preview=file)})
-
-
-def _end_with_parent() -> None:
-    """Interrupt the main thread when the pipe from the parent is closed, and end the process if that is not enough."""
-    while os.read(0, 1):  # nothing is ever written: the read returns when the pipe is closed
-        pass
-    _thread.interrupt_main()
-    time.sleep(_GRACE_SECONDS)
-    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ def build_meta_model(
     *,
     precision: Precision,
     component: str = "transformer",
+    keeps_codes: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> MetaModel:
     """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
@@ -134,6 +135,7 @@ def build_meta_model(
         base: What to merge into the base.
         precision: The dtypes.
         component: The one to load, where a model has several transformers.
+        keeps_codes: Whether matrices that a file has in scaled 8 bits stay in them.
         say: Called with one line for each setting that a file decided.
 
     Raises:
@@ -154,7 +156,8 @@ def build_meta_model(
     # All adapter files are opened before anything is converted, so that a wrong one fails at once.
     merged = [(open_file(file), strength) for file, strength in map(parse_merge, base.merge)]
     adapter, start = _started_from_file(adapter, open_file, say)
-    _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)
+    if keeps_codes:
+        _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)
     if base.compute != "dtype":
         say(compute_in_8_bits(model, base.compute))
     # after quantization, so that the adapters are added to the layers that the model ends up with

@@ -1,0 +1,71 @@
+"""Linear layers whose weight is made at each use, so that a model of any size runs with one matrix in memory at a time.
+
+They are for inference without haste: another program's copy of a base, and comparisons on the host.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.models.protocol import StagedModel
+
+
+class WeightAtUse:
+    """What such a layer has in addition to its own class."""
+
+    make_weight: Callable[[], Tensor]
+    dtype_at_use: torch.dtype
+    is_made = True
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, made anew."""
+        if self.is_made:
+            return self.make_weight()
+        layer: Any = self
+        return torch.zeros((), dtype=self.dtype_at_use).expand(layer.out_features, layer.in_features)
+
+
+def make_at_use(layer: nn.Linear, dtype: torch.dtype, make: Callable[[], Tensor]) -> None:
+    """Make a layer's weight at each use. A parameter on `meta` stays in its place, and only its shape counts.
+
+    Args:
+        layer: The layer.
+        dtype: The weight's dtype.
+        make: Makes the weight.
+    """
+    # A property of the class, because an attribute of the layer would be a tensor that stays in memory.
+    kind: Any = type(layer)
+    layer.__class__ = _class_of(kind)
+    layer.__dict__.update(make_weight=make, dtype_at_use=dtype)
+
+
+@cache
+def _class_of(kind: Any) -> type:
+    return type(f"{kind.__name__}AtUse", (WeightAtUse, kind), {})
+
+
+def weights_at_use(model: nn.Module | StagedModel) -> dict[str, WeightAtUse]:
+    """These layers, by their weight's name in files: without the `base_layer` that peft inserts."""
+    return {
+        f"{name}.weight".replace(".base_layer.", "."): module
+        for name, module in model.named_modules()
+        if isinstance(module, WeightAtUse)
+    }
+
+
+@contextmanager
+def without_values(model: nn.Module) -> Iterator[None]:
+    """Inside the block these weights are zeros without memory: programs that add adapters look at shape, dtype and device alone."""
+    layers = list(weights_at_use(model).values())
+    for layer in layers:
+        layer.__dict__["is_made"] = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["is_made"]

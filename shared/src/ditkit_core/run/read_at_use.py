@@ -1,0 +1,73 @@
+"""A model on the host whose matrices are read from its files at each use.
+
+It computes in fp32, whatever a run trains in, and a base of any size needs the memory of its largest matrix. Exports are verified with it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.inject import adapter_layers, canonical_name, initialise, trainable_parameters
+from ditkit_core.adapters.read import merge_into
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.weight_at_use import make_at_use
+from ditkit_core.run.prepare import LoadedModel, build_meta_model
+from ditkit_core.weights.load import load_into, read_in_fp32
+
+_HOST = torch.device("cpu")
+
+
+def read_at_use(
+    spec: ModelSpec, components: ModelPaths, adapter: AdapterConfig, base: BaseConfig, *, component: str = "transformer"
+) -> LoadedModel:
+    """Build a model whose matrices stay in their files; everything else, a few percent of it, is read now.
+
+    Args:
+        spec: The model's family.
+        components: Path of the transformer, and its preset.
+        adapter: The adapter to put on it, whose values are zeros; `full` for none.
+        base: What is merged into the base. Nothing is quantized.
+        component: The one to load, where a model has several transformers.
+
+    Raises:
+        UserError: If a file is missing, damaged, or does not fit the model.
+    """
+    base, precision = replace(base, quantize="none", compute="dtype"), Precision(matmul=torch.float32)
+    unloaded = build_meta_model(
+        spec, components, adapter, base, precision=precision, component=component, keeps_codes=False
+    )
+    model, source, edits = unloaded.model, unloaded.source, merge_into(unloaded.merged)
+
+    def original(name: str, shape: tuple[int, ...]) -> Tensor:
+        return read_in_fp32(source, unloaded.mapping[name], shape, edits.get(name))
+
+    modules = {canonical_name(f"{name}.weight"): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {name: layer for name, layer in modules.items() if name in unloaded.mapping}
+    others = {name: parts for name, parts in unloaded.mapping.items() if name not in linears}
+    dtype_of = lambda name: torch.float32
+    load_into(model, source, others, device_of=lambda name: _HOST, dtype_of=dtype_of, edits=edits)
+    for name, layer in linears.items():
+        make_at_use(layer, torch.float32, partial(original, name, tuple(layer.weight.shape)))
+    widths = {module: layer.get_base_layer().out_features for module, layer in adapter_layers(model).items()}
+    # Values that come from a save: a magnitude made here would read all matrices.
+    initialise(model, 0, device_of=lambda name: _HOST, start=lambda module: _magnitude(widths[module]))
+    return LoadedModel(
+        model=model.eval(),
+        arch=unloaded.arch,
+        preset=unloaded.preset,
+        adapter=unloaded.adapter,
+        trainable=trainable_parameters(model),
+        source=source,
+        config_json=None,
+        original=original,
+    )
+
+
+def _magnitude(width: int) -> Mapping[str, Tensor]:
+    return {"lora_magnitude_vector.weight": torch.ones(width)}

@@ -1,0 +1,124 @@
+"""The exports of a run that are to be verified, found in its folder, and the results so far (`verified.json`).
+
+What is left follows from the two alone. So nothing is lost when a run is killed, and a file that changed is verified again.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ditkit_core.adapters.export import NO_READER, VERIFIED
+from ditkit_core.adapters.export_names import ExportName
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import file_hash, write_text
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.safetensors import SafetensorsSource
+
+_WHOLE = "transformer_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """An export."""
+
+    path: Path
+    """The adapter's file, or the folder of a whole transformer."""
+    form: str
+    step: int
+    """The save with these weights."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole transformer."""
+        return self.path.is_dir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came out of it."""
+
+    line: str
+    """What is said of it: what agreed, or the difference."""
+    agrees: bool
+    num_bytes: int
+    written_ns: int
+    """Time of the last change of the export, which is verified again after another."""
+    digest: str
+    """Digest of the file, whose copies have the same result; empty for a whole transformer."""
+
+    @classmethod
+    def of(cls, export: Exported) -> Self:
+        """The result of an export as it is now, with what was found still open."""
+        num_bytes, written_ns = _state(export.path)
+        digest = "" if export.is_whole else file_hash(export.path)
+        return cls(line="", agrees=False, num_bytes=num_bytes, written_ns=written_ns, digest=digest)
+
+
+def waiting(folder: RunFolder) -> list[Exported]:
+    """The exports that have no result, the newest first: with a slow host, that of the latest save matters most."""
+    results = read_results(folder)
+    left = []
+    for export in _exports(folder):
+        try:
+            state = _state(export.path)
+        except OSError:  # it was removed with its save meanwhile
+            continue
+        known = results.get(name_of(folder, export))
+        if known is None or (known.num_bytes, known.written_ns) != state:
+            left.append((state[1], str(export.path), export))
+    return [export for *_, export in sorted(left, key=lambda each: each[:2], reverse=True)]
+
+
+def name_of(folder: RunFolder, export: Exported) -> str:
+    """The name under which its result is kept."""
+    return export.path.relative_to(folder.exports).as_posix()
+
+
+def read_results(folder: RunFolder) -> dict[str, Result]:
+    """The results by name; none from a file that is damaged, after which everything is verified again."""
+    try:
+        found = json.loads(folder.verified.read_text(encoding="utf-8"))
+        return {str(name): Result(**about) for name, about in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def write_result(folder: RunFolder, export: Exported, result: Result) -> None:
+    """Add a result, and forget those of exports that are gone."""
+    results = {name: each for name, each in read_results(folder).items() if (folder.exports / name).exists()}
+    values: Mapping[str, Any] = {name: asdict(each) for name, each in results.items()}
+    write_text(folder.verified, json.dumps({**values, name_of(folder, export): asdict(result)}, indent=1) + "\n")
+
+
+def is_finished(folder: RunFolder, name: str) -> bool:
+    """Whether a result is of the finished model, and not of a save before."""
+    parsed = ExportName.parse(name, (folder.name,))
+    return "/" not in name if parsed is None else parsed.step is None
+
+
+def _exports(folder: RunFolder) -> Iterator[Exported]:
+    for file in folder.exports.glob("*.safetensors"):
+        name = ExportName.parse(file.name, (folder.name,))
+        if name is not None and not name.by_command and (step := _step(file)) is not None:
+            yield Exported(path=file, form=name.form, step=step)
+    for path in (*folder.exports.glob(f"{_WHOLE}*"), *folder.exports.glob(f"step-*/{_WHOLE}*")):
+        if (step := _step(path)) is not None:
+            yield Exported(path=path, form=path.name.removeprefix(_WHOLE), step=step)
+
+
+def _step(path: Path) -> int | None:
+    """The step in an export's header; None if it is incomplete, has no reader to verify it with, or is of an earlier version."""
+    try:
+        header = SafetensorsSource.open(path).metadata
+    except (UserError, OSError):
+        return None
+    step, about = header.get("ditkit.step", ""), header.get(VERIFIED, NO_READER)
+    return int(step) if step.isdecimal() and not about.startswith(NO_READER) else None
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Bytes, and time of the last change."""
+    files = [file.stat() for file in (path.iterdir() if path.is_dir() else [path])]
+    return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)

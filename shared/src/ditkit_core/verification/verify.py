@@ -1,0 +1,90 @@
+"""Compares exports with the model that was trained, on the host: matrix by matrix, whatever devices or ranks the run trains on."""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.run.read_at_use import read_at_use
+from ditkit_core.run.restore import load_trained
+from ditkit_core.verification.exported import Exported, Result, name_of, read_results, waiting, write_result
+
+
+def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] = ()) -> None:
+    """Verify the exports of a run's folder that have no result, including those that are added meanwhile.
+
+    Another model is built on the host for it. The one that trains, and the random numbers of this process, stay as they are.
+
+    Args:
+        run: The run, of one transformer.
+        folder: Its folder.
+        skipped: Names of exports to leave alone.
+
+    Raises:
+        UserError: If the run's own files cannot be read.
+    """
+    adapted: LoadedModel | None = None
+    gone: set[str] = set()
+    with torch.random.fork_rng(devices=[]):
+        while left := [each for each in waiting(folder) if name_of(folder, each) not in {*skipped, *gone}]:
+            export = left[0]
+            try:
+                about = Result.of(export)  # first: a file that changes while it is compared is compared again
+                result = _copied(folder, export, about)
+                if result is None:
+                    if adapted is None and not export.is_whole:
+                        adapted = _model(run)
+                    result = _compared(run, folder, export, about, adapted)
+            except (UserError, OSError):
+                if export.path.exists() and (export.is_whole or folder.save(export.step).exists()):
+                    raise
+                gone.add(name_of(folder, export))  # removed meanwhile, as each save is in its turn
+                continue
+            write_result(folder, export, result)
+
+
+def _model(run: RunContext) -> LoadedModel:
+    """The run's base with an adapter on it, whose values are still to be loaded."""
+    config = run.config
+    return read_at_use(run.spec, config.model, config.adapter, config.base, component=run.component)
+
+
+def _copied(folder: RunFolder, export: Exported, about: Result) -> Result | None:
+    """The result of a file with the same bytes: the finished adapter is that of the last save."""
+    for name, known in read_results(folder).items() if about.digest else ():
+        if known.agrees and known.digest == about.digest:
+            return replace(about, line=known.line.replace(name, export.path.name), agrees=True)
+    return None
+
+
+def _compared(
+    run: RunContext, folder: RunFolder, export: Exported, about: Result, adapted: LoadedModel | None
+) -> Result:
+    """The result of comparing an export; UserError if there is nothing to compare it with."""
+    adapters = run.spec.adapters
+    given: Any = run.config.model
+    verify: Callable[[], str]
+    if adapted is None or export.is_whole:
+        assert adapters.verify_whole is not None, "its header says that it has no reader"
+        # The base's own folder stays known: it may have the description of the architecture.
+        paths = replace(given, **{run.component: str(export.path)})
+        whole = read_at_use(run.spec, paths, AdapterConfig(method="full"), BaseConfig(), component=run.component)
+        verify = partial(adapters.verify_whole, export.path, export.form, whole.model, run_plain)
+    else:
+        assert adapters.verify is not None, "its header says that it has no reader"
+        load_trained(adapted, folder, export.step)
+        # The weights that were trained, which may be those of the second expert.
+        paths = replace(given, transformer=str(adapted.source.path))
+        verify = partial(adapters.verify, export.path, paths, adapted.model, run_plain)
+    try:
+        return replace(about, line=verify(), agrees=True)
+    except UserError as error:
+        return replace(about, line=str(error), agrees=False)
