@@ -56,6 +56,19 @@ def test_dora_in_diffusers_form_is_proven_too(tmp_path: Path, targets: tuple[str
     assert "agrees with our model" in world.verify(world.write(tmp_path, "diffusers"))
 
 
+@pytest.mark.parametrize("config", [{"method": "lokr"}, {"method": "loha"}], ids=lambda config: config["method"])
+def test_a_lokr_or_loha_is_compared_with_pefts_layers_in_diffusers_model(
+    tmp_path: Path, config: dict[str, str]
+) -> None:
+    """In the diffusers form, which ComfyUI reads for this model: the official names have q, k and v in one."""
+    world = Adapted("dev", ("*.q", "*.proj", "single_blocks.*"), alpha=6.0, **config)
+    line = world.verify(file := world.write(tmp_path, "diffusers"))
+    assert "diffusers' model with peft's layers takes adapter" in line and "agrees with our model" in line, line
+    assert all(name.startswith("transformer.") for name in load_file(file))
+    with pytest.raises(UserError, match=r"the official form has .*qkv for more or less than one layer"):
+        world.write(tmp_path, "official")
+
+
 def test_a_16_bit_file_and_a_16_bit_base_are_compared_within_their_rounding(tmp_path: Path) -> None:
     world = Adapted("dev", ("double_blocks.*", "single_blocks.*"))
     assert "cannot tell" not in world.verify(world.write(tmp_path, "official", torch.bfloat16))

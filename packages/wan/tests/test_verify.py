@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.export import export_adapter
-from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
@@ -38,13 +38,15 @@ class World:
         self.components = ModelPaths(base=str(checkpoint), dtype=dtype)
         precision = Precision(matmul=parse_dtype(dtype))
         base = BaseConfig(quantize=quantize)
-        unloaded = build_meta_model(WAN, self.components, AdapterConfig(rank=4, **config), base, precision=precision)
+        unloaded = build_meta_model(
+            WAN, self.components, AdapterConfig(**{"rank": 4, **config}), base, precision=precision
+        )
         self.model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
         self.folder, self.form = folder, form
         with torch.no_grad():
-            for name, layer in adapter_layers(self.model).items():
-                up = layer.lora_B["default"].weight
-                up.copy_(size * torch.randn(up.shape, generator=generator("up", name)) / 2)
+            for name, parameter in trainable_parameters(self.model).items():
+                if not parameter.any():
+                    parameter.copy_(size * torch.randn(parameter.shape, generator=generator("up", name)) / 2)
 
     def export(self, **config: Any) -> Path:
         (file,) = export_adapter(
@@ -71,6 +73,33 @@ def test_an_exported_adapter_is_what_diffusers_computes(checkpoint: Path, tmp_pa
 def test_dora_in_diffusers_form_is_proven_too(checkpoint: Path, tmp_path: Path) -> None:
     world = World(checkpoint, tmp_path, form="diffusers", use_dora=True)
     assert "agrees with our model" in world.verify(world.export(dtype="fp32"))
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        ({"method": "lokr", "alpha": 6.0}, "official"),
+        ({"method": "lokr", "rank": 2, "decompose_factor": 4, "decompose_both": True}, "musubi"),
+        ({"method": "loha", "alpha": 6.0, "quantize": "nf4"}, "diffusers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["method"],
+)
+def test_a_lokr_or_loha_is_compared_with_pefts_layers_in_diffusers_model(
+    checkpoint: Path, tmp_path: Path, config: dict[str, Any], form: str
+) -> None:
+    world = World(checkpoint, tmp_path, form=form, **config)
+    line = world.verify(file := world.export(dtype="fp32"))
+    assert "diffusers' model with peft's layers takes adapter" in line and "agrees with our model" in line, line
+    state = load_file(file)
+    key = next(
+        key
+        for key in state
+        if key.endswith(("ffn.2.lokr_w2_a", "ffn_2.lokr_w2", "ffn.net.2.hada_w2_a", "ffn_2.lokr_w2_a"))
+    )
+    state[key] = state[key] * 1.5
+    save_file(state, file)
+    with pytest.raises(UserError, match="differs from ours"):
+        world.verify(file)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "fp8", "nf4"])

@@ -8,7 +8,14 @@ two programs read differently is not written.
 from collections.abc import Collection, Mapping
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import STRANGERS, AdapterLayout, AdapterRules, read_by_diffsynth, read_by_musubi
+from ditkit_core.models.adapter_formats import (
+    NO_FACTORED,
+    STRANGERS,
+    AdapterLayout,
+    AdapterRules,
+    read_by_diffsynth,
+    read_by_musubi,
+)
 
 MISREAD: Mapping[str, Mapping[str, str]] = {
     "official": {
@@ -54,6 +61,8 @@ def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
 
 
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
+    if layout.method != "lora":
+        return NO_FACTORED
     if layout.form == "diffusers":
         return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""
     if layout.form == "musubi":
@@ -81,6 +90,7 @@ def _comfyui(layout: AdapterLayout) -> str:
 
 RULES = AdapterRules(
     readers=readers,
+    one_to_one="diffusers",  # the official names have q, k and v in one
     strangers={
         r"(^|[._])(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)": "Wan's",
         **STRANGERS,

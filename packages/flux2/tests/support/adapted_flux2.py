@@ -9,11 +9,14 @@ from tiny_flux2 import tiny_model
 from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.export import method_of_all
 from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
 from ditkit_core.adapters.write import write_adapter
+from ditkit_core.adapters.write_factored import trained_factors, write_factored
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
+from ditkit_core.nn.factored import parts_of
 from ditkit_flux2.state_dict import NAMES
 from ditkit_flux2.verify import verify_export
 
@@ -43,12 +46,20 @@ class Adapted:
         initialise(self.model, 0, device_of=lambda name: torch.device("cpu"))
         with torch.no_grad():
             for name, layer in adapter_layers(self.model).items():
+                if config.get("method", "lora") != "lora":
+                    for part in parts_of(layer, config["method"]).values():
+                        part.add_(size * torch.randn(part.shape, generator=generator("up", name)))
+                    continue
                 up = layer.lora_B["default"].weight
                 up.copy_(size * torch.randn(up.shape, generator=generator("up", name)))
 
     def write(self, folder: Path, form: str, dtype: torch.dtype = torch.float32) -> Path:
         """The file, without asking whether its readers understand it."""
         path = folder / "adapter.safetensors"
+        layers = adapter_layers(self.model)
+        if (method := method_of_all(layers)) != "lora":
+            write_factored(path, trained_factors(layers, method), NAMES, form=form, dtype=dtype, metadata={})
+            return path
         (scaling,) = {layer.scaling["default"] for layer in adapter_layers(self.model).values()}
         write_adapter(path, adapter_state(self.model), scaling, NAMES, form=form, dtype=dtype, metadata={})
         return path

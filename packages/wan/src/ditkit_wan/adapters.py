@@ -8,7 +8,14 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from ditkit_core.models.adapter_formats import STRANGERS, AdapterLayout, AdapterRules, read_by_diffsynth, read_by_musubi
+from ditkit_core.models.adapter_formats import (
+    NO_FACTORED,
+    STRANGERS,
+    AdapterLayout,
+    AdapterRules,
+    read_by_diffsynth,
+    read_by_musubi,
+)
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 _KINDS = (
@@ -60,6 +67,8 @@ def readers_without_diffusers(layout: AdapterLayout, modules: Collection[str]) -
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     if any(_NOT_IN_DIFFUSERS.search(name) for name in modules):
         return _NO_MODEL
+    if layout.method != "lora":
+        return NO_FACTORED
     outside = [name for name in modules if not _BLOCK.fullmatch(name)]
     if layout.form == "diffusers":
         return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""

@@ -34,10 +34,11 @@ class BaseConfig:
 class AdapterConfig:
     """The `[adapter]` section: which parameters are trained."""
 
-    method: Literal["lora", "full"] = setting("lora", resume="refused")
-    """`lora` trains low-rank adapters over a frozen base, `full` every parameter."""
+    method: Literal["lora", "lokr", "loha", "full"] = setting("lora", resume="refused")
+    """`lora` trains low-rank adapters over a frozen base, `lokr` Kronecker products, `loha` elementwise products of two low-rank
+    matrices, and `full` every parameter."""
     rank: int = setting(32, resume="refused")
-    """Rank of the adapters."""
+    """Rank of the adapters; of a LoKr, the rank of its second factor, which is stored whole if that is smaller."""
     alpha: float = setting(0.0, resume="refused")
     """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
     rank_pattern: tuple[str, ...] = setting((), resume="refused")
@@ -53,6 +54,10 @@ class AdapterConfig:
     """Scale by alpha / sqrt(rank)."""
     use_dora: bool = setting(False, resume="refused")
     """Also train the norm of each output's weights (DoRA)."""
+    decompose_factor: int = setting(-1, resume="refused")
+    """Of a LoKr: the size of its first factor, at most, where it divides a layer's; -1 makes both factors of about equal size."""
+    decompose_both: bool = setting(False, resume="refused")
+    """Of a LoKr: whether the first factor is a low-rank product too, where the rank is small enough."""
     init: str = setting("", resume="refused", holds="path")
     """An existing LoRA file to start from; rank and alpha are taken from it."""
 
@@ -61,6 +66,18 @@ class AdapterConfig:
             raise UserError(
                 f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
                 "the rank is at least 1, alpha not negative, dropout from 0 to below 1"
+            )
+        if self.method in ("lokr", "loha") and (self.dropout or self.use_rslora or self.use_dora):
+            raise UserError(
+                f"adapter.method = {self.method} has no adapter.dropout, use_rslora or use_dora, which are for lora; leave them out"
+            )
+        if self.method != "lokr" and (self.decompose_factor != -1 or self.decompose_both):
+            raise UserError(
+                f"adapter.decompose_factor and adapter.decompose_both are for adapter.method = lokr, and this one is {self.method}; leave them out"
+            )
+        if self.decompose_factor < 1 and self.decompose_factor != -1:
+            raise UserError(
+                f"adapter.decompose_factor = {self.decompose_factor} must be at least 1, or -1 for factors of about equal size"
             )
         if self.method == "full" and (self._ranks or self._alphas):
             raise UserError(
@@ -75,6 +92,11 @@ class AdapterConfig:
     @cached_property
     def _alphas(self) -> dict[str, float]:
         return parse_patterns("adapter.alpha_pattern", self.alpha_pattern, "ALPHA")
+
+    @property
+    def name(self) -> str:
+        """The method's name in messages."""
+        return "DoRA" if self.use_dora else {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}.get(self.method, "")
 
     def rank_of(self, layer: str) -> int:
         """The rank of a layer's adapter."""

@@ -47,6 +47,8 @@ def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
     Raises:
         UserError: If a value is not finite, with the names of the modules.
     """
+    if other := [name for name, module in found.file.modules.items() if module.method != "lora"]:
+        raise UserError(f"{found.path} mixes LoKr or LoHa ({other[0]}) with LoRA; merge it")
     read = {name: Scaled(found.file.read(name), module.scale) for name, module in found.file.modules.items()}
     if broken := [name for name, adapter in read.items() if not is_finite(adapter)]:
         raise UserError(
@@ -57,6 +59,24 @@ def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
     # Only if both matrices are zero: a new adapter has B = 0 and a random A, and is worth keeping.
     used = {name: adapter for name, adapter in read.items() if adapter.matrices.down.any() or adapter.matrices.up.any()}
     return used or read
+
+
+def check_finite(found: FoundAdapter) -> None:
+    """Refuse a file with values that are not finite.
+
+    Raises:
+        UserError: With the names of the modules.
+    """
+    if found.layout.method == "lora":
+        read_adapter(found)
+        return
+    modules = found.file.modules
+    factored = [name for name, module in modules.items() if module.method != "lora"]
+    if broken := [name for name in factored if not bool(found.file.change_of(name).isfinite().all())]:
+        raise UserError(
+            f"{found.path}: values of {len(broken)} of {len(modules)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
+            "it was damaged in training, take an earlier save"
+        )
 
 
 def is_finite(adapter: Scaled) -> bool:

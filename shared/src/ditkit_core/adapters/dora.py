@@ -3,7 +3,7 @@
 A row of a DoRA's weight is f · (W + s·B·A). Programs store f as a magnitude over a norm of that row, and they differ in the norm:
 
 - peft and diffusers, as the paper: over that of the merged row, so that the magnitude is the norm of the result.
-- ComfyUI (comfy/weight_adapter/base.py, read in November 2026): `dora_scale` [out, 1] over that of the base's row.
+- ComfyUI (comfy/weight_adapter/base.py, as of October 2025): `dora_scale` [out, 1] over that of the base's row.
 
 Both are exact. Files for ComfyUI get the values with which ComfyUI's own computation results in the trained weights, and a header that
 says so, because files of other trainers have the same key over the merged norm. Going from one norm to the other needs the base.

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
 from ditkit_core.adapters.export_names import adapter_file
-from ditkit_core.adapters.inject import adapter_layers, adapter_state, canonical_name, is_adapter_name
+from ditkit_core.adapters.inject import adapter_layers, adapter_state, canonical_name, is_adapter_name, method_of
 from ditkit_core.adapters.keys import tensors_in_form
 from ditkit_core.adapters.write import check_form, check_stacks, write_adapter
+from ditkit_core.adapters.write_factored import check_one_to_one, trained_factors, write_factored
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, NO_FACTORED
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.models.state_dict import TensorSlice
+from ditkit_core.nn.factored import parts_of, weight_change
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.weights.fp8_scaled import About, in_scaled_8_bits, open_weights
 from ditkit_core.weights.fused_tensors import rows_of
@@ -48,12 +50,24 @@ def _dtype_of(config: ExportConfig) -> torch.dtype:
     return torch.bfloat16 if config.scaled else parse_dtype(config.dtype)
 
 
-def with_forms_of_dora(config: ExportConfig, adapter: AdapterConfig) -> ExportConfig:
-    """The section, with a file for ComfyUI and one for diffusers in place of the default, if a DoRA is trained: no file is for both."""
-    is_dora = adapter.use_dora and adapter.method == "lora"
-    return (
-        replace(config, forms=("official", "diffusers")) if is_dora and config.forms == ExportConfig().forms else config
-    )
+def with_forms_of(config: ExportConfig, adapter: AdapterConfig, spec: ModelSpec) -> ExportConfig:
+    """The section, in place of the default with what the trained adapter needs: a DoRA a file for ComfyUI and one for diffusers, because no
+    file is for both, and a LoKr or LoHa the form that has a name for each layer."""
+    if config.forms != ExportConfig().forms or adapter.method == "full":
+        return config
+    if adapter.method != "lora":
+        return replace(config, forms=(spec.adapters.rules.one_to_one,))
+    return replace(config, forms=("official", "diffusers")) if adapter.use_dora else config
+
+
+def has_magnitudes(layers: Mapping[str, Any]) -> bool:
+    """Whether a model's layers with adapters are those of a DoRA."""
+    return any(method_of(layer) == "lora" and layer.lora_magnitude_vector for layer in layers.values())
+
+
+def method_of_all(layers: Mapping[str, Any]) -> str:
+    """The method of a model's layers with adapters, which is one."""
+    return next(map(method_of, layers.values()), "lora")
 
 
 def needs_base(config: ExportConfig, adapter: AdapterConfig) -> bool:
@@ -67,7 +81,7 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
     Raises:
         UserError: If a form is unknown, or form or dtype cannot represent what will be trained.
     """
-    if config.scaled and adapter.method == "lora" and not config.merged:
+    if config.scaled and adapter.method != "full" and not config.merged:
         raise UserError(
             f"export.dtype = {FP8_SCALED} is for complete transformers, and an adapter of rank {adapter.rank} gains nothing from it; "
             "set export.merged = true (--merge), or export.dtype = bf16"
@@ -105,22 +119,27 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> 
         UserError: If a form has such readers.
     """
     layers = adapter_layers(model)
-    use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
+    method, use_dora = method_of_all(layers), has_magnitudes(layers)
     for form in config.forms if layers else ():
         check_stacks(form, spec.architecture.names, layers, use_dora=use_dora)
+        if method != "lora":
+            check_one_to_one(form, spec.architecture.names, layers)
         spec.adapters.check(form, layers)
 
 
 def read_by(spec: ModelSpec, form: str, model: StagedModel) -> Mapping[str, str]:
     """For each program that reads adapter files: its problem with a model's adapter in a form, empty if it loads all of it."""
     layers = adapter_layers(model)
-    use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
-    return readers_of(spec, form, [*layers, *spec.adapters.rules.fillers(form, list(layers))], use_dora=use_dora)
+    method, use_dora = method_of_all(layers), has_magnitudes(layers)
+    fillers = spec.adapters.rules.fillers(form, list(layers)) if method == "lora" else ()
+    return readers_of(spec, form, [*layers, *fillers], use_dora=use_dora, method=method)
 
 
-def readers_of(spec: ModelSpec, form: str, modules: Collection[str], *, use_dora: bool) -> Mapping[str, str]:
+def readers_of(
+    spec: ModelSpec, form: str, modules: Collection[str], *, use_dora: bool, method: str = "lora"
+) -> Mapping[str, str]:
     """`read_by` for a file with adapters of these modules."""
-    layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora)
+    layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora, method=method)
     return spec.adapters.rules.readers(layout, modules)
 
 
@@ -139,6 +158,8 @@ def why_unverified(spec: ModelSpec, config: ExportConfig, form: str, model: Stag
             return "has no such model"
         return "does not read scaled 8 bits" if config.scaled else spec.adapters.whole_unread.get(form, "")
     limit = read_by(spec, form, model).get("diffusers", "")
+    if limit == NO_FACTORED:  # compared with peft's layers in diffusers' model
+        limit = ""
     return limit or "has no such model" * (spec.adapters.verify is None)
 
 
@@ -184,6 +205,12 @@ def export_adapter(
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
     check_adapted(spec, config, model)
+    if (method := method_of_all(layers)) != "lora":
+        paths = [adapter_file(folder, stem, "official" if exact else form) for form in config.forms]
+        for form, path in zip(config.forms, paths, strict=True):
+            factors, names = trained_factors(layers, method), spec.architecture.names
+            write_factored(path, factors, names, form=form, dtype=_dtype_of(config), metadata=metadata)
+        return paths
     scaling = {module: float(layer.scaling["default"]) for module, layer in layers.items()}
     state, files = adapter_state(model), []
     base = base_tensors(model)
@@ -374,6 +401,9 @@ def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tens
         These rows of the merged weight.
     """
     weight = rows_of(base.detach(), index, of).float()
+    if (method := method_of(layer)) != "lora":
+        parts = {part: tensor.detach().to(weight.device).float() for part, tensor in parts_of(layer, method).items()}
+        return weight + rows_of(weight_change(parts, layer.scaling["default"]), index, of)
     down, up = layer.lora_A["default"].weight.detach(), rows_of(layer.lora_B["default"].weight.detach(), index, of)
     down, up = down.to(weight.device), up.to(weight.device)  # a streamed weight is read on the host
     merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])

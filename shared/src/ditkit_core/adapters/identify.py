@@ -21,6 +21,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.load import first_ten, fits_shapes, known_prefix
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,8 +31,7 @@ SECOND = "transformer_2"
 """The component of the second of two adapters in one file; diffusers puts its name in front of the keys."""
 
 _OTHER_METHODS = {
-    "LoKr": re.compile(r"\.lokr_"),
-    "LoHa": re.compile(r"\.hada_"),
+    "a LoKr or LoHa of convolutions": re.compile(r"\.(lokr_t2|hada_t[12])$"),
     "OFT": re.compile(r"\.oft_|\.boft"),
     "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
     "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
@@ -117,7 +117,7 @@ def adapter_in(
     parsed = {name: known.parse(name) for name in source.tensors}
     keys = [key for key in parsed.values() if key is not None]
     unknown = [name for name, key in parsed.items() if key is None]
-    if not any(key.kind == "down" for key in keys):
+    if not any(key.kind == "down" or key.kind in METHOD_OF_PART for key in keys):
         raise _not_an_adapter(source, spec)
     # Before the message on unknown keys: a known method tells the user more than a list of names.
     if others := _other_methods(unknown):

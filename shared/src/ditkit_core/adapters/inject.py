@@ -19,12 +19,15 @@ from ditkit_core.config.layer_patterns import fits
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
+from ditkit_core.nn.factored import factored_linear_class, parts_of
 from ditkit_core.nn.lora import lora_linear_class, magnitude_class
 from ditkit_core.nn.quantized_linear import dense_weight
 
-_PEFT_NAMES = re.compile(
-    r"\.base_layer(?=\.)|(?<=\.lora_A|\.lora_B)\.default(?=\.)|(?<=\.lora_magnitude_vector)\.default(?=\.)"
-)
+_PARTS = r"\.(?:lora_(?:A|B|magnitude_vector)|lokr_\w+|hada_\w+)"
+_PEFT_NAMES = re.compile(rf"\.base_layer(?=\.)|(?P<part>{_PARTS})\.default(?=\.|$)")
+_FIRST_PARTS = {"lora_A": "lora", "lokr_w1": "lokr", "hada_w1_a": "loha"}
+"""By a child of a layer with an adapter: the method."""
+_ZERO_AT_FIRST = ("lora_B", "lokr_w1", "lokr_w1_a", "hada_w2_b")
 
 
 def inject(
@@ -55,32 +58,52 @@ def inject(
     config.check_patterns(targets)
     if only is not None:
         targets = tuple(target for target in targets if target in only)
+    peft_config = _peft_config(config, targets)
+    # On meta, because `initialise` makes the values from the seed and the module's name, the same on every device.
+    with torch.device("meta"):
+        _import_peft().inject_adapter_in_model(peft_config, model)
+    for layer in adapter_layers(model).values():
+        # peft constructs its own classes here and offers no choice, as it does for LoRA layers.
+        if config.use_dora:
+            layer.lora_magnitude_vector["default"].__class__ = magnitude_class()
+        if config.method != "lora":
+            layer.__class__ = factored_linear_class(config.method)
+        if config.method == "loha":
+            # peft goes by the shape of the weight, which in a quantized layer is that of the packed codes.
+            with torch.device("meta"):
+                layer.create_adapter_parameters("default", layer.r["default"], (layer.out_features, layer.in_features))
+    return targets
+
+
+def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
+    """peft's configuration of adapters for these modules."""
+    peft, alpha = _import_peft(), config.alpha or config.rank
     ranks = {target: config.rank_of(target) for target in targets}
     alphas = {target: config.alpha_of(target) for target in targets}
-    peft = _import_peft()
+    common: dict[str, Any] = {
+        "r": config.rank,
+        # Anchored, so that no longer name fits that ends like one of them.
+        "rank_pattern": {_exactly(target): rank for target, rank in ranks.items() if rank != config.rank},
+        "alpha_pattern": {_exactly(target): each for target, each in alphas.items() if each != alpha},
+        # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which peft cannot wrap.
+        "target_modules": "|".join(map(re.escape, targets)),
+    }
+    # First values: none of peft's. `initialise` gives them, from a generator of their own.
+    if config.method == "loha":
+        return peft.LoHaConfig(alpha=alpha, init_weights=False, **common)
+    if config.method == "lokr":
+        factor, both = config.decompose_factor, config.decompose_both
+        return peft.LoKrConfig(alpha=alpha, decompose_factor=factor, decompose_both=both, init_weights=False, **common)
     lora = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha or config.rank,
+        lora_alpha=alpha,
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        # Anchored, so that no longer name fits that ends like one of them.
-        rank_pattern={_exactly(target): rank for target, rank in ranks.items() if rank != config.rank},
-        alpha_pattern={_exactly(target): alpha for target, alpha in alphas.items() if alpha != config.alpha},
-        # Off: `initialise` gives the first values, from a generator of their own.
         init_lora_weights=False,
-        # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which peft cannot wrap.
-        target_modules="|".join(map(re.escape, targets)),
+        **common,
     )
     lora._register_custom_module({nn.Linear: lora_linear_class()})
-    # On meta, because `initialise` makes the values from the seed and the module's name, the same on every device.
-    with torch.device("meta"):
-        peft.inject_adapter_in_model(lora, model)
-    if config.use_dora:
-        for layer in adapter_layers(model).values():
-            # peft constructs its own class here and offers no choice, as it does for LoRA layers above.
-            layer.lora_magnitude_vector["default"].__class__ = magnitude_class()
-    return targets
+    return lora
 
 
 def target_modules(
@@ -121,7 +144,7 @@ def initialise(
     """Give every adapter its first values, in fp32, once the base has its weights.
 
     A is uniform within ±1/sqrt(in_features), as in peft, and depends only on the seed and the module's name. B is zero, so the model starts
-    as its base. A DoRA magnitude is the norm of each row of the weight.
+    as its base. A DoRA magnitude is the norm of each row of the weight. In a LoKr the first factor is zero, in a LoHa the last.
 
     Args:
         model: The model; its base is loaded, its adapters are on `meta`.
@@ -132,6 +155,9 @@ def initialise(
     """
     for module, layer in adapter_layers(model).items():
         given = start(module) if start else {}
+        if (method := method_of(layer)) != "lora":
+            _initialise_factored(layer, method, module, seed, device_of(module), given)
+            continue
         rank, width = layer.lora_A["default"].weight.shape
         bound = 1 / math.sqrt(width)
         # Sampled on the CPU, whose generator gives the same numbers wherever the adapter goes.
@@ -155,6 +181,20 @@ def initialise(
             _set_weight(layer.lora_magnitude_vector["default"], magnitude.to(device))
 
 
+def _initialise_factored(
+    layer: Any, method: str, module: str, seed: int, device: torch.device, given: Mapping[str, Tensor]
+) -> None:
+    assert not given or given.keys() == parts_of(layer, method).keys(), module
+    for part, before in parts_of(layer, method).items():
+        value = given.get(part)
+        if value is None:
+            bound = 0.0 if part in _ZERO_AT_FIRST else 1 / math.sqrt(before.shape[1])
+            random = generator(seed, "adapter", module, part)
+            value = torch.empty(before.shape).uniform_(-bound, bound, generator=random)
+        assert value.shape == before.shape, (module, part)
+        getattr(layer, part)["default"] = nn.Parameter(value.to(device).float().contiguous())
+
+
 def _set_weight(module: nn.Module, value: Tensor) -> None:
     assert module.weight.shape == value.shape
     # fp32 whatever the base's dtype: updates of an adapter are too small for bf16.
@@ -162,14 +202,19 @@ def _set_weight(module: nn.Module, value: Tensor) -> None:
 
 
 def adapter_layers(model: nn.Module | StagedModel) -> dict[str, Any]:
-    """The layers with an adapter (peft's LoraLayer), by the module's canonical name, in the model's order."""
+    """The layers with an adapter (peft's LoraLayer, or its kind for LoKr and LoHa), by the module's canonical name, in the model's order."""
     return {canonical_name(name): module for name, module in model.named_modules() if _is_adapter(module)}
 
 
 def _is_adapter(module: nn.Module) -> bool:
     # By its children, not by its class: importing peft takes seconds, and a model without adapters does not need it.
     children = module._modules
-    return "lora_A" in children and "lora_B" in children and "base_layer" in children
+    return "base_layer" in children and any(part in children for part in _FIRST_PARTS)
+
+
+def method_of(layer: nn.Module) -> str:
+    """The method of a layer's adapter, as in `adapter.method`."""
+    return next(method for part, method in _FIRST_PARTS.items() if part in layer._modules)
 
 
 def adapter_state(model: nn.Module | StagedModel) -> dict[str, Tensor]:
@@ -184,17 +229,17 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def module_of(parameter: str) -> str:
     """The module that a parameter belongs to, by canonical names: of an adapter, the layer that it adapts."""
-    return re.sub(r"\.lora_(A|B|magnitude_vector)\..*$|\.[^.]*$", "", parameter, count=1)
+    return re.sub(rf"{_PARTS}(\..*)?$|\.[^.]*$", "", parameter, count=1)
 
 
 def is_adapter_name(name: str) -> bool:
     """Whether a parameter, by peft's name or the canonical one, belongs to an adapter."""
-    return re.search(r"\.lora_(A|B|magnitude_vector)\.", name) is not None
+    return re.search(rf"{_PARTS}(\.|$)", name) is not None
 
 
 def canonical_name(name: str) -> str:
     """A parameter's name without the parts that peft inserts."""
-    return _PEFT_NAMES.sub("", name)
+    return _PEFT_NAMES.sub(lambda found: found["part"] or "", name)
 
 
 def _import_peft():  # type: ignore[no-untyped-def]

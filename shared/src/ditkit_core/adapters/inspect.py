@@ -13,10 +13,12 @@ import torch
 from ditkit_core.adapters.convert import module_kind
 from ditkit_core.adapters.identify import Shapes, adapter_in, is_transformer, parts_in, presets_of
 from ditkit_core.adapters.keys import has_adapter_keys
+from ditkit_core.adapters.read import AdapterFile
 from ditkit_core.adapters.svd import product_norm
 from ditkit_core.errors import printable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.tables import Table
+from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import num_scaled, understood
 from ditkit_core.weights.load import known_prefix
@@ -74,16 +76,15 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
     norms: dict[str, float] = {}
     for name, module in modules.items():
         kinds.setdefault(module_kind(name), []).append(name)
-        read = found.file.read(name)
         # Modules without a norm are reported as damaged below.
-        if bool(read.down.isfinite().all()) and bool(read.up.isfinite().all()):
-            norms[name] = abs(module.scale) * product_norm(read.down, read.up)
+        if math.isfinite(norm := _norm(found.file, name)):
+            norms[name] = abs(module.scale) * norm
     # A scale without alpha keys can only come from the header.
     has_scale = any(module.scale != 1 for module in modules.values())
     about = {
         "kind": "adapter",
         "form": found.layout.form,
-        "matrices": "lora_down, lora_up" if found.layout.up_down else "lora_A, lora_B",
+        "matrices": _matrices(found.layout),
         "alpha": "keys" if found.layout.alpha else "header" if has_scale else "none, so it is the rank",
         "dora": found.layout.use_dora,
         "ranks": _counted(f"{module.rank:g}" for module in modules.values()),
@@ -107,6 +108,21 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
     if base is not None:
         about["fits_base"] = found.shapes.items() <= dict(base).items()
     return about
+
+
+def _norm(file: AdapterFile, module: str) -> float:
+    """The norm of a module's change without its scale; not finite if a value is not."""
+    if file.modules[module].method != "lora":
+        return float(torch.linalg.vector_norm(file.change_of(module)))
+    read = file.read(module)
+    is_finite = bool(read.down.isfinite().all()) and bool(read.up.isfinite().all())
+    return product_norm(read.down, read.up) if is_finite else math.nan
+
+
+def _matrices(layout: AdapterLayout) -> str:
+    if layout.method != "lora":
+        return layout.method.replace("lokr", "LoKr").replace("loha", "LoHa").replace("lora", "LoRA")
+    return "lora_down, lora_up" if layout.up_down else "lora_A, lora_B"
 
 
 def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:

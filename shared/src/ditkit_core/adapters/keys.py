@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import FORM_OF_PREFIX, AdapterLayout
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.weights.factored import METHOD_OF_PART, is_complete, shape_of_parts
 from ditkit_core.weights.fused_tensors import FusedTensors
 
 _PARTS = {
@@ -20,6 +21,7 @@ _PARTS = {
     "up": re.compile(r"\.(lora_B|lora_up)(\.[\w-]+)?\.weight$"),
     "alpha": re.compile(r"\.alpha$"),
     "magnitude": re.compile(r"\.(dora_scale|lora_magnitude_vector(\.[\w-]+)?(\.weight)?)$"),
+    **{part: re.compile(rf"\.{part}$") for part in METHOD_OF_PART},
 }
 
 
@@ -30,7 +32,7 @@ class AdapterKey:
     parts: tuple[TensorSlice, ...]
     """The parts of our modules that make up its module's rows."""
     kind: str
-    """`down`, `up`, `alpha` or `magnitude`."""
+    """`down`, `up`, `alpha`, `magnitude`, or a part of a LoKr or LoHa."""
     prefix: str
     module: str
     """The module's name, without prefix."""
@@ -84,7 +86,9 @@ class KnownNames:
         """The layout of most of these keys."""
         # By majority, because one odd key does not make another layout.
         keys = list(keys)
-        (prefix, ending), _ = Counter((key.prefix, key.ending) for key in keys if key.kind == "down").most_common(1)[0]
+        matrices = [key for key in keys if key.kind not in ("alpha", "magnitude", "up")]
+        (prefix, ending), _ = Counter((key.prefix, key.ending) for key in matrices).most_common(1)[0]
+        methods = {METHOD_OF_PART.get(key.kind, "lora") for key in matrices}
         form = FORM_OF_PREFIX.get(prefix, "prefixed")
         if not prefix:
             form = "diffsynth" if ending.count(".") > 2 else "bare"
@@ -94,6 +98,7 @@ class KnownNames:
             alpha=any(key.kind == "alpha" for key in keys),
             up_down="lora_down" in ending,
             use_dora=any(key.kind == "magnitude" for key in keys),
+            method=" and ".join(sorted(methods)),
         )
 
 
@@ -131,7 +136,11 @@ def shapes_in(source: SafetensorsSource, known: KnownNames) -> dict[str, tuple[i
             found.setdefault(key.parts, {})[key.kind] = stored.shape
     shapes: dict[str, tuple[int, ...]] = {}
     for parts, matrices in found.items():
-        num_rows, width = matrices.get("up", ())[:1], math.prod(matrices.get("down", ())[1:])
+        factors = {part: shape for part, shape in matrices.items() if part in METHOD_OF_PART}
+        if factors:
+            num_rows, width = shape_of_parts(factors) if is_complete(factors) else (1, 1)
+        else:
+            num_rows, width = math.prod(matrices.get("up", ())[:1]), math.prod(matrices.get("down", ())[1:])
         for part in parts:
-            shapes.setdefault(part.name, (math.prod(num_rows) // len(parts) * part.of, width))
+            shapes.setdefault(part.name, (num_rows // len(parts) * part.of, width))
     return shapes

@@ -29,11 +29,13 @@ from torch import Tensor
 from ditkit_core.adapters.alpha import AlphaHeader
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import base_norm, is_over_base
+from ditkit_core.adapters.factored import FactoredAdapter, MixedAdapter, factored_config, understand_factored
 from ditkit_core.adapters.keys import KnownNames
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.weights.factored import METHOD_OF_PART, FactoredMatrices
 from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
 from ditkit_core.weights.load import first_ten
 
@@ -75,7 +77,7 @@ class FileAdapter:
 class FilePiece:
     """Some rows of a module of ours in a file."""
 
-    adapter: FileAdapter
+    adapter: "FileAdapter | FactoredAdapter"
     index: int
     """Index among the adapter's parts."""
     columns: Tensor | None
@@ -93,6 +95,8 @@ class FileModule:
     """The factor of up·down."""
     use_dora: bool
     """Whether it has a magnitude for each row."""
+    method: str = "lora"
+    """`lora`, `lokr` or `loha`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,21 @@ class AdapterFile:
     modules: Mapping[str, FileModule]
     """Its modules, by our name."""
 
+    def read_factored(self, module: str) -> FactoredMatrices:
+        """Read a module's LoKr or LoHa.
+
+        Raises:
+            UserError: If the file has it in several pieces.
+        """
+        pieces = self.modules[module].pieces
+        adapter = pieces[0].adapter if pieces[0] is not None and len(pieces) == 1 else None
+        if not isinstance(adapter, FactoredAdapter):
+            raise UserError(
+                f"{self.source.path}: {module} is in {len(pieces)} pieces, which a LoKr or LoHa of one layer is not; merge it"
+            )
+        assert pieces[0] is not None
+        return adapter.matrices(self.source, pieces[0].index)
+
     def read(self, module: str) -> LoraMatrices:
         """Read a module's A, B and perhaps magnitudes."""
         found = self.modules[module]
@@ -110,6 +129,9 @@ class AdapterFile:
 
     def change(self, module: str, weight: Tensor, strength: float) -> None:
         """Merge the adapter at a strength into the fp32 weight [out, in] of a module, in place."""
+        if self.modules[module].method != "lora":
+            weight.add_(self.change_of(module), alpha=strength * self.modules[module].scale)
+            return
         scale, read = self.modules[module].scale, self.read(module)
         if read.magnitude is None:
             weight.addmm_(read.up, read.down, alpha=strength * scale)
@@ -121,9 +143,26 @@ class AdapterFile:
         ]
         weight.lerp_(merged, strength)
 
+    def change_of(self, module: str) -> Tensor:
+        """The change of a module's weight by a LoKr or LoHa, without `FileModule.scale`.
+
+        A tensor of the file may be several modules of ours, or some rows of one.
+        """
+        found = self.modules[module]
+        changes = []
+        for piece in found.pieces:
+            if piece is not None and isinstance(piece.adapter, FactoredAdapter):
+                change = piece.adapter.matrices(self.source, piece.index).change()
+                changes.append(
+                    change if piece.adapter.scale == found.scale else change * (piece.adapter.scale / found.scale)
+                )
+        # None of the module's rows has no adapter: `_assemble_factored` refuses that.
+        return torch.cat(changes) if len(changes) > 1 else changes[0]
+
 
 def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> LoraMatrices:
     def read(piece: FilePiece) -> tuple[str, LoraMatrices]:
+        assert isinstance(piece.adapter, FileAdapter)
         read = piece.adapter.rows(source, piece.index, piece.columns)
         if piece.adapter.scale != scale:
             read = replace(read, up=read.up * (piece.adapter.scale / scale))
@@ -191,8 +230,10 @@ def understand_adapter(
         )
     # Only now, because an unreadable header of a file of another model is not the problem to report.
     header = AlphaHeader.of(source)
-    adapters = {
-        name: _understand(source, keys[parts], parts, modules, header, known.forms[parts])
+    adapters: dict[str, FileAdapter | FactoredAdapter] = {
+        name: (understand_factored if keys[parts].keys() & METHOD_OF_PART.keys() else _understand)(
+            source, keys[parts], parts, modules, header, known.forms[parts]
+        )
         for parts, name in file_names.items()
     }
     # Fused tensors tell their modules apart only by values, so these are the only matrices that are read
@@ -211,11 +252,11 @@ def understand_adapter(
     return AdapterFile(source, found)
 
 
-def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tensor | None]:
+def _columns(source: SafetensorsSource, adapter: FileAdapter | FactoredAdapter) -> dict[str, Tensor | None]:
     """The columns of an adapter's B that belong to each of our modules; None for all."""
     owners = [part.name for part in adapter.parts]
-    if len(set(owners)) == 1:
-        return {owners[0]: None}
+    if len(set(owners)) == 1 or isinstance(adapter, FactoredAdapter):
+        return dict.fromkeys(owners)
     up = source.read(adapter.keys["up"]).float().flatten(1)
     columns: dict[str, Tensor | None] = dict(columns_of_owners(up, owners))
     if "magnitude" in adapter.keys:  # a magnitude changes its rows even if B is zero there
@@ -225,6 +266,8 @@ def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tenso
 
 def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
     given = [piece for piece in pieces if piece is not None]
+    if any(isinstance(piece.adapter, FactoredAdapter) for piece in given):
+        return _assemble_factored(source, module, pieces)
     with_magnitude = [piece for piece in given if "magnitude" in piece.adapter.keys]
     if with_magnitude and len(with_magnitude) < len(pieces):
         raise UserError(
@@ -237,6 +280,18 @@ def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FileP
     one = len({piece.adapter.name for piece in given}) == 1 and given[0].columns is None
     rank = given[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
     return FileModule(pieces, rank, scale, bool(with_magnitude))
+
+
+def _assemble_factored(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+    adapters = [None if piece is None else piece.adapter for piece in pieces]
+    methods = {each.method if isinstance(each, FactoredAdapter) else "lora" for each in adapters if each is not None}
+    first = adapters[0]
+    if len(methods) > 1 or None in adapters or first is None or not first.scale:
+        raise UserError(
+            f"{source.path}: some rows of {module} have a {' or '.join(sorted(methods))}, and others another or none; merge that file with "
+            "the program that made it"
+        )
+    return FileModule(pieces, first.rank, first.scale, False, methods.pop())
 
 
 def _understand(
@@ -310,10 +365,6 @@ def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable
     return {f"{module}.weight": edit(module) for module in modules}
 
 
-class MixedAdapter(UserError):
-    """A file of which some modules are DoRA and others are not. It can be merged but not trained further."""
-
-
 def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterConfig, str]:
     """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from.
 
@@ -329,6 +380,8 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
         UserError: If patterns are configured too, or a module could not be trained, because its scale is not positive.
     """
     path, modules = file.source.path, file.modules
+    if any(found.method != "lora" for found in modules.values()):
+        return factored_config(config, file.source, modules)
     if config.rank_pattern or config.alpha_pattern:
         raise UserError(
             f"adapter.init = {path} decides ranks and alphas by layer; leave adapter.rank_pattern and adapter.alpha_pattern out"
@@ -381,6 +434,8 @@ def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[st
     def start(module: str) -> dict[str, Tensor]:
         if module not in file.modules:
             return {}
+        if file.modules[module].method != "lora":
+            return dict(file.read_factored(module).parts)
         read = file.read(module)
         given = {"lora_A.weight": read.down, "lora_B.weight": read.up}
         if read.magnitude is None:

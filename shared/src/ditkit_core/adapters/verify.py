@@ -4,6 +4,7 @@ Models differ in how the other program's transformer is built and called; both c
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.export import base_tensors
-from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.adapters.export import base_tensors, method_of_all
+from ditkit_core.adapters.inject import adapter_layers, method_of
 from ditkit_core.adapters.keys import tensors_in_form
+from ditkit_core.adapters.read import open_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.nn.factored import PARTS, parts_of
 from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.quantized_linear import dense_weight, products_in_dtype, quantized_weights
 from ditkit_core.nn.weight_at_use import make_at_use, weights_at_use, without_values
@@ -64,7 +67,11 @@ def compare_with_pipeline(
     with torch.no_grad():
         # Without the adapter first: an adapter that diffusers loads but never applies then shows as no effect.
         bare = theirs()
-        _load(pipeline, adapter_file)
+        method = method_of_all(adapter_layers(model))
+        if method == "lora":
+            _load(pipeline, adapter_file)
+        else:
+            _load_factors(pipeline.transformer, adapter_file, model, names)
         _check_modules(pipeline.transformer, model, names, adapter_file)
         loaded = theirs()
         # Our adapter as the file has it: what is compared is the file's meaning, not its rounding, nor that of `base.compute`.
@@ -77,11 +84,11 @@ def compare_with_pipeline(
             f"{difference:.1e} (at most {TOLERANCE[dtype]:.0e} expected); the file is not this model's adapter, export it again"
         )
     # A new adapter with B = 0: loading it proves names and shapes, but not values.
+    reader = "diffusers loads" if method == "lora" else "diffusers' model with peft's layers takes"
     if effect == 0:
-        return f"diffusers loads {adapter_file.name}, which changes nothing yet, in our model either"
+        return f"{reader} {adapter_file.name}, which changes nothing yet, in our model either"
     line = (
-        f"diffusers loads {adapter_file.name} and agrees with our model to {difference:.1e} "
-        f"(the adapter changes {effect:.1e})"
+        f"{reader} {adapter_file.name} and agrees with our model to {difference:.1e} (the adapter changes {effect:.1e})"
     )
     if effect <= TOLERANCE[dtype]:
         dtype_name = str(dtype).removeprefix("torch.")
@@ -190,6 +197,34 @@ def _load(pipeline: Any, adapter_file: Path) -> None:
             parameter.data = parameter.data.float()
 
 
+def _load_factors(transformer: Any, adapter_file: Path, model: StagedModel, names: StateDictNames) -> None:
+    """Give diffusers' transformer peft's own layers with the factors of a file: diffusers has no reader of LoKr and LoHa."""
+    import peft
+
+    layers = adapter_layers(model)
+    file = open_adapter(
+        adapter_file, names, {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    )
+    theirs = {}
+    for module in layers:
+        (part,) = names.from_native["diffusers"](f"{module}.weight")
+        if part.of > 1 or module not in file.modules:
+            raise UserError(
+                f"{adapter_file}: {module} is not one layer of diffusers, or not in the file; export it again"
+            )
+        theirs[module] = part.name.removesuffix(".weight")
+    kind = peft.LoKrConfig if method_of_all(layers) == "lokr" else peft.LoHaConfig
+    chosen = "|".join(map(re.escape, theirs.values()))
+    peft.inject_adapter_in_model(kind(r=1, alpha=1, target_modules=chosen), transformer)
+    for module, name in theirs.items():
+        layer, parts = transformer.get_submodule(name), file.read_factored(module).parts
+        layer.scaling["default"] = file.modules[module].scale
+        device = layer.get_base_layer().weight.device
+        for part in PARTS[file.modules[module].method]:
+            given = {"default": nn.Parameter(parts[part].to(device))} if part in parts else {}
+            setattr(layer, part, nn.ParameterDict(given))
+
+
 def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, adapter_file: Path) -> None:
     """Refuse an adapter of which diffusers ignores modules. It only warns about those, and rounding could hide them in the outputs.
 
@@ -213,6 +248,14 @@ def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextMa
     folded = not any(key.endswith(".alpha") for key in tensors)
     parameters, values = {}, {}
     for module, layer in adapter_layers(model).items():
+        if (method := method_of(layer)) != "lora":
+            first = next(part for part in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if part in parts_of(layer, method))
+            for part, parameter in parts_of(layer, method).items():
+                scale = layer.scaling["default"] if part == first else 1.0
+                (dtype,) = dtypes
+                parameters[f"{module}.{part}"] = parameter
+                values[f"{module}.{part}"] = (parameter.detach().float() * scale).to(dtype).float() / scale
+            continue
         parts = {"lora_A": 1.0, "lora_B": layer.scaling["default"] if folded else 1.0, "lora_magnitude_vector": 1.0}
         # A file without alpha has the scaling folded into B, and B is rounded after that.
         for part, scale in parts.items():

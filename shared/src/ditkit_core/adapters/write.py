@@ -114,7 +114,7 @@ def write_matrices(
     )
     metadata = {key: value for key, value in metadata.items() if key != DORA_METADATA}
     metadata |= {DORA_METADATA: OVER_BASE} if over_base else {}
-    stacks = _fuse(adapters, names, form).found
+    stacks = fused_modules(adapters, names, form).found
     # A tensor of the file has one alpha. If the modules fused in it differ in scale, the scale can only go into B.
     kept = ADAPTER_FORMS[form].alpha and all(
         len({adapters[part.name].scale for part in parts if part is not None}) == 1 for parts in stacks.values()
@@ -170,7 +170,7 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
     """
     if not use_dora:
         return
-    for name, parts in _fuse(modules, names, form).found.items():
+    for name, parts in fused_modules(modules, names, form).found.items():
         if None in parts:
             ours = next(part.name for part in parts if part is not None)
             raise UserError(
@@ -179,7 +179,8 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
             )
 
 
-def _fuse(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
+def fused_modules(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
+    """A form's modules, assembled from these of ours."""
     return modules_in_form(modules, names.from_native[_naming(form, names)])
 
 
@@ -290,7 +291,7 @@ def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: s
     shapes: dict[str, tuple[int, ...]] = {
         name: (len(one.matrices.up), one.matrices.down.shape[1]) for name, one in adapters.items()
     }
-    for name, parts in _fuse(adapters, names, form).found.items():
+    for name, parts in fused_modules(adapters, names, form).found.items():
         if None in parts:
             adapted = next(part for part in parts if part is not None)
             num_out, width = shapes[adapted.name]

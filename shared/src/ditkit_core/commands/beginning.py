@@ -32,14 +32,16 @@ def _opening(run: RunContext) -> str:
     """What is trained, in a line."""
     config, devices = run.config, " and ".join(map(str, run.devices))
     adapter = config.adapter
-    what = (
-        "all weights"
-        if adapter.method == "full"
-        else f"a {'DoRA' if adapter.use_dora else 'LoRA'} of rank {adapter.rank}"
-    )
+    what = "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
     model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
     forms = ""
     if config.export.forms != run.given.config.export.forms:
-        forms = f"; its files are in the {' and '.join(config.export.forms)} forms, because no file of a DoRA is for both ComfyUI and diffusers"
+        why = (
+            "no file of a DoRA is for both ComfyUI and diffusers"
+            if adapter.use_dora
+            else "it has a name for each layer"
+        )
+        several = "s" * (len(config.export.forms) > 1)
+        forms = f"; its files are in the {' and '.join(config.export.forms)} form{several}, because {why}"
     precision = f"precision {config.precision.preset}, each dtype is in the report"
     return f"train {what} of {model} for {config.train.steps} steps on {devices} ({precision}){forms}"

@@ -14,6 +14,7 @@ import torch
 from ditkit_core.adapters.convert import (
     adapter_dtype,
     add_missing_modules,
+    check_finite,
     derived_metadata,
     read_adapter,
     reduce_rank,
@@ -27,6 +28,7 @@ from ditkit_core.adapters.inject import target_modules
 from ditkit_core.adapters.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.read import MAX_STRENGTH, merge_into
 from ditkit_core.adapters.write import Scaled, check_form
+from ditkit_core.adapters.write_factored import read_factors, write_factored
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
@@ -74,6 +76,9 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
         _check_fits(found, layers)
     # Some forms are only read (peft, OneTrainer …); their files are written in the form that most programs read.
     form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
+    if found.layout.method in ("lokr", "loha"):
+        _convert_factored(spec, found, form, options)
+        return
     check_form(form, spec.architecture.names, use_dora=found.layout.use_dora)
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
     mark = (f"_rank{rank}" if rank else "_reduced") if options.rank else ""
@@ -96,6 +101,25 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
+
+
+def _convert_factored(spec: ModelSpec, found: FoundAdapter, form: str, options: ExportOptions) -> None:
+    """A LoKr or LoHa in another form or dtype."""
+    path, names = found.path, spec.architecture.names
+    check_form(form, names, use_dora=False)
+    if options.rank:
+        raise UserError(
+            f"--rank: {path} is a {found.layout.method}, whose rank is not that of its change; merge it, then --extract"
+        )
+    out = _out(options.out, path, f"_{options.to}" if options.to else f"_{options.dtype}")
+    adapters = read_factors(found.file)
+    metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), file=path.name, form=form)
+    dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
+    worst = write_factored(out, adapters, names, form=form, dtype=dtype, metadata=metadata)
+    same = f"equal up to {worst:.1e} (rounded)" if worst else "bitwise identical"
+    say(f"{out}: {form}, {len(adapters)} modules of a {found.layout.method}; its factors are {same}")
+    if read := readers_of(spec, form, list(adapters), use_dora=False, method=found.layout.method):
+        say(loaded_by(read))
 
 
 def _in_norm_of(
@@ -166,7 +190,7 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     _check_expert(spec, path, source)
     found = find_adapter(path, spec, part=options.part, layers=layers)
     _check_fits(found, layers)
-    read_adapter(found)  # reports a value that is not finite before gigabytes are written
+    check_finite(found)  # before gigabytes are written
     shapes = parameters_of(spec.architecture.build, arch)
     mapping, edits = match(source, spec.architecture.names, shapes), merge_into([(found.file, strength)])
 

@@ -19,7 +19,7 @@ from ditkit_core.adapters.export import (
     read_by,
     whole_forms,
     why_unverified,
-    with_forms_of_dora,
+    with_forms_of,
 )
 from ditkit_core.adapters.export_names import (
     ExportName,
@@ -63,7 +63,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     # A flag replaces the run's list of forms: somebody who names one wants that file alone.
     wanted = replace(
         config.export,
-        forms=(options.to,) if options.to else with_forms_of_dora(config.export, config.adapter).forms,
+        forms=(options.to,) if options.to else with_forms_of(config.export, config.adapter, spec).forms,
         dtype=options.dtype or config.export.dtype,
         merged=options.merge,
     )
@@ -227,7 +227,7 @@ class Exporter(Callback):
 
     @property
     def _is_adapter(self) -> bool:
-        return self._run.config.adapter.method == "lora"
+        return self._run.config.adapter.method != "full"
 
     @property
     def _writes_transformer(self) -> bool:

@@ -27,6 +27,8 @@ class AdapterLayout:
     up_down: bool = False
     """Whether the matrices are named `lora_up` and `lora_down` instead of `lora_B` and `lora_A`."""
     use_dora: bool = False
+    method: str = "lora"
+    """`lora`, `lokr` or `loha`; several in a file that has several."""
     dora_over_base: bool = False
     """Whether the magnitudes are over the norm of the base's rows, as ComfyUI reads them; otherwise over that of the merged rows."""
 
@@ -49,21 +51,29 @@ class AdapterForm:
     dora: Literal["", "merged", "base"] = ""
     """The norm of a row that the form's readers divide DoRA's magnitudes by: of the merged weight, or of the base's; empty if they do neither."""
 
+    lora_only: bool = False
+    """Whether programs that read the form have no LoKr or LoHa."""
+
+    def stem(self, module: str) -> str:
+        """How the keys of a module begin, whose name is given in this form."""
+        return self.prefix + (module.replace(".", "_") if self.underscores else module)
+
     def keys(self, module: str) -> dict[str, str]:
         """The keys of a module, whose name is given in this form: `down`, `up`, `alpha`, `magnitude`."""
-        stem = self.prefix + (module.replace(".", "_") if self.underscores else module)
+        stem = self.stem(module)
         # peft's name without its last component, or ComfyUI's
         magnitude = ".dora_scale" if self.dora == "base" else ".lora_magnitude_vector"
         parts = {"down": self.down, "up": self.up, "alpha": ".alpha", "magnitude": magnitude}
         return {part: stem + ending for part, ending in parts.items()}
 
-    def layout(self, form: str, bare: str, *, use_dora: bool) -> AdapterLayout:
+    def layout(self, form: str, bare: str, *, use_dora: bool, method: str = "lora") -> AdapterLayout:
         """The layout of a file in this form.
 
         Args:
             form: Name of this form.
             bare: Form of the module names in the family's files without a prefix.
             use_dora: Whether the adapter is a DoRA.
+            method: `lora`, `lokr` or `loha`.
         """
         return AdapterLayout(
             form=form,
@@ -71,6 +81,7 @@ class AdapterForm:
             alpha=self.alpha,
             up_down="lora_down" in self.down,
             use_dora=use_dora,
+            method=method,
             dora_over_base=use_dora and self.dora == "base",
         )
 
@@ -82,7 +93,7 @@ ADAPTER_FORMS: Mapping[str, AdapterForm] = {
     "diffusers": AdapterForm(
         prefix="transformer.", naming="diffusers", down=".lora_A.weight", up=".lora_B.weight", dora="merged"
     ),
-    "diffsynth": AdapterForm(prefix="", down=".lora_A.default.weight", up=".lora_B.default.weight"),
+    "diffsynth": AdapterForm(prefix="", down=".lora_A.default.weight", up=".lora_B.default.weight", lora_only=True),
     "musubi": AdapterForm(
         prefix="lora_unet_",
         naming="official",
@@ -133,8 +144,14 @@ STRANGERS: Mapping[str, str] = {
 """Patterns of names in files of models that are no family's, for `AdapterRules.strangers`."""
 
 
+NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
+"""What diffusers does with these."""
+
+
 def read_by_diffsynth(layout: AdapterLayout, naming: str) -> str:
     """What DiffSynth ignores of a file; empty if it loads all of it. `naming` is the form of its module names for the family."""
+    if layout.method != "lora":
+        return "has no LoKr or LoHa; merge it"
     if layout.form not in ("official", "diffsynth", "bare") or layout.naming != naming:
         return "loads nothing of it; write it with --to diffsynth"
     return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
@@ -157,5 +174,7 @@ class AdapterRules:
     """(layout of a file, adapted modules by our names) to, by program, what that program ignores or misreads; empty text if it loads all."""
     fillers: Callable[[str, Collection[str]], Collection[str]] = lambda form, modules: ()
     """(form to write, adapted modules by our names) to further modules that readers of the form require; they are written as zeros."""
+    one_to_one: str = "official"
+    """The form for ComfyUI whose names are each for one of our layers, as a LoKr or LoHa needs it."""
     strangers: Mapping[str, str] = field(default_factory=dict)
     """Patterns of names in other models' files, to the model that such a file is for."""

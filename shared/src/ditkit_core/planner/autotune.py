@@ -280,7 +280,7 @@ def _sizes(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
 
 def _ranks(config: RunConfig) -> Iterator[_Changed]:
     adapter = config.adapter
-    if adapter.method == "lora" and not adapter.init:
+    if adapter.method in ("lora", "loha") and not adapter.init:
         for rank in dict.fromkeys((adapter.rank // 2, adapter.rank // 4)):
             if rank >= 1:
                 yield f"adapter.rank = {rank} (now {adapter.rank})", 1 - rank / adapter.rank, "adapter", {"rank": rank}

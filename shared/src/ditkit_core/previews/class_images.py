@@ -43,8 +43,8 @@ def num_missing_class_images(run: RunContext, *, started: bool) -> int:
     missing = prior.images - count_media(folder) if prior.prompt and not started else 0
     if missing <= 0:
         return 0
-    if config.adapter.method != "lora" or config.adapter.init:
-        what = f"adapter.method = {config.adapter.method}" if config.adapter.method != "lora" else "adapter.init"
+    if config.adapter.method == "full" or config.adapter.init:
+        what = f"adapter.method = {config.adapter.method}" if config.adapter.method == "full" else "adapter.init"
         raise UserError(
             f"prior.prompt: {missing} class images are missing in {folder}, and with {what} they are not generated; put them there, "
             "each with a caption in a .txt file"

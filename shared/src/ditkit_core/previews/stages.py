@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.factored import MixedAdapter
 from ditkit_core.adapters.inject import trainable_parameters
-from ditkit_core.adapters.read import MixedAdapter
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
@@ -101,7 +101,12 @@ def _for_sampling(run: RunContext, expert: Expert, trained: ExpertWeights) -> Ru
     # no level to the other, which its checks would refuse.
     config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
     if trained.folder is None and trained.preview is None:  # the adapter is zero, or comes from a file
-        config = replace(config, adapter=replace(config.adapter, method="lora", init=""))
+        config = replace(
+            config,
+            adapter=replace(
+                config.adapter, method="lora" if config.adapter.method == "full" else config.adapter.method, init=""
+            ),
+        )
     if not is_joint(run) and run.expert != expert:  # base.merge of such a run is for the expert that it trains
         config = replace(config, base=replace(config.base, merge=()))
     return with_config(run, config)

@@ -76,9 +76,10 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     check_kernels(train.kernels, kinds)
     optim = run.config.optim
-    if optim.loraplus_lr_ratio != 1 and run.config.adapter.method == "full":
+    method = run.config.adapter.method
+    if optim.loraplus_lr_ratio != 1 and method != "lora":
         raise UserError(
-            f"optim.loraplus_lr_ratio = {optim.loraplus_lr_ratio:g} is for the B of adapters, and adapter.method = full has none; leave it out "
+            f"optim.loraplus_lr_ratio = {optim.loraplus_lr_ratio:g} is for the B of a LoRA, and adapter.method = {method} has none; leave it out "
             "(optim.lr_pattern sets rates by layer)"
         )
     check_swap(train.swap_blocks, run.config.adapter.method, optim)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ditkit_core.adapters.export import with_forms_of_dora
+from ditkit_core.adapters.export import with_forms_of
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec
@@ -111,7 +111,7 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
     data = replace(data, frames=own_frames, height=data.height or height, width=data.width or width)
     if train.control_dropout < 0:
         train = replace(train, control_dropout=spec.training.control_dropout)
-    export = with_forms_of_dora(config.export, config.adapter)
+    export = with_forms_of(config.export, config.adapter, spec)
     config = replace(config, data=data, train=train, export=export)
     if arch is not None:
         config = restrict_to_expert(config, spec, arch)

@@ -43,13 +43,16 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
     stored = resolve(RunConfig, stored=folder.path)
     own, theirs = prepared.adapter, stored.adapter
     # Weights of another scale would load without an error, and then act with another strength.
-    of_layers = [(each.rank_pattern, each.alpha_pattern) for each in (own, theirs)]
+    of_layers = [
+        (each.method, each.rank_pattern, each.alpha_pattern, each.decompose_factor, each.decompose_both)
+        for each in (own, theirs)
+    ]
     differ = (own.rank, own.scaling) != (theirs.rank, theirs.scaling) or of_layers[0] != of_layers[1]
-    if own.method == "lora" and not theirs.init and differ:
+    if own.method != "full" and not theirs.init and differ:
         name = next(finished_adapters(folder), ExportName(run=folder.name))
         raise UserError(
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
-            f"{own.scaling:g}{', with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
+            f"{own.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
             f'base.merge = ["{name.at(folder)}"]'
         )
     if step is not None:  # `latest` has verified the latest

@@ -176,8 +176,8 @@ class PolicyChecks:
 
     def _left_out(self, model: Any, adapter: str) -> Collection[str]:
         """Last layers that a replay of a block need not come to: frozen ones, whose adapter, if they have one, keeps nothing more."""
-        if adapter in ("lora", "full"):
-            return self.last_layers if adapter == "lora" else ()
+        if adapter in ("lora", "lokr", "loha", "full"):
+            return self.last_layers if adapter != "full" else ()
         adapted = adapter_layers(model)
         return [last for last in self.last_layers if not any(name.endswith(last) for name in adapted)]
 

@@ -22,6 +22,8 @@ _FEW = (
 _NO_PREVIEWS = ("--sample.prompts", "[]", "--sample.every_steps", "0")
 
 LEVERS: tuple[tuple[str, ...], ...] = (
+    ("--adapter.method", "lokr", "--adapter.rank", "2", "--adapter.decompose_factor", "4", "--export.merged", "true"),
+    ("--adapter.method", "loha", "--adapter.rank", "2", "--train.checkpointing", "full", "--ema.decay", "0.9"),
     ("--model.dtype", "bf16", "--train.checkpointing", "attn_only", "--adapter.dropout", "0.1"),
     ("--train.checkpointing", "full", "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
     ("--adapter.use_dora", "true", "--train.caption_dropout", "0.5", "--adapter.rank_pattern", '["*.0.*=3"]'),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
+from ditkit_core.adapters.inject import initialise, inject, is_adapter_name, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.models.precision import Precision
@@ -34,6 +34,8 @@ ADAPTERS = {
     "lora": AdapterConfig(rank=4),
     "lora with dropout": AdapterConfig(rank=4, alpha=8.0, dropout=0.2),
     "dora": AdapterConfig(rank=4, use_dora=True),
+    "lokr": AdapterConfig(method="lokr", rank=2, alpha=3.0, decompose_factor=4),
+    "loha": AdapterConfig(method="loha", rank=4),
 }
 """What is trained, by the names that the checks go by."""
 
@@ -92,7 +94,7 @@ def _make_model(spec: ModelSpec, arch: Any, dtype: torch.dtype, adapter: Adapter
         inject(model, adapter, spec.adapters.targets)
         initialise(model, 0, device_of=lambda name: torch.device("cpu"))
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if is_adapter_name(name) and not parameter.any():
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=random)
     return model.train()
 

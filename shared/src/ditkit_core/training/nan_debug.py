@@ -200,7 +200,7 @@ def _drop(parameter: Tensor) -> None:
 
 def _layer_name(name: str) -> str:
     """A module's name; for modules that peft adds inside of a layer, the layer's name."""
-    return re.split(r"\.(?:base_layer|lora_\w+)(?:\.|$)", name, maxsplit=1)[0]
+    return re.split(r"\.(?:base_layer|lora_\w+|lokr_\w+|hada_\w+)(?:\.|$)", name, maxsplit=1)[0]
 
 
 def describe_nonfinite(found: dict[str, Any]) -> str:

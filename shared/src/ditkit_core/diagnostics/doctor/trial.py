@@ -213,7 +213,7 @@ def _findings(row: StepRow, method: str) -> list[Finding]:
         names = row.without_gradient
         first = listed(names, 3)
         # Full fine-tuning may include parameters for inputs that this data does not have; an adapter names its targets.
-        make = Finding.error if method == "lora" or len(names) == row.parameters else Finding.warning
+        make = Finding.error if method != "full" or len(names) == row.parameters else Finding.warning
         what = (
             f"no gradient reaches {len(names)} of {row.parameters} trained parameters: training would not change them"
         )

@@ -75,8 +75,8 @@ def _model(section: Section) -> list[str]:
     trained = model.get("trained_parameters")
     count = f"{trained:,} trained parameters" if isinstance(trained, int) else ""
     method = config.get("adapter.method", "")
-    if method == "lora":
-        method = f"{'DoRA' if config.get('adapter.use_dora') else 'LoRA'}, rank {config.get('adapter.rank')}"
+    if name_of := {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}.get(str(method)):
+        method = f"{'DoRA' if config.get('adapter.use_dora') else name_of}, rank {config.get('adapter.rank')}"
         method += _in_brackets(config.get("adapter.rank_pattern"))
     elif method == "full":
         method = "all weights"

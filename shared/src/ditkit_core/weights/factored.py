@@ -1,0 +1,108 @@
+"""The adapter of one module as a LoKr or LoHa, apart from any model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ditkit_core.nn.factored import PARTS, weight_change
+from ditkit_core.weights.fused_tensors import rows_of
+
+METHOD_OF_PART = {part: method for method, parts in PARTS.items() for part in parts}
+"""The method that a part belongs to: `lokr` or `loha`."""
+
+
+@dataclass(frozen=True)
+class FactoredMatrices:
+    """One module's LoKr or LoHa, in fp32, without its scaling."""
+
+    parts: Mapping[str, Tensor]
+    """By part, as in `nn/factored.py: PARTS`."""
+    index: int = 0
+    """Of a module that shares the adapter with others: its place among equal parts of the rows."""
+    of: int = 1
+
+    @property
+    def method(self) -> str:
+        """`lokr` or `loha`."""
+        return METHOD_OF_PART[next(iter(self.parts))]
+
+    @property
+    def rank(self) -> int:
+        """The rank of its low-rank factors, or the size of a LoKr's second factor if it has none."""
+        return rank_of_parts({part: tuple(tensor.shape) for part, tensor in self.parts.items()})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [out, in] of the module's weight."""
+        out, width = shape_of_parts({part: tuple(tensor.shape) for part, tensor in self.parts.items()})
+        return out // self.of, width
+
+    def change(self) -> Tensor:
+        """The change of the module's weight."""
+        return rows_of(weight_change(self.parts), self.index, self.of)
+
+    def norm(self) -> float:
+        """The Frobenius norm of the change."""
+        return float(torch.linalg.vector_norm(self.change()))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All its tensors."""
+        return tuple(self.parts.values())
+
+    def changes_nothing(self) -> bool:
+        """Whether all its tensors are zero, as in a module that only fills a gap; a new adapter has others."""
+        return not any(bool(tensor.any()) for tensor in self.parts.values())
+
+    def scaled(self, factor: float) -> "FactoredMatrices":
+        """The same adapter with a change that is `factor` times as large."""
+        first = next(part for part in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if part in self.parts)
+        return replace(self, parts={**self.parts, first: self.parts[first] * factor})
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def is_complete(shapes: Shapes) -> bool:
+    """Whether parts of these shapes are a LoKr or a LoHa of matrices."""
+    if any(len(shape) != 2 or 0 in shape for shape in shapes.values()):
+        return False
+    if all(part in shapes for part in PARTS["loha"]):
+        (rows, rank), (other, width) = shapes["hada_w1_a"], shapes["hada_w1_b"]
+        alike = shapes["hada_w2_a"][0] == rows and shapes["hada_w2_b"][1] == width
+        return len(shapes) == 4 and rank == other and alike and shapes["hada_w2_a"][1] == shapes["hada_w2_b"][0]
+    pairs = 0
+    for factor in ("lokr_w1", "lokr_w2"):
+        first, second = shapes.get(f"{factor}_a"), shapes.get(f"{factor}_b")
+        pairs += 2 if first and second else 1
+        is_pair = first is not None and second is not None and first[1] == second[0]
+        if (factor in shapes) == is_pair or (first is None) != (second is None):
+            return False
+    return len(shapes) == pairs
+
+
+def shape_of_parts(shapes: Shapes) -> tuple[int, int]:
+    """The shape [out, in] of the weight that complete parts change."""
+    if "hada_w1_a" in shapes:
+        return shapes["hada_w1_a"][0], shapes["hada_w1_b"][1]
+    sizes = [
+        shapes[factor] if factor in shapes else (shapes[f"{factor}_a"][0], shapes[f"{factor}_b"][1])
+        for factor in ("lokr_w1", "lokr_w2")
+    ]
+    return sizes[0][0] * sizes[1][0], sizes[0][1] * sizes[1][1]
+
+
+def low_rank_of(shapes: Shapes) -> int | None:
+    """The rank that an alpha in a file is divided by, as ComfyUI and LyCORIS do; None where no factor is a low-rank product."""
+    for part in ("hada_w1_b", "lokr_w2_b", "lokr_w1_b"):
+        if part in shapes:
+            return shapes[part][0]
+    return None
+
+
+def rank_of_parts(shapes: Shapes) -> int:
+    """The rank of complete parts; a second factor of a LoKr that is stored whole has its larger side as rank."""
+    if "lokr_w2" in shapes:
+        return max(shapes["lokr_w2"])
+    return low_rank_of(shapes) or 1
