@@ -27,7 +27,7 @@ from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.sampling.prompts import SamplePrompt, choose_prompts, control_files, requests_of
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
 from ditkit_core.testing.specs import altered
-from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, ToyTextEncoder
 from ditkit_core.testing.world import make_model
 
 GUIDED = SampleDefaults(steps=50, guidance=5.0)
@@ -114,6 +114,13 @@ def test_what_a_model_does_not_use_is_said_in_one_line() -> None:
     assert SampleConfig(guidance=3.0, negative="blur").resolved(GUIDED, said.append).guidance == 3.0 and len(said) == 1
     assert SampleConfig(guidance=3.0, negative="blur").resolved(EMBEDDED, said.append).guidance == 3.0
     assert len(said) == 2 and "sample.negative is not used" in said[1] and not any("\n" in line for line in said)
+
+
+def test_the_negative_prompt_is_the_authors_unless_another_is_given_or_none() -> None:
+    own = replace(GUIDED, negative="blurry")
+    negatives = {given: SampleConfig(negative=given).resolved(own, pytest.fail).negative for given in ("", "red")}
+    assert SampleConfig().resolved(own, pytest.fail).negative == "blurry" and negatives == {"": "", "red": "red"}
+    assert SampleConfig().resolved(EMBEDDED, pytest.fail).negative == ""
 
 
 def test_captions_take_the_place_of_prompts_with_their_own_size_and_references() -> None:
@@ -346,6 +353,27 @@ def test_a_finished_run_draws_captions_with_the_models_own_settings(
     assert names == [
         "step-000001-0-picture-number-0.png", "step-000001-1-picture-number-1.png", "step-000001-grid.png", "step-000001.json",
     ]  # fmt: skip
+
+
+def test_the_authors_negative_prompt_guides_and_a_stored_empty_one_stays_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world, encoder = World(tmp_path, replace(GUIDED, negative="blurry")), ToyTextEncoder()
+
+    def negatives() -> list[torch.Tensor]:
+        found = [job.negative["text"] for job in world.sampler.jobs if job.negative is not None]
+        world.sampler.jobs.clear()
+        return found
+
+    blurry, empty = (encoder.encode([text])[0]["text"] for text in ("blurry", ""))
+    assert all(torch.equal(each, blurry) for each in negatives())
+    file = Path("run/config.toml")  # as a version wrote it whose default was the empty text
+    file.write_text(file.read_text().replace('negative = "default"', 'negative = ""'))
+    assert world.run("sample", "--run", "run", "--prompt", "a") == 0
+    assert all(torch.equal(each, empty) for each in negatives())
+    assert world.run("sample", "--run", "run", "--prompt", "a", "--sample.negative", "default") == 0
+    assert all(torch.equal(each, blurry) for each in negatives())
 
 
 def test_the_sample_command_edits_references_and_draws_several(

@@ -14,6 +14,12 @@ from ditkit_wan.presets import WanArch
 _GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}
 """Guidance scales of the high-noise and the low-noise expert, for text to video and image to video."""
 
+_NEGATIVE = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
+"""`sample_neg_prompt` in wan/configs/shared_config.py of Wan2.1 and Wan2.2; Fun and WanToDance have the same text."""
+
 
 def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
     """The family's training spec with what differs for this architecture."""
@@ -47,15 +53,18 @@ def experts(arch: WanArch) -> Sequence[Expert]:
 
 
 def sample_defaults(arch: WanArch) -> SampleDefaults:
-    """The authors' steps and guidance; for a pair of experts, the guidance of the first."""
+    """The authors' steps, guidance and negative prompt; for a pair of experts, the guidance of the first."""
     if arch.boundary:
-        return SampleDefaults(steps=40, guidance=_guidance(arch)[0])
+        return SampleDefaults(steps=40, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.music:
-        return SampleDefaults(steps=48 if arch.music.keyframes else 24, guidance=5.0)
+        return SampleDefaults(steps=48 if arch.music.keyframes else 24, guidance=5.0, negative=_NEGATIVE)
     if arch.ref_conv or arch.camera_channels:
-        return SampleDefaults(steps=50, guidance=6.0)
-    image_to_video = arch.image_dim > 0 and not arch.image_positions
-    return SampleDefaults(steps=40 if image_to_video else 50, guidance=5.0)
+        return SampleDefaults(steps=50, guidance=6.0, negative=_NEGATIVE)
+    if arch.image_positions:
+        return SampleDefaults(steps=50, guidance=5.0, negative=f"镜头切换，镜头晃动，{_NEGATIVE}")
+    if arch.image_dim:
+        return SampleDefaults(steps=40, guidance=5.0, negative=f"镜头晃动，{_NEGATIVE}")
+    return SampleDefaults(steps=50, guidance=5.0, negative=_NEGATIVE)
 
 
 def _guidance(arch: WanArch) -> tuple[float, float]:

@@ -216,3 +216,16 @@ def test_steps_are_the_authors():
     steps = {name: WAN.auxiliary.sample_defaults(arch).steps for name, arch in PRESETS.items()}
     assert {name for name, number in steps.items() if number == 40} >= {"i2v-14b-480p", "t2v-a14b", "i2v-a14b"}
     assert [steps[name] for name in ("t2v-14b", "flf2v-14b-720p", "vace-14b", "ti2v-5b")] == [50] * 4
+
+
+def test_negative_prompts_are_the_authors():
+    """`sample_neg_prompt` in wan/configs of Wan2.1, whose flf2v takes that of i2v, and of Wan2.2, whose i2v has no prefix."""
+    found = {name: WAN.auxiliary.sample_defaults(arch).negative for name, arch in PRESETS.items()}
+    plain = found["t2v-14b"]
+    assert (
+        plain.startswith("色调艳丽，过曝，") and plain.endswith("，背景人很多，倒着走") and len(plain.split("，")) == 28
+    )
+    prefixed = {name: text.removesuffix(plain) for name, text in found.items() if text != plain}
+    assert prefixed == {
+        "i2v-14b-480p": "镜头晃动，", "i2v-14b-720p": "镜头晃动，", "flf2v-14b-720p": "镜头切换，镜头晃动，",
+    }  # fmt: skip

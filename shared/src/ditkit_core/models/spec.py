@@ -26,6 +26,8 @@ class SampleDefaults:
     """Number of scheduler steps."""
     guidance: float
     """Guidance strength."""
+    negative: str = ""
+    """Negative prompt of classifier-free guidance."""
     guided_by: Literal["negative", "embedding", "nothing"] = "negative"
     """How guidance works. `negative`: with a strength above 1 the model is called a second time in each step, with the negative prompt.
     `embedding`: the strength is an input of the model. `nothing`: a distilled model ignores guidance."""

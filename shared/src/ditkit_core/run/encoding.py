@@ -17,6 +17,7 @@ from ditkit_core.engine.devices import choose_device, make_current
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, warn
 from ditkit_core.run.context import RunContext
+from ditkit_core.sampling.config import AUTHORS_NEGATIVE
 from ditkit_core.sampling.prompts import SamplePrompt, choose_prompts
 
 
@@ -132,7 +133,12 @@ def conditions_of(run: RunContext, prompt: SamplePrompt) -> Mapping[str, Tensor]
 
 
 def _texts(run: RunContext, prompts: Sequence[SamplePrompt]) -> list[str]:
-    return [*(prompt.prompt for prompt in prompts), run.config.sample.negative]
+    sample = run.config.sample
+    # Without a transformer's files nothing says whose negative prompt it would be; what samples needs them, and encodes it then.
+    if run.arch is not None:
+        sample = sample.resolved(run.spec.auxiliary.sample_defaults(run.arch), lambda unused: None)
+    negative = "" if sample.negative == AUTHORS_NEGATIVE else sample.negative
+    return [*(prompt.prompt for prompt in prompts), negative]
 
 
 def reference_latents(run: RunContext, images: Sequence[Path]) -> list[Tensor]:

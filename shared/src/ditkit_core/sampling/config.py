@@ -11,6 +11,9 @@ from ditkit_core.errors import UserError
 if TYPE_CHECKING:
     from ditkit_core.models.spec import SampleDefaults
 
+AUTHORS_NEGATIVE = "default"
+"""`sample.negative` for the negative prompt of the model's authors."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
@@ -33,8 +36,9 @@ class SampleConfig:
     """Likewise of the low-noise expert; a file that is for both is named in both."""
     images: int = setting(1, resume="free")
     """Number of samples per prompt, with the seeds `seed`, `seed` + 1, …; more than one image is also shown in a grid."""
-    negative: str = setting("", resume="free")
-    """Negative prompt of classifier-free guidance."""
+    negative: str = setting(AUTHORS_NEGATIVE, resume="free")
+    """Negative prompt of classifier-free guidance, used with a guidance above 1. `default` is that of the model's authors (Wan's have one,
+    FLUX.2's none); empty is the empty text."""
     guidance: float = setting(0.0, resume="free")
     """Guidance strength; 1 turns guidance off (classifier-free guidance takes twice the time), 0 means the model's default."""
     steps: int = setting(0, resume="free")
@@ -107,9 +111,11 @@ class SampleConfig:
         if defaults.guided_by == "nothing" and guidance != defaults.guidance:
             warn(f"sample.guidance = {self.guidance:g} is not used: this is a distilled model, which samples without")
             guidance = defaults.guidance
-        if defaults.guided_by != "negative" and self.negative:
+        own = self.negative != AUTHORS_NEGATIVE
+        if defaults.guided_by != "negative" and own and self.negative:
             warn("sample.negative is not used: this model is not guided by a negative prompt; leave it empty")
-        return replace(self, steps=self.steps or defaults.steps, guidance=guidance)
+        negative = self.negative if own else defaults.negative
+        return replace(self, steps=self.steps or defaults.steps, guidance=guidance, negative=negative)
 
     @property
     def of_base(self) -> "SampleConfig":
