@@ -116,7 +116,7 @@ def test_what_counts_as_lacking_memory(error, expected):
 
 @pytest.mark.parametrize(
     ("module", "says"),
-    [("ditkit_core.sampling.render", "sample.vae_tiling"), ("ditkit_core.encoding.encode", "encode.streaming")],
+    [("ditkit_core.sampling.render", "sample.height"), ("ditkit_core.encoding.encode", "encode.streaming")],
 )
 def test_encoding_and_drawing_have_remedies_of_their_own(capsys, module, says):
     explain(

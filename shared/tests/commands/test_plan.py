@@ -114,13 +114,14 @@ def test_encoding_and_drawing_are_planned_beside_the_steps(tmp_path, capsys):
 
 
 def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tmp_path, capsys):
-    flags = ("--gpus", "3GiB", "--sample.every_steps", "10", *SIZE)
-    status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_AUXILIARY)
+    flags = ("--sample.every_steps", "10", *SIZE)
+    status, out, _ = plan(tmp_path, capsys, "--gpus", "2GiB", *flags, spec=WITH_AUXILIARY)
     last = out.splitlines()[-1]
-    assert status == 3 and "does not fit: VAE decoder on 3GiB lacks" in last and "VAE encoder" not in last
-    assert "preview and sample: VAE decoder does not fit 3GiB; sample.vae_tiling = true would need" in out
-    assert plan(tmp_path, capsys, *flags, "--sample.vae_tiling", "true", spec=WITH_AUXILIARY)[0] == 0
-    status, found = auxiliary_rows(tmp_path, capsys, *flags, "--sample.captions", "0")
+    assert status == 3 and "does not fit: VAE encoder on 2GiB lacks" in last and "VAE decoder" not in last
+    assert "encode: VAE encoder does not fit 2GiB; encode.vae_tiling = true would need" in out
+    assert "preview and sample: VAE decoder, 256x256, in bf16 tiles" in out, "decodes as there is room for"
+    assert plan(tmp_path, capsys, "--gpus", "2GiB", *flags, "--encode.vae_tiling", "true", spec=WITH_AUXILIARY)[0] == 0
+    status, found = auxiliary_rows(tmp_path, capsys, "--gpus", "3GiB", *flags, "--sample.captions", "0")
     assert status == 0 and [row["stage"] for row in found["auxiliary"]] == ["encode", "encode"], "nothing is drawn"
 
 
@@ -217,9 +218,9 @@ def test_json_outlives_a_reader_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_what_lacks_room_outside_the_steps_is_no_matter_of_fit(tmp_path, capsys):
-    flags = ("--gpus", "3GiB", "--sample.every_steps", "10", *SIZE)
+    flags = ("--gpus", "2GiB", "--sample.every_steps", "10", *SIZE)
     status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_AUXILIARY)
-    assert status == 3 and "does not fit: VAE decoder" in out and "try: " not in out
+    assert status == 3 and "does not fit: VAE encoder" in out and "try: " not in out
 
 
 def test_the_rate_that_is_printed_is_the_one_that_the_time_is_made_of(tmp_path, capsys):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
+from ditkit_core.models.encoders import AuxiliaryModel, LayerContext, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -23,6 +23,7 @@ from ditkit_core.planner.auxiliary import (
     measure_model,
 )
 from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.previews.decoding import first_that_fits
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
@@ -120,19 +121,45 @@ def test_with_room_nothing_is_changed_and_nothing_advised() -> None:
     assert [row.fits for row in rows(None)] == [None] * 4
 
 
-def test_tiles_are_offered_with_what_they_need_and_never_taken() -> None:
+def test_tiles_of_an_encoder_are_offered_with_what_they_need_and_never_taken() -> None:
     needed = measure_model(VAE, SIZE, text_dtype=torch.float32).peak
     tiled = measure_model(VAE, SIZE, text_dtype=torch.float32, mode="in tiles").peak
-    encoder, _, _, decoder = rows(needed - 1, streaming="never")
+    encoder = rows(needed - 1, streaming="never")[0]
     assert (encoder.mode, encoder.peak, encoder.fits) == ("whole", needed, False)
     assert encoder.remedy == f"encode.vae_tiling = true would need {tiled / 2**30:.1f} GiB"
-    assert decoder.remedy.startswith("sample.vae_tiling = true would need")
     assert rows(needed, streaming="never")[0].fits
     chosen = rows(needed - 1, streaming="never", encode_tiling=True)
     assert (chosen[0].mode, chosen[0].peak, chosen[0].fits, chosen[0].remedy) == ("in tiles", tiled, True, "")
-    assert chosen[3].mode == "whole" and not chosen[3].fits
     assert rows(tiled - 1, encode_tiling=True)[0].remedy == 'encode.device = "cpu"'
     assert "still too much" in rows(tiled - 1)[0].remedy
+
+
+def test_a_gpu_decodes_in_the_first_way_that_it_has_room_for_and_a_cpu_in_the_first() -> None:
+    vae = replace(VAE, build=layers)
+    wide, narrow = (measure_model(vae, SIZE, text_dtype=dtype).peak for dtype in (torch.float32, torch.bfloat16))
+    tiled = measure_model(vae, SIZE, text_dtype=torch.bfloat16, mode="in tiles").peak
+    assert tiled < narrow < wide
+    planner = AuxiliaryPlanner(models=[vae], text_dtype=torch.float32, decodings=decodings_of("auto", tiled=False))
+
+    def decoder(available: int | None, kind: str = "cuda") -> AuxiliaryRow:
+        return planner.sample_rows([SIZE], [Room("one", available, kind)], denoising=0)[-1]
+
+    found = [decoder(available) for available in (None, wide, wide - 1, narrow - 1, tiled - 1)]
+    assert [row.mode for row in found] == ["whole", "whole", "in bf16", "in bf16 tiles", "in bf16 tiles"]
+    assert [row.fits for row in found] == [None, True, True, True, False] and "smaller sample.height" in found[
+        -1
+    ].remedy
+    assert (decoder(1, "cpu").mode, decoder(1, "cpu").peak) == ("whole", wide)
+    free = {"whole": 9, "in bf16": 5, "in bf16 tiles": 1}
+    ways = decodings_of("auto", tiled=False)
+    assert [first_that_fits(ways, lambda way: free[way.mode], left)[0] for left in (9, 8, 5, 4, 1, 0)] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]
 
 
 def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:

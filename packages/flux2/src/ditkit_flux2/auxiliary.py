@@ -38,6 +38,9 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
         with torch.device("meta"):
             return vae.build(vae_config).requires_grad_(False).eval()
 
+    def build_decoder(dtype: torch.dtype) -> nn.Module:
+        return build_vae(dtype).to(dtype)
+
     def build_text(text_dtype: torch.dtype) -> nn.Module:
         return text_model.build_layers(*text_encoder()).to(text_dtype)
 
@@ -65,7 +68,7 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
     return (
         AuxiliaryModel(name="VAE encoder", stage="encode", build=build_vae, run=encode, tiles=vae.TILES),
         AuxiliaryModel(name="text encoder", stage="encode", build=build_text, run=read, run_streamed=read_streamed),
-        AuxiliaryModel(name="VAE decoder", stage="sample", build=build_vae, run=decode, tiles=vae.TILES),
+        AuxiliaryModel(name="VAE decoder", stage="sample", build=build_decoder, run=decode, tiles=vae.TILES),
     )
 
 

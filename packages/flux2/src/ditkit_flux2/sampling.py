@@ -1,6 +1,6 @@
 """Generate images with our transformer: Euler steps along its velocity, then the VAE."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from itertools import pairwise
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import Denoiser, GenerationRequest
+from ditkit_core.models.encoders import Decoding, Denoiser, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders.vae import VaeEncoder
 from ditkit_flux2.model.inputs import Flux2Inputs
@@ -20,13 +20,18 @@ from ditkit_flux2.schedule import sample_defaults, sigmas
 class Flux2Sampler:
     """Euler steps with the kind of guidance that the architecture has; a `Sampler` of the core."""
 
-    def __init__(self, components: ModelPaths, device: torch.device, *, tiled: bool = False):
+    def __init__(self, components: ModelPaths, device: torch.device, *, decodings: Sequence[Decoding] = ()):
         """Find the VAE; nothing is loaded.
+
+        Args:
+            components: Where the model's files are.
+            device: Device of latents and the VAE.
+            decodings: The ways for the VAE to decode; the first that memory has room for is taken.
 
         Raises:
             UserError: If it is missing.
         """
-        self._vae = VaeEncoder(components, device, tiled=tiled)
+        self._vae = VaeEncoder(components, device, decodings=decodings)
         self._device = device
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
@@ -74,7 +79,6 @@ class Flux2Sampler:
 
     def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:
         """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
-        self._vae.load()
         return self._vae.decode(latents)
 
     def release(self) -> None:

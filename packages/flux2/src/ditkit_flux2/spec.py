@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming
+from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Encoder, Sampler, Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
@@ -83,10 +83,12 @@ def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dty
     return TextEncoder(components, device, dtype, streaming)
 
 
-def _sampler(components: ModelPaths, device: torch.device, dtype: torch.dtype, tiled: bool) -> Sampler:
+def _sampler(
+    components: ModelPaths, device: torch.device, dtype: torch.dtype, decodings: Sequence[Decoding]
+) -> Sampler:
     from ditkit_flux2.sampling import Flux2Sampler
 
-    return Flux2Sampler(components, device, tiled=tiled)
+    return Flux2Sampler(components, device, decodings=decodings)
 
 
 def _write_demo(folder: Path) -> None:

@@ -34,6 +34,9 @@ def _vae(arch: WanArch, components: ModelPaths) -> tuple[AuxiliaryModel, Auxilia
         with torch.device("meta"):
             return vae.build(config).requires_grad_(False).eval()
 
+    def build_decoder(dtype: torch.dtype) -> nn.Module:
+        return build(dtype).to(dtype)
+
     def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         return vae.encode_clip(module, torch.empty(3, *size), device)
 
@@ -44,7 +47,7 @@ def _vae(arch: WanArch, components: ModelPaths) -> tuple[AuxiliaryModel, Auxilia
 
     return (
         AuxiliaryModel(name="VAE encoder", stage="encode", build=build, run=encode, tiles=vae.TILES),
-        AuxiliaryModel(name="VAE decoder", stage="sample", build=build, run=decode, tiles=vae.TILES),
+        AuxiliaryModel(name="VAE decoder", stage="sample", build=build_decoder, run=decode, tiles=vae.TILES),
     )
 
 

@@ -1,6 +1,6 @@
 """Generate videos with our transformer under diffusers' scheduler and the Wan VAE."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from ditkit_core.io.files import read_json_object
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import Denoiser, GenerationRequest
+from ditkit_core.models.encoders import Decoding, Denoiser, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.keyframes import vae_class
 from ditkit_wan.model.inputs import make_inputs
@@ -46,20 +46,26 @@ class WanSampler:
     """UniPC with classifier-free guidance; a `Sampler` of the core."""
 
     def __init__(
-        self, components: ModelPaths, device: torch.device, *, tiled: bool = False, arch: WanArch | None = None
+        self,
+        components: ModelPaths,
+        device: torch.device,
+        *,
+        decodings: Sequence[Decoding] = (),
+        arch: WanArch | None = None,
     ):
         """Find the VAE and the scheduler's configuration; nothing is loaded.
 
         Args:
             components: Where the model's files are.
             device: Device of latents and the VAE.
-            tiled: Whether the VAE works tile by tile.
+            decodings: The ways for the VAE to decode; the first that memory has room for is taken.
             arch: The architecture, which decides the VAE and the shift of noise levels; None means a text-to-video model.
 
         Raises:
             UserError: If the VAE is missing or belongs to another model, or the configuration is damaged.
         """
-        self._vae = vae_class(arch)(components, device, tiled=tiled, channels=arch.out_channels if arch else None)
+        channels = arch.out_channels if arch else None
+        self._vae = vae_class(arch)(components, device, channels=channels, decodings=decodings)
         self._device, self._arch = device, arch
         self._scheduler_config = _scheduler_config(components)
 
@@ -121,7 +127,6 @@ class WanSampler:
 
     def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
         """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
-        self._vae.load()
         return self._vae.decode(latents)
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming
+from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Encoder, Sampler, Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
@@ -87,11 +87,16 @@ def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dty
 
 
 def _sampler(
-    components: ModelPaths, device: torch.device, dtype: torch.dtype, tiled: bool, *, arch: WanArch | None = None
+    components: ModelPaths,
+    device: torch.device,
+    dtype: torch.dtype,
+    decodings: Sequence[Decoding],
+    *,
+    arch: WanArch | None = None,
 ) -> Sampler:
     from ditkit_wan.sampling import WanSampler
 
-    return WanSampler(components, device, tiled=tiled, arch=arch)
+    return WanSampler(components, device, decodings=decodings, arch=arch)
 
 
 def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:

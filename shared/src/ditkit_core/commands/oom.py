@@ -32,7 +32,7 @@ UNDER_THE_PLAN = 0.9
 """If the plan fitted but memory ran out: the share of the planned peak that a change may need. The plan is then too optimistic by an
 unknown amount, so only a change with a clear margin is suggested."""
 _ADVICE = {
-    "ditkit_core.sampling.render": "generating samples: try sample.vae_tiling = true, or a smaller sample.height and sample.width",
+    "ditkit_core.sampling.render": "generating samples: try a smaller sample.height and sample.width",
     "ditkit_core.encoding.encode": 'encoding: try encode.vae_tiling = true, encode.streaming = "always", or encode.device = "cpu"',
 }
 _GENERAL = (

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,37 @@ from ditkit_core.models.tiling import Tiles
 Streaming = Literal["auto", "always", "never"]
 """Whether an encoder's weights are streamed through memory layer by layer, for many items at once, instead of being loaded whole. `auto`
 streams if the whole encoder does not fit."""
+
+
+class Decoding(NamedTuple):
+    """A way for a VAE to decode a sample."""
+
+    dtype: torch.dtype = torch.float32
+    tiled: bool = False
+    """Whether tile by tile."""
+
+    @property
+    def mode(self) -> "DecodingMode":
+        """The way in words; `whole` is in fp32."""
+        if self.dtype == torch.float32:
+            return "in tiles" if self.tiled else "whole"
+        return "in bf16 tiles" if self.tiled else "in bf16"
+
+
+DecodingMode = Literal["whole", "in bf16", "in tiles", "in bf16 tiles"]
+
+
+def decodings_of(dtype: str, *, tiled: bool) -> tuple[Decoding, ...]:
+    """The ways to decode that a configuration allows, the most exact first: the first one that memory has room for is taken.
+
+    Args:
+        dtype: `fp32`, `bf16`, or `auto` for either.
+        tiled: Whether always tile by tile; otherwise that is the last way.
+    """
+    dtypes = {"fp32": (torch.float32,), "bf16": (torch.bfloat16,), "auto": (torch.float32, torch.bfloat16)}[dtype]
+    # bf16 before tiles: its difference is small everywhere, and tiles may show seams.
+    whole = [] if tiled else [Decoding(each) for each in dtypes]
+    return (*whole, *(Decoding(each, tiled=True) for each in (dtypes if tiled else dtypes[-1:])))
 
 
 @runtime_checkable
@@ -141,7 +172,8 @@ class AuxiliaryModel:
     """`text encoder`, `VAE encoder`, `VAE decoder`, …"""
     stage: Literal["encode", "sample"]
     build: Callable[[torch.dtype], nn.Module]
-    """From the dtype of text encoders to the module on `meta`, in the dtype that it runs in (a VAE ignores the argument)."""
+    """From a dtype to the module on `meta`, in the dtype that it runs in: a text encoder and a VAE that decodes take the one that is given;
+    a VAE that encodes ignores it."""
     run: Callable[[nn.Module, tuple[int, int, int], torch.device], Any]
     """The forward that the encoder or sampler calls, on one item of (frames, height, width), without gradients, on the device of its
     parameters. The result stays in memory until the caller drops it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.conditions import Column, Conditioner
-from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming
+from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Encoder, Sampler, Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
@@ -181,8 +181,8 @@ class AuxiliarySpec:
 
     text_encoder: Callable[[ModelPaths, torch.device, torch.dtype, Streaming], Encoder]
 
-    sampler: Callable[[ModelPaths, torch.device, torch.dtype, bool], Sampler]
-    """From (files, device, dtype, whether the VAE decodes in tiles) to the sampler."""
+    sampler: Callable[[ModelPaths, torch.device, torch.dtype, Sequence[Decoding]], Sampler]
+    """From (files, device, dtype, ways for the VAE to decode, to be tried in this order) to the sampler."""
 
     sample_defaults: Callable[[Any], SampleDefaults]
     """From architecture to its default sampling settings."""

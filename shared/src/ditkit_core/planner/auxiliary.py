@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ditkit_core.io.console import doing
-from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
+from ditkit_core.models.encoders import AuxiliaryModel, Decoding, LayerContext
 from ditkit_core.planner.memory_tracker import MemoryTracker, fake_tensors
 from ditkit_core.planner.planned_step import (
     Size,
@@ -25,7 +25,7 @@ from ditkit_core.weights.layer_streaming import too_large
 _DEVICE = torch.device("cpu", 1)
 """With fake tensors, a device other than the host."""
 _SMALLER = "a smaller sample.height and sample.width"
-Mode = Literal["whole", "layer by layer", "in tiles"]
+Mode = Literal["whole", "layer by layer", "in bf16", "in tiles", "in bf16 tiles"]
 
 
 class MeasuredModel(NamedTuple):
@@ -89,7 +89,7 @@ def measure_model(
     size: Size,
     *,
     text_dtype: torch.dtype,
-    mode: Mode = "whole",
+    mode: Literal["whole", "layer by layer", "in tiles"] = "whole",
     kind: str = "cuda",
 ) -> MeasuredModel:
     """Measure an auxiliary model on fake tensors.
@@ -97,7 +97,7 @@ def measure_model(
     Args:
         model: The module with the functions that call it.
         size: Size of its input.
-        text_dtype: Dtype of text encoders.
+        text_dtype: Dtype of a text encoder, or of a VAE that decodes.
         mode: As a whole, layer by layer, or on the largest tile; the model must support it.
         kind: Kind of device that it runs on: `cuda` or `cpu`.
     """
@@ -190,8 +190,8 @@ class AuxiliaryPlanner:
     """`encode.streaming`."""
     encode_tiling: bool = False
     """`encode.vae_tiling`."""
-    sample_tiling: bool = False
-    """`sample.vae_tiling`."""
+    decodings: Sequence[Decoding] = (Decoding(),)
+    """The ways to decode a sample, the most exact first: a GPU takes the first that it has room for."""
 
     def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
         """The encoders, which run one at a time with nothing else on their device.
@@ -228,7 +228,7 @@ class AuxiliaryPlanner:
         ]
         for model in self.models:
             if model.stage == "sample" and sizes:
-                decoder = self._row(model, sizes, rooms[0], tiled=self.sample_tiling)
+                decoder = self._decoder_row(model, sizes, rooms[0])
                 for place, room in enumerate(rooms):
                     kept = decoder.weights if num_samples > 1 and not place else 0
                     peak = room.in_use + kept + denoising
@@ -248,9 +248,21 @@ class AuxiliaryPlanner:
                 rows.append(decoder)
         return rows
 
-    def _row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool) -> AuxiliaryRow:
+    def _decoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
+        """The decoder as a run decodes: a CPU always in the first way, a GPU in the first that fits."""
+        decodings = [each for each in self.decodings if model.tiles or not each.tiled] or [Decoding()]
+        for decoding in decodings if room.kind == "cuda" else decodings[:1]:
+            row = self._row(model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype)
+            row = replace(row, mode=decoding.mode)
+            if row.fits is not False:
+                break
+        return row
+
+    def _row(
+        self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool, dtype: torch.dtype | None = None
+    ) -> AuxiliaryRow:
         doing(f"planning the {model.name}")
-        mode: Mode = "in tiles" if tiled and model.tiles else "whole"
+        mode: Literal["whole", "layer by layer", "in tiles"] = "in tiles" if tiled and model.tiles else "whole"
         if model.run_streamed and self._streams(model, room):
             mode = "layer by layer"
         # Either the largest image or the largest clip needs most, so both are measured.
@@ -258,7 +270,7 @@ class AuxiliaryPlanner:
             max(sizes, key=lambda size: size[1] * size[2]),
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
         }
-        measure = partial(measure_model, model, text_dtype=self.text_dtype, kind=room.kind)
+        measure = partial(measure_model, model, text_dtype=dtype or self.text_dtype, kind=room.kind)
         each = {size: measure(size, mode=mode) for size in sorted(worst)}
         size, measured = max(each.items(), key=lambda found: found[1].peak)
         peak = room.in_use + measured.peak
@@ -285,8 +297,10 @@ class AuxiliaryPlanner:
 
 def _remedy(model: AuxiliaryModel, mode: Mode, room: Room, measure: Callable[..., MeasuredModel]) -> str:
     """The setting that lets a stage fit, with the memory needed then; if it is not enough, also what to do after it."""
-    last = 'encode.device = "cpu"' if model.stage == "encode" else _SMALLER
-    setting, other = f"{model.stage}.vae_tiling = true", "in tiles"
+    if model.stage == "sample":  # it has tried every way
+        return _SMALLER
+    last = 'encode.device = "cpu"'
+    setting, other = "encode.vae_tiling = true", "in tiles"
     if not model.tiles:
         setting, other = 'encode.streaming = "always"', "layer by layer"
     if mode != "whole" or not (model.tiles or model.run_streamed):

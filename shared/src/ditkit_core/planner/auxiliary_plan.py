@@ -76,7 +76,7 @@ def plan_auxiliary(
         text_dtype=parse_dtype(config.encode.text_dtype),
         streaming=config.encode.streaming,
         encode_tiling=config.encode.vae_tiling,
-        sample_tiling=config.sample.vae_tiling,
+        decodings=run.auxiliary.decodings,
     )
     encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
     if encoders.kind == "cpu" and encoders.available is not None:

@@ -12,6 +12,7 @@ from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
 from ditkit_core.models.protocol import Engine
+from ditkit_core.previews.decoding import FittingSampler
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
 from ditkit_core.run.sample_adapters import dtype_of_added, open_sample_adapters
@@ -55,8 +56,9 @@ def generate_samples(
         )
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
+    sampler = FittingSampler(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
     with progress("sample", len(requests) * config.steps) as bar:
-        return render_samples(_with_adapters(run, stages), run.auxiliary.sampler, requests, to, bar.advance)
+        return render_samples(_with_adapters(run, stages), sampler, requests, to, bar.advance)
 
 
 def _with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:
@@ -68,8 +70,10 @@ def _with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[Den
 def _with(run: RunContext, stage: DenoiserStage, adapters: Sequence[AddedAdapter]) -> DenoiserStage:
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
-        with stage.opened() as (model, engine), added(model, adapters, dtype_of_added(run)):
-            yield model, engine
+        with stage.opened() as opened:
+            with added(opened[0], adapters, dtype_of_added(run)):
+                yield opened
+            del opened  # before the stage closes: another transformer may come back into this memory
 
     return replace(stage, opened=opened)
 

@@ -11,7 +11,7 @@ from ditkit_core.encoding.encode import Conditioning
 from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
-from ditkit_core.models.encoders import Encoder, Sampler
+from ditkit_core.models.encoders import Decoding, Encoder, Sampler, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.spec import ModelSpec
@@ -59,12 +59,20 @@ class Auxiliary:
         dtype = parse_dtype(config.text_dtype)
         return media, self.spec.auxiliary.text_encoder(self.config.model, device, dtype, config.streaming)
 
+    @property
+    def decodings(self) -> tuple[Decoding, ...]:
+        """The ways to decode samples that are configured, the most exact first."""
+        return decodings_of(self.config.sample.vae_dtype, tiled=self.config.sample.vae_tiling)
+
     @cached_property
     def sampler(self) -> Sampler:
         """The family's sampler, on the transformer's first device."""
+        return self.sampler_with(self.decodings)
+
+    def sampler_with(self, decodings: Sequence[Decoding]) -> Sampler:
+        """The sampler with some of the ways to decode."""
         matmul = parse_dtype(self.config.model.dtype)
-        device = training_devices(self.config.train)[0]
-        return self.spec.auxiliary.sampler(self.config.model, device, matmul, self.config.sample.vae_tiling)
+        return self.spec.auxiliary.sampler(self.config.model, training_devices(self.config.train)[0], matmul, decodings)
 
 
 def training_devices(config: TrainConfig) -> tuple[torch.device, ...]:

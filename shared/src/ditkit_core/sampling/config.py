@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
@@ -53,8 +53,11 @@ class SampleConfig:
     """Width in pixels; 0 works as for the height."""
     seed: int = setting(0, resume="free")
     """Seed of the initial noise."""
+    vae_dtype: Literal["auto", "fp32", "bf16"] = setting("auto", resume="free")
+    """Dtype that the VAE decodes in. `auto` is fp32, and bf16 where a GPU has no room for that: half of the memory, for a small difference."""
     vae_tiling: bool = setting(False, resume="free")
-    """Whether the VAE decodes overlapping tiles and blends them: takes less memory, but seams may be visible."""
+    """Whether the VAE always decodes overlapping tiles and blends them, where seams may be visible. Otherwise it does so only where a GPU has
+    no room for a whole sample."""
     every_steps: int = setting(0, resume="free")
     """Optimizer steps between two previews, which sample the same prompts during training, the first before it starts. 0 samples at the
     end only."""

@@ -317,7 +317,7 @@ TOY = ModelSpec(
     auxiliary=AuxiliarySpec(
         media_encoder=lambda components, device, tiled: ToyMediaEncoder(),
         text_encoder=lambda components, device, dtype, streaming: ToyTextEncoder(),
-        sampler=lambda components, device, dtype, tiled: ToySampler(device),
+        sampler=lambda components, device, dtype, decodings: ToySampler(device),
         sample_defaults=lambda arch: SampleDefaults(steps=4, guidance=2.0),
         models=lambda arch, components: (),
     ),

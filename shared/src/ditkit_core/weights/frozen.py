@@ -6,7 +6,7 @@ numbers in its place.
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ditkit_core.errors import UserError, given_to_library
+from ditkit_core.io.console import warn
 from ditkit_core.io.files import read_json_object, readable
+from ditkit_core.io.memory import is_out_of_memory, release_memory
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import Decoding
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles, in_tiles
@@ -183,6 +186,9 @@ class FrozenModule:
     """Called with the loaded module: sets what files do not store, and tries values of the configuration that the library only reads in use."""
     module: Any = field(default=None, init=False)
     """None while it is not loaded. `Any`, because only the caller knows the library's class."""
+    _loaded_as: tuple[torch.device, torch.dtype] | None = field(default=None, init=False)
+    _failed: int = field(default=0, init=False)
+    """Number of ways to decode for which memory had no room."""
 
     def load(self) -> None:
         """Load the weights to the device, unless they are there.
@@ -190,15 +196,19 @@ class FrozenModule:
         Raises:
             UserError: If the weights do not fit the configuration, or a file is damaged.
         """
-        if self.module is not None:
+        self._load(self.device, self.dtype)
+
+    def _load(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self._loaded_as == (device, dtype):
             return
+        self.unload()
         module = build_frozen(self.make, self.config, self.source)
         load_frozen(
             module,
             self.source,
             self.names,
-            device=self.device,
-            dtype_of=lambda name: self.dtype,
+            device=device,
+            dtype_of=lambda name: dtype,
             key=self.key,
             ignore=self.ignore,
         )
@@ -207,11 +217,52 @@ class FrozenModule:
         ):
             self.finish(module)
         # Set last: a module whose weights could not all be read never counts as loaded.
-        self.module = module
+        self.module, self._loaded_as = module, (device, dtype)
 
     def unload(self) -> None:
         """Free the weights."""
-        self.module = None
+        self.module, self._loaded_as = None, None
+
+    def decode(
+        self,
+        work: Callable[[Any, Tensor, torch.device], Tensor],
+        latents: Float[Tensor, "c frames h w"],
+        decodings: Sequence[Decoding],
+        tiles: Tiles,
+        *,
+        pixels: int,
+    ) -> Float[Tensor, "channels length height width"]:
+        """Load the module and decode latents in the first way that memory has room for; if there is no room for any, on the host.
+
+        A way that failed is not tried again until the weights are freed.
+
+        Args:
+            work: As for `run`; its result is in fp32.
+            latents: The sample.
+            decodings: The ways, at least one.
+            tiles: Those of the ways that decode tile by tile.
+            pixels: Pixels on a side of a latent pixel.
+
+        Returns:
+            The result on the CPU.
+        """
+        host = Decoding(torch.float32, decodings[-1].tiled)
+        ways = [*((self.device, each) for each in decodings), (torch.device("cpu"), host)]
+        while True:
+            device, way = ways[self._failed]
+            try:
+                self._load(device, way.dtype)
+                return self._run_on(device, work, latents, tiles if way.tiled else None, pixels, Fraction(pixels))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or self._failed == len(ways) - 1:
+                    raise
+            # Here and not above: the error kept the tensors of the attempt alive.
+            failed, self._failed = self._failed, self._failed + 1
+            self.module, self._loaded_as = None, None
+            release_memory()
+            following = ways[self._failed]
+            where = "on the CPU" if following[0] != device else following[1].mode
+            warn(f"no room on {device} to decode a sample {ways[failed][1].mode}; decoding it {where}")
 
     def run(
         self,
@@ -235,8 +286,19 @@ class FrozenModule:
             The result on the CPU.
         """
 
+        return self._run_on(self.device, work, whole, tiles, pixels, scale)
+
+    def _run_on(
+        self,
+        device: torch.device,
+        work: Callable[[Any, Tensor, torch.device], Tensor],
+        whole: Tensor,
+        tiles: Tiles | None,
+        pixels: int,
+        scale: Fraction,
+    ) -> Tensor:
         def part_result(part: Tensor) -> Tensor:
-            return work(self.module, part, self.device)
+            return work(self.module, part, device)
 
         return (
             part_result(whole).cpu()

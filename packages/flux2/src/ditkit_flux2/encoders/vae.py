@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import Decoding
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
@@ -72,13 +73,21 @@ class VaeEncoder:
 
     items_at_once = 1
 
-    def __init__(self, components: ModelPaths, device: torch.device, *, tiled: bool = False):
+    def __init__(
+        self,
+        components: ModelPaths,
+        device: torch.device,
+        *,
+        tiled: bool = False,
+        decodings: Sequence[Decoding] = (),
+    ):
         """Find the weights and read their headers; nothing is loaded.
 
         Args:
             components: Where the model's files are.
             device: Device of the VAE.
             tiled: Whether it works tile by tile, which takes less memory and gives other results.
+            decodings: The ways to decode; the first that memory has room for is taken. Empty: in fp32, tile by tile if `tiled`.
 
         Raises:
             UserError: If there are none, a file is damaged, or they belong to another VAE.
@@ -86,7 +95,7 @@ class VaeEncoder:
         self._source, self.config = find_weights(
             components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET
         )
-        self._tiles = TILES if tiled else None
+        self._tiles, self._decodings = TILES if tiled else None, decodings or (Decoding(tiled=tiled),)
         self._vae = FrozenModule(
             build,
             self.config,
@@ -140,8 +149,8 @@ class VaeEncoder:
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:
-        """Pixels in [0, 1], fp32, on the CPU."""
-        return self._vae.run(decode_image, latents, self._tiles, pixels=self.stride, scale=Fraction(self.stride))
+        """Pixels in [0, 1], fp32, on the CPU; the weights are loaded if they are not."""
+        return self._vae.decode(decode_image, latents, self._decodings, TILES, pixels=self.stride)
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -172,10 +181,10 @@ def encode_image(
 def decode_image(
     vae: Any, latents: Float[Tensor, "channels 1 h w"], device: torch.device
 ) -> Float[Tensor, "3 1 height width"]:
-    """Pixels in [0, 1] of normalised latents, on the device of the VAE's weights."""
+    """Pixels in [0, 1] of normalised latents, in fp32, on the device of the VAE's weights and computed in their dtype."""
     mean, deviation = _statistics(vae)
-    patches = latents[:, 0].to(device, torch.float32) * deviation + mean
-    pixels = vae.decode(unpatchify(patches)[None]).sample
+    patches = (latents[:, 0].to(device, torch.float32) * deviation + mean).to(vae.dtype)
+    pixels = vae.decode(unpatchify(patches)[None]).sample.float()
     return ((pixels + 1) / 2).clamp(0, 1).transpose(0, 1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import Decoding
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
@@ -37,7 +38,13 @@ class VaeEncoder:
     items_at_once = 1
 
     def __init__(
-        self, components: ModelPaths, device: torch.device, *, tiled: bool = False, channels: int | None = None
+        self,
+        components: ModelPaths,
+        device: torch.device,
+        *,
+        tiled: bool = False,
+        channels: int | None = None,
+        decodings: Sequence[Decoding] = (),
     ):
         """Find the weights and read their headers; nothing is loaded.
 
@@ -46,6 +53,7 @@ class VaeEncoder:
             device: Device of the VAE.
             tiled: Whether it works tile by tile, which takes less memory and gives other results.
             channels: Latent channels that the model was trained on; None takes either VAE.
+            decodings: The ways to decode; the first that memory has room for is taken. Empty: in fp32, tile by tile if `tiled`.
 
         Raises:
             UserError: If there are none, a file is damaged, or they belong to another VAE.
@@ -59,7 +67,11 @@ class VaeEncoder:
                 f"{self._source.path} makes {self.channels} latent channels and the model takes {channels}; "
                 f"set model.vae to the model's own: {remedy}"
             )
-        self._device, self._tiles = device, TILES if tiled else None
+        self._device, self._tiles, self._decodings = (
+            device,
+            TILES if tiled else None,
+            decodings or (Decoding(tiled=tiled),),
+        )
         self._vae = FrozenModule(
             build,
             self.config,
@@ -121,8 +133,8 @@ class VaeEncoder:
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
-        """Pixels in [0, 1], fp32, on the CPU."""
-        return self._vae.run(decode_clip, latents, self._tiles, pixels=self.strides[1], scale=Fraction(self.strides[1]))
+        """Pixels in [0, 1], fp32, on the CPU; the weights are loaded if they are not."""
+        return self._vae.decode(decode_clip, latents, self._decodings, TILES, pixels=self.strides[1])
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -144,9 +156,10 @@ def encode_clip(
 def decode_clip(
     vae: Any, latents: Float[Tensor, "channels f h w"], device: torch.device
 ) -> Float[Tensor, "3 frames height width"]:
-    """Pixels in [0, 1] of normalised latents, on the device of the VAE's weights."""
+    """Pixels in [0, 1] of normalised latents, in fp32, on the device of the VAE's weights and computed in their dtype."""
     mean, std = _statistics(vae, device)
-    pixels = vae.decode((latents.to(device, torch.float32) * std + mean)[None]).sample[0]
+    scaled = (latents.to(device, torch.float32) * std + mean).to(vae.dtype)
+    pixels = vae.decode(scaled[None]).sample[0].float()
     return ((pixels + 1) / 2).clamp(0, 1)
 
 

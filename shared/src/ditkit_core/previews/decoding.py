@@ -1,0 +1,98 @@
+"""Chooses how samples are decoded by the memory that the GPU has left."""
+
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ditkit_core.io.console import say
+from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Denoiser, GenerationRequest, Sampler
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.planner.auxiliary import measure_model
+from ditkit_core.planner.planned_step import Size
+from ditkit_core.run.context import RunContext
+
+
+class FittingSampler:
+    """A `Sampler` that decodes in the first configured way that the GPU has room for when the first sample is done; it prints which."""
+
+    def __init__(self, run: RunContext, sizes: Sequence[Size]):
+        """Choose nothing yet: transformers may not be loaded.
+
+        Args:
+            run: The run.
+            sizes: Sizes of all samples.
+        """
+        self._run, self._sizes, self._sampler = run, sizes, run.auxiliary.sampler
+        self._decoder: Sampler | None = None
+
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
+        """As `Sampler.denoise`."""
+        return self._sampler.denoise(job)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """As `Sampler.decode`."""
+        if self._decoder is None:
+            decodings = self._run.auxiliary.decodings
+            place = self._first_that_fits(decodings)
+            self._decoder = self._sampler if place == 0 else self._run.auxiliary.sampler_with(decodings[place:])
+        return self._decoder.decode(latents)
+
+    def release(self) -> None:
+        """As `Sampler.release`."""
+        for each in filter(None, (self._sampler, self._decoder)):
+            each.release()
+
+    def _first_that_fits(self, decodings: Sequence[Decoding]) -> int:
+        """Index of the first way that fits; 0 on a CPU, and the last where none does: what is left is tried, and then the host."""
+        device = self._run.devices[0]
+        if device.type != "cuda":
+            return 0
+        # What torch keeps for reuse counts as free.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+        place, needed = first_that_fits(decodings, self._needed, free)
+        if place:
+            say(
+                f"samples are decoded {decodings[place].mode}: {device} has {free / 2**30:.1f} GiB left, and the VAE needs "
+                f"{needed[0] / 2**30:.1f} GiB {decodings[0].mode}, {needed[-1] / 2**30:.1f} GiB so"
+            )
+        return place
+
+    def _needed(self, decoding: Decoding) -> int:
+        run = self._run
+        models = run.spec.auxiliary.models
+        return max(_decoding_bytes(models, run.arch, run.config.model, size, decoding) for size in self._sizes)
+
+
+def first_that_fits(
+    decodings: Sequence[Decoding], needed: Callable[[Decoding], int], free: int
+) -> tuple[int, list[int]]:
+    """The index of the first way that memory has room for, or of the last one; and the bytes of all ways up to it.
+
+    Args:
+        decodings: The ways.
+        needed: Bytes that a way needs.
+        free: Bytes that are left.
+    """
+    counted: list[int] = []
+    for decoding in decodings:
+        counted.append(needed(decoding))
+        if counted[-1] <= free:
+            break
+    return len(counted) - 1, counted
+
+
+@cache  # previews ask again and again, and each measurement runs the VAE on fake tensors
+def _decoding_bytes(
+    models: Callable[[Any, ModelPaths], Sequence[AuxiliaryModel]],
+    arch: Any,
+    components: ModelPaths,
+    size: Size,
+    decoding: Decoding,
+) -> int:
+    mode: Literal["whole", "in tiles"] = "in tiles" if decoding.tiled else "whole"
+    decoders = [model for model in models(arch, components) if model.stage == "sample"]
+    return max((measure_model(model, size, text_dtype=decoding.dtype, mode=mode).peak for model in decoders), default=0)
