@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from toy_jobs import toy_job
 from whole_steps import DEPTH, agree
 
+from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory import Profile, StageCost, on_host
 from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.toy import ToyArch
@@ -56,6 +58,29 @@ def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
 def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, optimizer, cuts, streamed):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
     agree(toy_job("full", policy=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), cuts, streamed)
+
+
+@pytest.mark.parametrize(
+    ("clip_by", "micro_batches", "dtype", "cuts", "streamed"),
+    [
+        ("block", 2, torch.bfloat16, (), range(DEPTH)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("last_step", 3, torch.float32, (3,), (1, 3, 5)),
+                ("block", 1, torch.float32, (), ()),
+                ("block", 1, torch.bfloat16, (3,), range(DEPTH)),
+                ("last_step", 2, torch.bfloat16, (), ()),
+            ]
+        ),
+    ],
+)
+def test_an_update_in_the_backward_clips_and_sums(clip_by, micro_batches, dtype, cuts, streamed):
+    """A block's gradients wait for each other; sums of micro-batches are the optimizer's, and are streamed with its state."""
+    rounding = "stochastic" if dtype == torch.bfloat16 else "nearest"
+    given = {"optim": OptimConfig(fused_backward=True, rounding=rounding), "precision": Precision(matmul=dtype)}
+    of = toy_job("full", policy="full", micro_batches=micro_batches, clip_by=clip_by, **SMALL, **given)
+    agree(of, cuts, streamed)
 
 
 @pytest.mark.exhaustive

@@ -41,6 +41,7 @@ def test_sizes_that_fit_are_taken(context, size):
         (run(ranks=RanksConfig(shard=2), optim=OptimConfig(name="adafactor")), 2, r"adafactor needs whole weights .* use adamw or schedule"),
         (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, compile=True)), 2, r"train.compile .* set it to false"),
         (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, swap_blocks=(1,))), 2, r"train.swap_blocks streams whole weights"),
+        (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, clip_by="block")), 2, r"train.clip_by = block needs whole gradients"),
         (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, checkpointing="budget(20GiB)")), 2, r"name a policy, such as full"),
     ],
 )  # fmt: skip

@@ -20,10 +20,11 @@ from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.reduced_model import materialise, reduced_model
 from ditkit_core.testing.plans import divided, planned
-from ditkit_core.training.optimizer import OptimizerInBackward
+from ditkit_core.training.clipping import Clipping, stages_of, total_norm
+from ditkit_core.training.fused_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, update
 
 HOST = torch.device("cpu")
 
@@ -67,6 +68,8 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
         ]
         fused = of.optim.fused_backward
         engine = BlockEngine(policy=of.policy, kernels=of.kernels, hooks=() if swap is None else (swap,))
+        stage_of = stages_of(model, trained.optimizer.parameters)
+        clipping = Clipping(max_norm=of.clip_norm, by=of.clip_by, last_norm=2 * of.clip_norm, stage_of=stage_of)
         for step in range(2):
             for buffer in () if swap is None else (*swap.buffers, *swap.state_buffers):
                 meter.watch(buffer)
@@ -74,11 +77,14 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             meter.poll()
             meter.restart_peak()
             meter.is_updating = fused
-            with OptimizerInBackward(trained.optimizer, of.optim.lr, readable=False) if fused else nullcontext():
+            given = {"readable": False, "clipping": clipping, "micro_batches": of.micro_batches}
+            updates = OptimizerInBackward(trained.optimizer, of.optim.lr, **given)
+            with updates if fused else nullcontext():
                 accumulate_gradients(
                     TrainModel(model, engine, of.spec),
                     batches,
                     StepContext(step=step, seed=0, flow=of.flow, pipelined=pipelined),
+                    before_backward=lambda losses, updates=updates: updates.begin_backward(),
                 )
             meter.is_updating = True
             if not fused:
@@ -86,7 +92,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
                     for group in (group for part in trained.optimizer.parts for group in part.param_groups):
                         group["foreach"] = True
                 norm = total_norm(list(trained.optimizer.gradients().values()))
-                update(trained.optimizer, norm, lr=of.optim.lr, clip_norm=of.clip_norm)
+                update(trained.optimizer, norm, lr=of.optim.lr, clipping=clipping)
             meter.is_updating = False
             trained.optimizer.zero_grad()
             trained.average.update(step + 1)

@@ -23,7 +23,8 @@ from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
-from ditkit_core.training.optimizer import NamedOptimizer, OptimizerInBackward
+from ditkit_core.training.fused_backward import OptimizerInBackward
+from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
@@ -111,7 +112,7 @@ class Watch:
 
     def __init__(self, optimizer):
         self.seen, update = [], optimizer.step_one
-        optimizer.step_one = lambda name, *given: (self.seen.append(name), update(name, *given))
+        optimizer.step_one = lambda name, *given, **named: (self.seen.append(name), update(name, *given, **named))
 
     def pre_forward(self, index, block):
         pass
@@ -412,25 +413,23 @@ def test_the_state_of_a_parameter_can_be_put_elsewhere_between_its_updates():
 
 
 @pytest.mark.parametrize(
-    ("fields", "prior", "message"),
+    ("fields", "run", "message"),
     [
-        ({"clip_norm": 1.0}, False, "train.clip_norm = 1: set train.clip_norm = 0; optim.name = adafactor limits"),
-        (
-            {"clip_norm": 0.0, "accumulation": 2},
-            False,
-            "train.accumulation = 2: set train.accumulation = 1 and a larger",
-        ),
-        ({"clip_norm": 0.0, "accumulation": 2, "pipelined": True}, False, "set train.pipelined = false"),
-        ({"clip_norm": 0.0}, True, "prior preservation: leave prior.folder and prior.prompt out"),
+        ({"clip_norm": 1.0}, {}, "train.clip_norm = 1 with train.clip_by = step: set train.clip_by = last_step"),
+        ({"clip_norm": 0.0, "accumulation": 2, "pipelined": True}, {}, "set train.pipelined = false"),
+        ({"clip_norm": 0.0, "accumulation": 2}, {"adapts": True}, "set train.accumulation = 1 and a larger"),
+        ({"clip_norm": 0.0}, {"adapts": True, "prior": True}, "leave prior.folder and prior.prompt out"),
     ],
 )
-def test_what_needs_all_gradients_is_refused_with_the_remedies(fields, prior, message):
+def test_what_needs_all_gradients_is_refused_with_the_remedies(fields, run, message):
     config = TrainConfig(**fields)
     with pytest.raises(UserError) as error:
-        check_fused_backward(config, optim("adamw", fused=True), prior=prior)
+        check_fused_backward(config, optim("adamw", fused=True), **run)
     assert message in str(error.value) and "or set optim.fused_backward = false" in str(error.value)
     assert "\n" not in str(error.value)
-    check_fused_backward(config, optim("adamw", fused=False), prior=prior)
+    check_fused_backward(config, optim("adamw", fused=False), **run)
+    for by in ("last_step", "block"):
+        check_fused_backward(TrainConfig(clip_by=by, accumulation=4), optim("adamw", fused=True), prior=True)
 
 
 def test_an_optimizer_that_looks_at_all_gradients_is_refused():

@@ -24,7 +24,7 @@ def say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
 def describe_precision(run: RunContext) -> str:
     """The dtype of each place, in a line."""
     base_compute, optim = run.config.base.compute, run.config.optim
-    in_8_bits, fused = optim.kind.averages_in_8_bits, optim.fused_backward
+    in_8_bits, fused = optim.kind.averages_in_8_bits, optim.fused_backward and run.config.micro_batches == 1
     return run.precision.described(base_compute=base_compute, averages_in_8_bits=in_8_bits, fused_backward=fused)
 
 

@@ -14,12 +14,13 @@ steps, and be out of date where weights are exchanged for their average.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.block_hooks import BlockHooks
@@ -38,6 +39,9 @@ class KeepsState(Protocol):
 
     def state_of(self, name: str) -> MutableMapping[str, Any]:
         """Its state of a parameter, by entry; empty before the first update."""
+
+    def sum_of(self, name: str) -> MutableMapping[str, Any]:
+        """The sum of its gradients over micro-batches, as an entry; empty with a single micro-batch."""
 
     def is_kept_on_host(self, name: str, entry: str) -> bool:
         """Whether an entry stays on the host wherever the parameter is."""
@@ -334,13 +338,28 @@ class BlockQueue:
         known = {(id(slot.entries), slot.leaf) for part in self.states.get(index, ()) for slot in part.slots}
         found: list[Found] = []
         for name in self._names[index]:
-            entries = self._optimizer.state_of(name)
-            for entry, value in entries.items():
-                is_new = isinstance(value, Tensor) and (id(entries), entry) not in known
-                if is_new and not self._optimizer.is_kept_on_host(name, entry):
-                    found.append((entries, entry))
+            optimizer = self._optimizer
+            kept = {entry for entry in optimizer.state_of(name) if optimizer.is_kept_on_host(name, entry)}
+            for entries in (optimizer.state_of(name), optimizer.sum_of(name)):
+                for entry in [entry for entry, value in entries.items() if isinstance(value, Tensor)]:
+                    if entry not in kept:
+                        found += self._parts(entries, entry, known)
         if found:
             self.states.setdefault(index, []).append(self._streamed(found, returns=True))
+
+    def _parts(self, entries: MutableMapping[str, Any], entry: str, known: Collection[tuple[int, str]]) -> list[Found]:
+        """The entries that a tensor is stored in and that are not streamed yet: its own, or those of the tensors inside of a quantized one."""
+        value: Any = entries[entry]
+        if not is_traceable_wrapper_subclass(value):
+            return [] if (id(entries), entry) in known else [(entries, entry)]
+        names, attributes = value.__tensor_flatten__()
+        if any((id(value.__dict__), name) in known for name in names):
+            return []
+        # A wrapper names its device: one that was loaded on the host is made again around tensors on the device.
+        inner = {name: getattr(value, name).to(self.device) for name in names}
+        made: Any = type(value).__tensor_unflatten__(inner, attributes, None, None)
+        entries[entry] = made
+        return [(made.__dict__, name) for name in names]
 
     def _streamed(self, found: Sequence[Found], *, returns: bool = False) -> Streamed:
         with self.lane.copies():

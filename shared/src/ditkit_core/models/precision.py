@@ -112,7 +112,7 @@ class Precision:
         Args:
             base_compute: `base.compute`.
             averages_in_8_bits: Whether the optimizer of `optim.name` keeps its averages in 8 bits.
-            fused_backward: Whether gradients are applied as they come: nothing is accumulated then.
+            fused_backward: Whether a step has one micro-batch whose gradients are applied as they come: nothing is accumulated then.
         """
         places = [place for place in (*PLACES[1:], "matmul") if not (fused_backward and place == "accumulation")]
         names = {place: dtype_name(getattr(self, place)) for place in places}
@@ -209,7 +209,7 @@ class PrecisionConfig:
         Args:
             optimizer: `optim.name`.
             in_8_bits: Names of the optimizers that keep their averages in 8 bits, at least one.
-            fused_backward: `optim.fused_backward`.
+            fused_backward: Whether `optim.fused_backward` applies the gradients of a single micro-batch.
             sharded: Whether ranks divide the weights.
 
         Raises:

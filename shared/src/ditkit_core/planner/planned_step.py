@@ -25,7 +25,7 @@ from ditkit_core.planner.memory import Workload
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.prepare import arch_here, build_on_meta
 from ditkit_core.sampling.prompts import Shape, shape_of
-from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.weights.quantize import check_scaled
 
@@ -74,6 +74,7 @@ class StepJob:
     ema: EMAConfig
     flow: FlowConfig
     clip_norm: float = 1.0
+    clip_by: ClipBy = "step"
     quantize: str = "none"
     compute: str = "dtype"
     """`base.compute`."""
@@ -136,6 +137,7 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
         ema=config.ema,
         flow=config.flow,
         clip_norm=config.train.clip_norm,
+        clip_by=config.train.clip_by,
         quantize=config.base.quantize,
         compute=config.base.compute,
         micro_batches=config.micro_batches,

@@ -28,10 +28,11 @@ from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.ranks.recorded import RecordedRanks
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
-from ditkit_core.training.optimizer import OptimizerInBackward
+from ditkit_core.training.clipping import Clipping, total_norm
+from ditkit_core.training.fused_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, update
 
 
 def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = None) -> Profile:
@@ -43,7 +44,7 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     Args:
         job: The step; its policies name no devices.
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
-        like: A profile of the same step under another policy, or with another format of the frozen weights. What depends on neither is
+        like: A profile of the same step, optimizer included, under another policy, or with another format of the frozen weights. What depends on neither is
             taken from it, so that updates, and the backward with each stage on its own, need not be run again.
 
     Raises:
@@ -62,8 +63,7 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     model = reduced_model(job, of_each=of_each)
     job = replace(job, policy=schedule)
     # An optimizer in the backward takes part in its peaks.
-    like = None if job.optim.fused_backward else like
-    together = measure(job, model, [0] * len(model.stages()), updates=like is None)
+    together = measure(job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward)
     # The cost of a split does not depend on other micro-batches, so one is enough.
     apart = measure(replace(job, micro_batches=1), model, _places(model), updates=like is None, backward=like is None)
     return replace(_profile(model, together, apart, like), trains_all=job.adapter.method == "full")
@@ -197,6 +197,9 @@ class _Measuring:
         self.ranks = RecordedRanks(0, job.context, context=job.context)
         self.found = MeasuredStep(places)
         self.open: StageMoment | None = None
+        self.in_backward: OptimizerInBackward | None = None
+        # Sums of gradients are the optimizer's where it applies them in the last backward.
+        self.sums = job.optim.fused_backward and job.micro_batches > 1
 
     def run(self) -> None:
         job, meter, found = self.job, self.meter, self.found
@@ -217,6 +220,14 @@ class _Measuring:
             staged: Any = self.model
             trained = TrainState(staged, parameters, job.optim, job.ema, kernels=job.kernels)
         self.gradients = trained.optimizer.parameters.values()
+        # Of a few blocks each is a stage of its own, as of all.
+        stage_of = {
+            name: place
+            for place, stage in enumerate(stages)
+            for name, parameter in parameters.items()
+            if any(parameter is own for own in stage.parameters())
+        }
+        self.clipping = Clipping(max_norm=job.clip_norm, by=job.clip_by, last_norm=2 * job.clip_norm, stage_of=stage_of)
         if self.updates:
             # The second step is measured, because the optimizer's state only exists after its first update.
             with meter.purpose("optimizer"):
@@ -224,10 +235,26 @@ class _Measuring:
                     parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
                 self._update(trained)
             trained.optimizer.zero_grad()
+            if self.sums:
+                with meter.purpose("optimizer"):
+                    for name, parameter in trained.optimizer.parameters.items():
+                        trained.optimizer.add_gradient(name, torch.empty_like(parameter), first=True)
         found.static = [self._static(stage, trained) for stage in stages]
-        found.end = self._micro_batch(trained, batch, found.forward, found.backward)
-        if job.micro_batches > 1:
-            self._micro_batch(trained, batch, [], found.again)
+        self.in_backward = (
+            OptimizerInBackward(
+                trained.optimizer,
+                job.optim.lr,
+                readable=False,
+                clipping=self.clipping,
+                micro_batches=min(2, job.micro_batches),
+            )
+            if job.optim.fused_backward
+            else None
+        )
+        with self.in_backward or nullcontext():
+            found.end = self._micro_batch(trained, batch, found.forward, found.backward)
+            if job.micro_batches > 1:
+                self._micro_batch(trained, batch, [], found.again)
         if self.updates:
             found.update = self._boundary()
             if not job.optim.fused_backward:
@@ -243,7 +270,7 @@ class _Measuring:
         backward: dict[int, StageMoment],
     ) -> StageMoment:
         """Run a forward and a backward, and record their boundaries. Returns the last one."""
-        job, optimizer = self.job, trained.optimizer
+        job = self.job
         calls = AttentionCalls()
         engine = _Watched(
             policy=job.schedule,
@@ -257,12 +284,12 @@ class _Measuring:
         # With fused_backward the optimizer runs inside of the backward.
         self.meter.is_updating = job.optim.fused_backward
         batches = [Batch(ids=[str(i) for i in range(len(batch))], items=batch)]
-        with (
-            counted_calls(calls),
-            OptimizerInBackward(optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
-        ):
+        updates = self.in_backward
+        begin = (lambda losses: None) if updates is None else (lambda losses: updates.begin_backward())
+        with counted_calls(calls):
             model = TrainModel(self.model.whole, engine, job.spec)
-            accumulate_gradients(model, batches, StepContext(step=1, seed=0, flow=job.flow))
+            context = StepContext(step=1, seed=0, flow=job.flow)
+            accumulate_gradients(model, batches, context, before_backward=begin)
         self.found.attention = tuple(sorted(calls.made))
         return self._boundary()
 
@@ -287,7 +314,7 @@ class _Measuring:
                     group["foreach"] = True
         self.meter.is_updating = True
         norm = total_norm(list(trained.optimizer.gradients().values()))
-        update(trained.optimizer, norm, lr=self.job.optim.lr, clip_norm=self.job.clip_norm)
+        update(trained.optimizer, norm, lr=self.job.optim.lr, clipping=self.clipping)
         self.meter.is_updating = False
 
     def _boundary(self) -> StageMoment:
@@ -316,7 +343,7 @@ class _Measuring:
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
         own = {id(parameter) for parameter in stage.parameters()}
         named = {name: p for name, p in trained.parameters.items() if id(p) in own}
-        states = [trained.optimizer.state_of(name) for name in named]
+        states = [(trained.optimizer.state_of(name), trained.optimizer.sum_of(name)) for name in named]
         gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in named.values()])
         return StageCost(
             weights=size(frozen),

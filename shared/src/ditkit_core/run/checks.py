@@ -83,7 +83,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
             "(optim.lr_pattern sets rates by layer)"
         )
     check_swap(train.swap_blocks, run.config.adapter.method, optim)
-    check_fused_backward(train, optim, prior=run.config.prior.wanted)
+    check_fused_backward(train, optim, adapts=run.config.adapter.method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
     check_compiler(backend_of(train.compile), kinds)
     # Codes that are multiplied as they are stay codes for the backward.
@@ -104,7 +104,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     run.config.precision.check_training(
         optimizer=optim.name,
         in_8_bits=in_8_bits,
-        fused_backward=optim.fused_backward,
+        fused_backward=optim.fused_backward and run.config.micro_batches == 1,
         sharded=run.config.ranks.shard > 1,
     )
     for unused in _unused(run) if here else ():
@@ -173,6 +173,10 @@ def _check_sharded(run: RunContext) -> None:
         raise UserError(
             f"optim.name = {config.optim.name} needs whole weights or all of them at once, and {shard} gives each rank some rows; use "
             f"{' or '.join(optimizers_that(lambda kind: kind.by_element))}"
+        )
+    if config.train.clip_by == "block" and config.train.clip_norm:
+        raise UserError(
+            f"train.clip_by = block needs whole gradients of a block, and {shard} gives each rank some rows; use step or last_step"
         )
     if any(config.train.swap_blocks):
         raise UserError(

@@ -25,11 +25,12 @@ from ditkit_core.planner.partition import choose_split_points, weights_profile
 from ditkit_core.planner.reduced_model import materialise
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.observer import Observer
+from ditkit_core.training.clipping import Clipping, total_norm
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, update
 
 DEVICES = tuple(torch.device("cpu", index) for index in range(4))
 """Under fake tensors devices that refuse to mix, and none of them the host."""
@@ -162,7 +163,9 @@ def divided_step(
             gradients = trained.optimizer.gradients()
             ledger.track(list(gradients.values()), "gradients")
             with ledger.purpose("optimizer" if step == 0 else "activations"):
-                update(trained.optimizer, total_norm(list(gradients.values())), lr=1e-4, clip_norm=1.0)
+                update(
+                    trained.optimizer, total_norm(list(gradients.values())), lr=1e-4, clipping=Clipping(max_norm=1.0)
+                )
             trained.average.update(step + 1)
         # what the first update left behind next to the optimizer's state is gone
         ledger.track(list(trained.optimizer.state()[0].values()), "optimizer")

@@ -9,6 +9,9 @@ from ditkit_core.config.field import setting
 from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
 from ditkit_core.errors import UserError
 
+ClipBy = Literal["step", "last_step", "block"]
+"""Which norm `train.clip_norm` limits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
@@ -88,7 +91,10 @@ class TrainConfig:
     accumulation: int = setting(1, resume="stated")
     """Micro-batches in an optimizer step."""
     clip_norm: float = setting(1.0, resume="stated")
-    """Maximum global gradient norm; larger gradients are scaled down. 0 disables clipping."""
+    """Maximum gradient norm; larger gradients are scaled down. 0 disables clipping."""
+    clip_by: ClipBy = setting("step", resume="stated")
+    """Which norm: `step`, of all gradients of the step; `last_step`, of all gradients of the step before (the first step is not clipped);
+    `block`, of each block's own gradients (embedding and head count as blocks). optim.fused_backward has no norm of the step in time."""
     seed: int = setting(0, resume="refused")
     """Seed of initial adapters, data order, noise and dropout."""
     noise_device: Literal["cpu", "device"] = setting("cpu", resume="stated")
@@ -117,7 +123,8 @@ class TrainConfig:
     plans use the rest."""
     swap_blocks: tuple[int, ...] = setting((), resume="free")
     """Streamed blocks on each device, in order: their weights stay in host memory and are prefetched; one number is for all devices.
-    Results are bitwise identical. A full fine-tune needs optim.fused_backward, and also keeps their optimizer state on the host."""
+    Results are bitwise identical. A full fine-tune needs optim.fused_backward, and also keeps their optimizer state on the host, with
+    accumulation also the sums of their gradients."""
     pipelined: bool = setting(False, resume="stated")
     """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a split model work at the same time.
     Needs accumulation of at least 2, and memory for the activations of all micro-batches."""

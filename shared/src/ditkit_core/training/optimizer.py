@@ -2,15 +2,13 @@
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ditkit_core.adapters.inject import is_adapter_name, module_of
 from ditkit_core.config.layer_patterns import check_used
@@ -24,6 +22,8 @@ from ditkit_core.training.optimizers import OPTIMIZERS, OptimConfig, OptimizerKi
 
 _REST = "rounding_rest"
 """Entry of a parameter's state: the bits that `split` keeps."""
+_SUM = "gradient_sum"
+"""Entry of the sum of a parameter's gradients."""
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -108,8 +108,12 @@ class NamedOptimizer:
         self._rounding_at: tuple[int, int] = (0, 0)
         self._places = places or {}
         self._proxies = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
-        # With `fused_backward` a step has one micro-batch, so nothing is summed.
+        # With `fused_backward` torch sums nothing: each gradient is applied, or added to `sum_of`, as soon as it is complete.
         self._accumulation = None if config.fused_backward else accumulation
+        self._sum_dtype = accumulation
+        self.streamed: Collection[str] = ()
+        """Names of the parameters whose state and sums of gradients are streamed with their weights, which keeps them between steps."""
+        self._sums: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
         self._expect_gradients()
         self._rounds = any(self._proxies[name] is not parameter for name, parameter in self.parameters.items())
         self._kinds: list[OptimizerKind] = []
@@ -210,16 +214,53 @@ class NamedOptimizer:
             _set_rate(part, lr)
             part.step()
 
-    def step_one(self, name: str, lr: float, found_inf: Tensor | None = None) -> None:
-        """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
+    def add_gradient(self, name: str, gradient: Tensor, *, first: bool) -> Tensor:
+        """Add a micro-batch's gradient to the sum of the step's, in the dtype and order in which torch accumulates them. Returns the sum.
 
-        Nothing is updated where `found_inf` is 1, a float32 scalar on the parameter's device, if `skips_on_device` says so.
+        Args:
+            name: The parameter's.
+            gradient: Of one micro-batch.
+            first: Whether it is the first of its step; what the sum was before is then forgotten.
+        """
+        sums = self._sums[name]
+        if _SUM not in sums:
+            narrow = self._proxies[name] is not self.parameters[name]
+            dtype = self._sum_dtype or (torch.float32 if narrow else gradient.dtype)
+            sums[_SUM] = torch.empty_like(gradient, dtype=dtype)
+        return sums[_SUM].copy_(gradient) if first else sums[_SUM].add_(gradient)
+
+    def sum_of(self, name: str) -> MutableMapping[str, Any]:
+        """The sum of a parameter's gradients over micro-batches, as an entry that can be streamed as those of `state_of`; not saved, because
+        a step begins with a new one."""
+        return self._sums[name]
+
+    def step_one(
+        self,
+        name: str,
+        lr: float,
+        found_inf: Tensor | None = None,
+        *,
+        gradient: Tensor | None = None,
+        factor: Tensor | float | None = None,
+    ) -> None:
+        """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
 
         Several threads may call it at once, each with parameters of its own: their torch optimizers share only the
         state dictionary, in which each has an entry of its own.
+
+        Args:
+            name: The parameter's.
+            lr: The learning rate.
+            found_inf: A float32 scalar on the parameter's device: nothing is updated where it is 1, if `skips_on_device` says so.
+            gradient: The gradient to apply; None: the parameter's own.
+            factor: What the gradient is multiplied by, in fp32 if the update is computed in fp32; None: 1.
         """
-        single = self._singles[name]
-        with single.guard, self._in_fp32(name):
+        single, parameter = self._singles[name], self.parameters[name]
+        if self._proxies[name] is parameter and gradient is not None:
+            parameter.grad = gradient.to(parameter.dtype)
+        if self._proxies[name] is parameter and factor is not None and parameter.grad is not None:
+            parameter.grad.mul_(factor)
+        with single.guard, self._in_fp32(name, gradient, factor):
             _set_rate(single.optimizer, lr)
             single.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
             single.optimizer.step()
@@ -229,16 +270,19 @@ class NamedOptimizer:
         return self._singles[name].kind.skips_on_device
 
     @contextmanager
-    def _in_fp32(self, name: str) -> Iterator[None]:
+    def _in_fp32(
+        self, name: str, gradient: Tensor | None = None, factor: Tensor | float | None = None
+    ) -> Iterator[None]:
         """Inside the block the stand-in of a bf16 parameter has its values and gradient in fp32; afterwards they are rounded back."""
         parameter, wide = self.parameters[name], self._proxies[name]
-        if wide is parameter or parameter.grad is None:
+        gradient = parameter.grad if gradient is None else gradient
+        if wide is parameter or gradient is None:
             yield
             return
         with torch.no_grad():
             fused = kernels_on(self._kernels, parameter)
             wide.data = joined(parameter.detach(), rest := self.state_of(name).get(_REST), fused=fused)
-            wide.grad = parameter.grad.float()
+            wide.grad = gradient.float() if factor is None else gradient.float().mul(factor)
             yield
             wide.grad = None
             if self._rounding == "stochastic":
@@ -285,9 +329,11 @@ class NamedOptimizer:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
-        """Free all gradients."""
-        for parameter in self.parameters.values():
+        """Free all gradients, and the sums of gradients that are not streamed."""
+        for name, parameter in self.parameters.items():
             parameter.grad = None
+            if name not in self.streamed:
+                self._sums[name].clear()
         self._expect_gradients()
 
     def _expect_gradients(self) -> None:
@@ -335,100 +381,3 @@ class NamedOptimizer:
 
     def _progress(self) -> list[tuple[str, ...]]:
         return [kind.progress for kind in self._kinds]
-
-
-class OptimizerInBackward:
-    """Updates each parameter of a step as soon as its gradient is complete, and frees the gradient at once.
-
-    The backward runs inside its `with` block. No full set of gradients exists. The price is that nothing can look at all gradients before
-    the first update: no clipping by their norm, no accumulation over micro-batches, and a non-finite gradient is found after others were
-    applied. It is not applied itself, nor is any that its device completes after it. AdamW sees to that on the device, and the host reads
-    the norms when the backward is over. Other optimizers have no such switch: for them the host waits for each gradient.
-
-    The mechanism is torch's own, `Tensor.register_post_accumulate_grad_hook`, which torch documents for this purpose. The engine's hooks
-    cannot replace it: they are called block by block, in the order of the carry, while a gradient is complete when the parameter's last
-    use is done, in whichever blocks, embed or head that is. The hook changes no gradient, and exists only while a step runs. Recomputation
-    does not call it again: gradients arrive through the graph of the forward. If the model is on several devices, torch calls the hooks
-    from one thread per device, at the same time.
-
-    Attributes:
-        updated: Names of the parameters that were updated, in that order; if a gradient was not finite, `applied` says which of them.
-    """
-
-    def __init__(
-        self,
-        optimizer: NamedOptimizer,
-        lr: float,
-        *,
-        readable: bool = True,
-        watch: Callable[[str, Tensor], None] | None = None,
-    ):
-        """Prepare the updates of a step, by an optimizer created with `optim.fused_backward`.
-
-        Args:
-            readable: Whether the gradients have values; fake tensors have none.
-            watch: Called with each parameter's name and gradient, before the update.
-        """
-        self._optimizer, self._lr, self._readable = optimizer, lr, readable
-        self._watch = watch
-        self._norms: dict[str, Tensor] = {}
-        self._found_inf: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        """For each device whether a gradient was not finite, as 0 or 1, and a 1."""
-        self._sound = True
-        self._handles: list[RemovableHandle] = []
-        self.updated: list[str] = []
-
-    def __enter__(self) -> Self:
-        for name, parameter in self._optimizer.parameters.items():
-            handle = parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
-            self._handles.append(handle)
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if error is None and self._sound:
-            self._optimizer.end_step(self._lr, self.updated)
-
-    def _arrived(self, name: str, parameter: Tensor) -> None:
-        """A gradient is complete: apply it, unless it or one before it is not finite."""
-        gradient = parameter.grad
-        assert gradient is not None and name not in self._norms, name
-        # The norm that `total_norm` computes. Before the update, because some optimizers write into the gradient.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        norm = self._norms[name] = torch._foreach_norm([gradient], dtype=wide)[0]
-        device = gradient.device
-        if device not in self._found_inf:
-            self._found_inf.setdefault(device, (torch.zeros((), device=device), torch.ones((), device=device)))
-        found_inf, one = self._found_inf[device]
-        # Sets `found_inf` in one launch, if the norm is not finite; the norm times 1 is the norm.
-        torch._amp_foreach_non_finite_check_and_unscale_([norm], found_inf, one)
-        if self._watch is not None:
-            self._watch(name, gradient)
-        skips = self._optimizer.skips_on_device(name)
-        if (
-            not skips and self._readable and float(found_inf)
-        ):  # waits for the device, because an update cannot be undone
-            self._sound = False
-        if self._sound:
-            self._optimizer.step_one(name, self._lr, found_inf if skips else None)
-            self.updated.append(name)
-        parameter.grad = None
-
-    def norms(self) -> list[Tensor]:
-        """Norm of each gradient, in the parameters' order, each on its own device."""
-        return [self._norms[name] for name in self._optimizer.parameters if name in self._norms]
-
-    def broken(self) -> list[str]:
-        """Names of the parameters whose gradients have no finite norm, in the parameters' order. Waits for the devices."""
-        return [name for name in self._optimizer.parameters if name in self._norms and not self._norms[name].isfinite()]
-
-    def applied(self) -> list[str]:
-        """Names of the parameters that were updated although a gradient was not finite: those before it on its device."""
-        broken, stopped, found = set(self.broken()), set[torch.device](), []
-        for name, norm in self._norms.items():
-            if name in broken:
-                stopped.add(norm.device)
-            elif name in self.updated and norm.device not in stopped:
-                found.append(name)
-        return found

@@ -98,8 +98,7 @@ def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> "torch
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True, by_element=True, skips_on_device=True),
-    # torchao compiles its step with the state as constants, so the state cannot be moved between two steps
-    "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True),
+    "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True, streams=True),
     "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True),
     "muon": OptimizerKind(build=_muon, one_by_one=True, streams=True, rest="adamw"),
     "prodigy": OptimizerKind(
@@ -153,8 +152,8 @@ class OptimConfig:
     final_lr_fraction: float = setting(0.0, resume="stated")
     """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`."""
     fused_backward: bool = setting(False, resume="stated")
-    """Update each parameter in the backward as soon as its gradient is complete, so that no full set of gradients exists. Needs
-    train.clip_norm = 0 and train.accumulation = 1."""
+    """Update each parameter in the backward as soon as its gradient is complete, so that no full set of gradients exists, but for the sums
+    that train.accumulation needs. Needs train.clip_by = last_step or block, or train.clip_norm = 0."""
     rounding: Literal["nearest", "stochastic", "split"] = setting("nearest", resume="stated")
     """Rounding of updated bf16 weights (full fine-tune with model.dtype = bf16): `stochastic`, or `split`, which stores the bits that bf16
     drops in 2 more bytes per weight. `nearest` loses most updates and is for fp32. The optimizer computes in fp32."""

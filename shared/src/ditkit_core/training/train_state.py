@@ -71,6 +71,8 @@ class TrainState:
         average: Their moving average.
         step: Optimizer steps done.
         held_out: Held-out loss after this step; None if it was not measured there.
+        last_norm: Norm of all gradients of the step before, for `train.clip_by = last_step`; None before the first step, and in a run that
+            a version without it saved.
         first_activations: The largest activation of each block in the first watched step, by `block.part`; a resumed
             run compares with it.
     """
@@ -102,9 +104,11 @@ class TrainState:
         self.average = EMA(self.values, ema)
         # Trained weights that are streamed take their optimizer state along.
         if swap is not None:
+            self.optimizer.streamed = {name for name, p in self.parameters.items() if self.values[name] is not p}
             swap.attach(self.optimizer)
         self.step = 0
         self.held_out: float | None = None
+        self.last_norm: float | None = None
         self.history = ValidationHistory()
         self.first_activations: dict[str, float] = {}
 
@@ -118,6 +122,8 @@ class TrainState:
             "optimizer": tensors,
         }
         values = {"optimizer": scalars, **self.history.state(), "sentinels": self.first_activations}
+        if self.last_norm is not None:
+            values["last_norm"] = self.last_norm
         return State(step=self.step, tensors=groups, values=values, held_out=self.held_out)
 
     def load_state_dict(self, state: State, path: Path) -> None:
@@ -133,8 +139,8 @@ class TrainState:
                 f"{path} was saved with other trained parameters; use the [model] and [adapter] of that run, or train in another run.folder"
             )
         copy_values(self.values, saved)
-        streamed = {name for name, parameter in self.parameters.items() if self.values[name] is not parameter}
-        self.optimizer.load_state(state.tensors.get("optimizer", {}), state.values["optimizer"], on_host=streamed)
+        tensors, streamed = state.tensors.get("optimizer", {}), self.optimizer.streamed
+        self.optimizer.load_state(tensors, state.values["optimizer"], on_host=streamed)
         if self._swap is not None:
             self._swap.attach(self.optimizer)
             self._swap.host_changed()
@@ -143,6 +149,7 @@ class TrainState:
         self.average.load(state.tensors.get("ema", {}))
         self.step, self.held_out = state.step, state.held_out
         self.history = ValidationHistory(state.values)
+        self.last_norm = state.values.get("last_norm")
         self.first_activations = {name: float(value) for name, value in state.values.get("sentinels", {}).items()}
 
     @contextmanager

@@ -17,11 +17,13 @@ from ditkit_core.io.rng import seed_of
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.clipping import Clipping, joined_norm, stages_of, total_norm
+from ditkit_core.training.config import ClipBy, FlowConfig
 from ditkit_core.training.flow_matching import PreparedBatch, prepare, velocity_errors
+from ditkit_core.training.fused_backward import OptimizerInBackward
 from ditkit_core.training.gradient_sum import GradientSum
 from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
-from ditkit_core.training.optimizer import NamedOptimizer, OptimizerInBackward
+from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
@@ -57,12 +59,22 @@ class StepContext:
     """Returns a micro-batch of this rank by its number in the step, prepared while the one before it ran; None prepares each when it is run."""
     clock: StepClock = field(default_factory=StepClock)
     """Times the parts of the step."""
+    clip_by: ClipBy = "step"
+    """`train.clip_by`."""
+    last_norm: float | None = None
+    """Norm of all gradients of the step before, for `last_step`; None before the first."""
 
     def prepare(self, spec: ModelSpec, micro_batches: Sequence[MicroBatch], micro: int) -> PreparedBatch:
         """Read one of the step's micro-batches, and sample its noise."""
         return prepare(
             spec, self.flow, micro_batches, micro, seed=self.seed, step=self.step, noise_device=self.noise_device
         )
+
+    def clipping(self, model: TrainModel, optimizer: NamedOptimizer, clip_norm: float) -> Clipping:
+        """How the gradients of this step are clipped."""
+        by_block = clip_norm and self.clip_by == "block"
+        stage_of = stages_of(model.module, optimizer.parameters) if by_block else {}
+        return Clipping(max_norm=clip_norm, by=self.clip_by, last_norm=self.last_norm, stage_of=stage_of)
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,7 @@ def training_step(
         micro_batches: The step's samples; their grouping into micro-batches changes only the order of summation
             (and the masks of dropout).
         optimizer: Has the trained parameters.
-        clip_norm: Maximum global gradient norm; 0 disables clipping.
+        clip_norm: Maximum gradient norm, of what `StepContext.clip_by` says; 0 disables clipping.
         watch: Records activations and gradients of this step, and has their statistics afterwards.
 
     Raises:
@@ -131,14 +143,22 @@ def training_step(
     watched = model if watch is None else replace(model, engine=with_hooks(model.engine, watch))
     accumulate = partial(accumulate_gradients, watched, micro_batches, context)
     try:
+        clipping = context.clipping(model, optimizer, clip_norm)
         if optimizer.fused_backward:
-            assert len(micro_batches) == 1 and not clip_norm, "refused before anything was loaded"
-            result = _fused_step(accumulate, optimizer, step=context.step, lr=lr, watch=watch)
+            assert not clip_norm or context.clip_by != "step", "refused before anything was loaded"
+            updates = OptimizerInBackward(
+                optimizer,
+                lr,
+                watch=None if watch is None else watch.gradient,
+                clipping=clipping,
+                micro_batches=len(micro_batches),
+            )
+            result = _fused_step(accumulate, updates, micro_batches, context, watch)
             context.clock.mark_all("optimizer")  # the host has waited for all before
             return result
         losses = accumulate()
         loss = _mean_loss(losses, micro_batches, context.ranks)
-        return _finish_step(model, losses, loss, optimizer, context, lr=lr, clip_norm=clip_norm, watch=watch)
+        return _finish_step(model, losses, loss, optimizer, context, lr=lr, clipping=clipping, watch=watch)
     except NonFiniteLoss as error:
         evidence = error.evidence
     # Outside of the handler: the error refers to the step's graph, whose memory the second forward needs.
@@ -185,7 +205,7 @@ def _finish_step(
     context: StepContext,
     *,
     lr: float,
-    clip_norm: float,
+    clipping: Clipping,
     watch: StatsRecorder | None,
 ) -> StepResult:
     """Check the accumulated gradients, and apply them."""
@@ -204,7 +224,7 @@ def _finish_step(
         optimizer.zero_grad()
         raise NonFiniteLoss(evidence)
     context.clock.mark_all("optimizer")
-    update(optimizer, norm, lr=lr, clip_norm=clip_norm)
+    update(optimizer, norm, lr=lr, clipping=clipping)
     return result
 
 
@@ -224,68 +244,36 @@ def _to_host(
 
 def _fused_step(
     accumulate: Callable[..., Losses],
-    optimizer: NamedOptimizer,
-    *,
-    step: int,
-    lr: float,
-    watch: StatsRecorder | None = None,
+    updates: OptimizerInBackward,
+    micro_batches: Sequence[MicroBatch],
+    context: StepContext,
+    watch: StatsRecorder | None,
 ) -> StepResult:
-    """Run one micro-batch, and update each parameter in the backward as soon as its gradient is complete."""
-    loss = math.nan
+    """Run the micro-batches, and update each parameter in the last backward as soon as its gradient is complete."""
 
     def check(losses: Losses) -> None:
-        nonlocal loss
-        loss = float(torch.cat(losses.weighted).double().sum() / len(losses.ids[0]))
-        if not math.isfinite(loss):  # before the backward, which updates weights
-            raise NonFiniteLoss(_evidence(step, losses, [], StepResult(loss, math.nan)))
+        last = losses.weighted[-1]
+        if not math.isfinite(float(last.double().sum())):  # before the backward, which updates weights
+            known = replace(losses, ids=losses.ids[: len(losses.weighted)])
+            raise NonFiniteLoss(_evidence(context.step, known, [], StepResult(float(last.double().mean()), math.nan)))
+        updates.begin_backward()
 
-    with OptimizerInBackward(optimizer, lr, watch=None if watch is None else watch.gradient) as updates:
+    with updates:
         losses = accumulate(before_backward=check)
     norm = joined_norm(updates.norms())
-    result = StepResult(loss, _to_host(norm.new_zeros((), dtype=torch.float64), norm, watch, Ranks())[1])
+    sent = _to_host(_mean_loss(losses, micro_batches, context.ranks), norm, watch, context.ranks)
+    result = StepResult(*sent)
     if not math.isfinite(result.grad_norm):
         before = len(updates.applied())
         updated = {"num_parameters_updated_before": before, "weights_were_updated": before > 0}
-        raise NonFiniteLoss({**_evidence(step, losses, updates.broken(), result), **updated})
+        raise NonFiniteLoss({**_evidence(context.step, losses, updates.broken(), result), **updated})
     return result
 
 
-def update(optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clip_norm: float) -> None:
-    """Clip the gradients to a global norm of `clip_norm`, unless that is 0, and step."""
-    if clip_norm:
-        torch.nn.utils.clip_grads_with_norm_(optimizer.parameters.values(), clip_norm, norm)
+def update(optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clipping: Clipping) -> None:
+    """Clip the gradients, whose global norm is `norm`, and step."""
+    clipping.apply(optimizer.parameters, norm)
     optimizer.step(lr)
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, on the device of the first.
-
-    It sums in the given order, whatever devices the gradients are on. torch's own function groups them by device, which would change
-    the last bits for a split model.
-    """
-    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
-    for chosen in _by_device(gradients).values():
-        found = torch._foreach_norm([gradients[place] for place in chosen])
-        for place, norm in zip(chosen, found, strict=True):
-            norms[place] = norm
-    return joined_norm(norms)
-
-
-def joined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of several tensors from their norms, scalars on any devices; on the device of the first."""
-    first = norms[0]
-    joined = torch.zeros(len(norms), device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
-    for chosen in _by_device(norms).values():
-        found = torch.stack([norms[place] for place in chosen])  # one transfer from each device
-        joined[torch.tensor(chosen, device="cpu").to(joined.device)] = found.to(joined)
-    return torch.linalg.vector_norm(joined)
-
-
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    places: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(place)
-    return places
 
 
 def accumulate_gradients(

@@ -38,18 +38,21 @@ from ditkit_core.training.validation import ValidationResult, Validator
 _LOGGER = logging.getLogger(__name__)
 
 
-def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool = False) -> None:
+def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, adapts: bool = False, prior: bool = False) -> None:
     """Refuse settings that need all gradients at once, if `optim.fused_backward` applies each as it arrives."""
     if not optim.fused_backward:
         return
+    remedy = "set train.accumulation = 1 and a larger train.batch_size" if config.accumulation > 1 else ""
+    remedy = " and ".join(filter(None, (remedy, "leave prior.folder and prior.prompt out" if prior else "")))
     refused = {
-        f"train.clip_norm = {config.clip_norm:g}": "set train.clip_norm = 0; optim.name = adafactor limits each update itself",
-        f"train.accumulation = {config.accumulation}": "set train.accumulation = 1 and a larger train.batch_size",
-        "train.pipelined": "set train.pipelined = false and train.accumulation = 1",
-        "prior preservation": "leave prior.folder and prior.prompt out",
+        f"train.clip_norm = {config.clip_norm:g} with train.clip_by = step": (
+            "set train.clip_by = last_step (the norm of the step before), or block (each block's own), or train.clip_norm = 0",
+            config.clip_norm > 0 and config.clip_by == "step",
+        ),
+        "train.pipelined": ("set train.pipelined = false", config.pipelined),
+        "several micro-batches of an adapter, whose gradients are added in a tree": (remedy, adapts and bool(remedy)),
     }
-    asked = (config.clip_norm > 0, config.accumulation > 1, config.pipelined, prior)
-    found = [pair for pair, is_asked in zip(refused.items(), asked, strict=True) if is_asked]
+    found = [(what, remedy) for what, (remedy, is_asked) in refused.items() if is_asked]
     if found:
         raise UserError(
             f"optim.fused_backward applies each gradient before the others are there, so it does not go with "
@@ -68,8 +71,8 @@ def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
     where = f"train.swap_blocks = {list(counts)} with adapter.method = full streams trained weights"
     if not optim.fused_backward:
         raise UserError(
-            f"{where}, which have to be updated while they are on the device: set optim.fused_backward = true (it needs train.clip_norm = 0 "
-            "and train.accumulation = 1), or leave train.swap_blocks out, or split the model with train.devices"
+            f"{where}, which have to be updated while they are on the device: set optim.fused_backward = true (and train.clip_by = last_step "
+            "or block), or leave train.swap_blocks out, or split the model with train.devices"
         )
     if not optim.kind.streams:
         raise UserError(
@@ -193,7 +196,7 @@ class Trainer:
         Raises:
             UserError: If the configuration contradicts itself.
         """
-        check_fused_backward(config.train, config.optim)
+        check_fused_backward(config.train, config.optim, adapts=model.adapts)
         self._devices = {parameter.device for parameter in model.module.parameters()}
         self._clock = StepClock(sorted(self._devices, key=str))
         self._model, self._config, self._folder = with_clock(model, self._clock), config, folder
@@ -298,6 +301,8 @@ class Trainer:
             noise_device=config.noise_device,
             ranks=self._ranks,
             clock=self._clock,
+            clip_by=config.clip_by,
+            last_norm=self._state.last_norm,
         )
 
     def _prepare(self, batches: Sequence[MicroBatch], micro: int, step: int) -> PreparedBatch:
@@ -330,7 +335,7 @@ class Trainer:
         self._clock.end()
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
         # A validation loss belongs to the step that it was measured at.
-        state.step, state.held_out = state.step + 1, None
+        state.step, state.held_out, state.last_norm = state.step + 1, None, result.grad_norm
         if watch is not None and watch.reading is not None:
             metrics.write(state.step, self._drift.take(state.step, watch.reading))
         state.average.update(state.step)
