@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ from ditkit_core.data.media import image as still
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.config import PriorConfig
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
+from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader
 from ditkit_core.encoding.prior_preservation import PriorDataLoader
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.testing.specs import altered
-from ditkit_core.testing.toy import TOY, ToyInputs, ToySampler
+from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToySampler, toy_items
+from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.flow_matching import sample_noise
+from ditkit_core.training.flow_matching import LossMask, NoisedBatch, matching_base, sample_noise, velocity_errors
 from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
@@ -132,7 +134,7 @@ def test_settings_without_meaning_are_refused(fields: dict[str, Any]) -> None:
     ("fields", "says"),
     [
         ({"prompt": "  "}, "prior.prompt is blank"),
-        ({"weight": 2.0}, "without prior.folder or prior.prompt"),
+        ({"weight": 2.0}, "without prior.folder, prior.prompt or prior.match_base"),
         ({"images": 20}, "needs prior.prompt"),
         ({"images": 20, "folder": "class"}, "needs prior.prompt"),
     ],
@@ -315,3 +317,100 @@ def test_an_adapter_that_starts_from_a_file_draws_none(world: World, capsys: pyt
     for i in range(3):
         world.add(f"regular/{i}.png", (16, 16), "pink", "a class")
     assert prior_run(world, "run", 1, *init, "--prior.folder", "regular") == 0
+
+
+# Without class images: steps that match the base
+
+
+def test_the_target_is_what_peft_computes_with_its_adapter_switched_off():
+    adapter: Any = ADAPTERS["lora"]
+    model: Any = make_model(TOY, ToyArch(), adapter=adapter)
+    items = toy_items(2)
+    noise = [torch.randn(item["latents"].shape) for item in items]
+    batch = NoisedBatch(items, torch.tensor([0.3, 0.8]), noise, masks=[LossMask(None, torch.zeros(1))] * 2)
+    found = matching_base(TrainModel(model, BlockEngine(), TOY), batch, 1.0)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
+    errors = velocity_errors(TrainModel(model, BlockEngine(), TOY), found, 1.0)
+    for layer in model.modules():
+        if hasattr(layer, "enable_adapters"):
+            layer.enable_adapters(False)
+    assert velocity_errors(TrainModel(model, BlockEngine(), TOY), found, 1.0).tolist() == [0, 0]
+    assert errors.min() > 1e-4, "everywhere, whatever a mask of the subject weighs"
+    assert torch.equal(found.targets[0], found.targets[0].detach())
+
+
+def test_an_adapter_that_does_nothing_yet_has_no_loss_and_no_gradient():
+    model: Any = make_model(TOY, ToyArch(), adapter=ADAPTERS["lora"])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    batch = replace(micro_batches(toy_items(2), 1)[0], matches_base=True)
+    optimizer = NamedOptimizer(trained, OptimConfig())
+    context = StepContext(step=0, seed=1, flow=FlowConfig())
+    found = training_step(
+        TrainModel(model, BlockEngine(policy="full"), TOY), [batch], optimizer, context, lr=1.0, clip_norm=1.0
+    )
+    assert found == (0, 0)
+
+
+def test_steps_are_a_function_of_seed_and_step_whatever_is_accumulated():
+    one, four = (BaseSteps(share=0.25, accumulation=count) for count in (1, 4))
+    chosen = [step for step in range(4000) if one.has(7, step)]
+    assert 900 < len(chosen) < 1100 and chosen != [step for step in range(4000) if one.has(8, step)]
+    assert [four.has(7, index) for index in range(400)] == [one.has(7, index // 4) for index in range(400)]
+
+
+def test_all_samples_of_such_a_step_have_one_caption_and_one_weight(tmp_path: Path):
+    samples = stored(tmp_path, "dog", 5)
+    Cache(tmp_path).put("text", key("a class"), {"text": torch.full((2, 8), 7.0)}, {})
+    for text_key, caption in ((key("a class"), torch.full((2, 8), 7.0)), ("", torch.zeros(1, 8))):
+        steps = BaseSteps(share=0.5, accumulation=1, weight=0.3, text_key=text_key)
+        data = TrainDataLoader(samples, seed=1, batch_size=BatchSize(samples=2), base_steps=steps)
+        plain = TrainDataLoader(samples, seed=1, batch_size=BatchSize(samples=2))
+        for index in range(20):
+            batch, other = data.micro_batch(index), plain.micro_batch(index)
+            assert batch.ids == other.ids and batch.matches_base == steps.has(1, index)
+            if batch.matches_base:
+                assert batch.weights == [0.3, 0.3]
+                assert all(torch.equal(item["text"], caption) for item in batch.items)
+                assert torch.equal(batch.items[1]["latents"], other.items[1]["latents"])
+            else:
+                assert all(torch.equal(a["text"], b["text"]) for a, b in zip(batch.items, other.items, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"match_base": 1.0}, "no share of the steps"),
+        ({"match_base": -0.1}, "no share of the steps"),
+        ({"match_base": 0.5, "folder": "class"}, "leave one of the two out"),
+        ({"match_base": 0.5, "prompt": "a dog", "images": 20}, "without prior.match_base"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any], says: str):
+    with pytest.raises(UserError, match=says):
+        PriorConfig(**fields)
+    assert not PriorConfig(match_base=0.5, prompt="a dog", weight=2.0).wanted
+
+
+def test_a_run_reports_both_losses_apart_and_goes_on_bitwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    world = World(tmp_path)
+    flags = ("--prior.match_base", "0.5", "--prior.prompt", "a class", "--sample.captions", "0")
+    assert world.train("whole", 6, *flags) == 0
+    assert world.train("parts", 3, *flags) == 0 and world.train("parts", 6, *flags) == 0
+    assert equal(world.adapter("whole"), world.adapter("parts"))
+    assert world.train("without", 6, *flags[4:]) == 0
+    assert not equal(world.adapter("whole"), world.adapter("without"))
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    matching = [line["step"] for line in lines if "prior_loss" in line]
+    assert matching == [step + 1 for step in range(6) if BaseSteps(share=0.5, accumulation=1).has(0, step)]
+    assert 0 < len(matching) < 6 and len([line for line in lines if "loss" in line]) == 6 - len(matching)
+    assert "loss of the steps that match the base" in (tmp_path / "whole" / "report.html").read_text()
+    assert not (tmp_path / "whole" / "prior").exists()
+    capsys.readouterr()
+    assert world.train("full", 1, *flags, "--adapter.method", "full") == 1
+    assert "adapter.method = full changes the base itself" in capsys.readouterr().err

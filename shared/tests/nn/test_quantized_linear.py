@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ditkit_core.nn import quantized_linear
+from ditkit_core.nn import eight_bit_products
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.quantized_linear import QuantizedLinear, products_in_dtype
 from ditkit_core.planner.memory_tracker import MemoryTracker
@@ -114,13 +114,13 @@ def test_few_rows_are_as_many_and_keep_their_shape(kind, shape):
 def test_parts_of_rows_and_strides_change_no_bit(monkeypatch):
     layer, x, gradient = layer_of("int8"), sample(64, 90).T, sample(90, 48, seed=4)
     whole = run(layer, x, gradient)
-    monkeypatch.setattr(quantized_linear, "AT_ONCE", {"cpu": 64 * 20})
+    monkeypatch.setattr(eight_bit_products, "AT_ONCE", {"cpu": 64 * 20})
     for found, expected in zip(run(layer, x.contiguous(), gradient.T.contiguous().T), whole, strict=True):
         assert torch.equal(found, expected)
 
 
 def test_only_a_part_of_the_rows_exists_in_32_bits(monkeypatch):
-    monkeypatch.setattr(quantized_linear, "AT_ONCE", {"cpu": 2**16})
+    monkeypatch.setattr(eight_bit_products, "AT_ONCE", {"cpu": 2**16})
     layer, x = layer_of("int8", 256, 256), sample(4096, 256).bfloat16()
     with MemoryTracker() as tracker, torch.no_grad():
         layer(x)

@@ -27,6 +27,7 @@ class ToyBatch(NamedTuple):
     items: Sequence[dict[str, Tensor]]
     weights: Sequence[float] = ()
     counted: float | None = None
+    matches_base: bool = False
 
 
 class ToyData:

@@ -9,7 +9,8 @@ from ditkit_core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:
-    """The `[prior]` section: images of the class that the trained subject belongs to. Without folder and prompt there are none."""
+    """The `[prior]` section: what keeps the model from forgetting the class that the trained subject belongs to. Without folder, prompt
+    and match_base nothing does."""
 
     folder: str = setting("", resume="refused", holds="path")
     """Folder of class images (or clips) and captions, in the format of data.folder. Empty means `prior` in the run folder if a prompt
@@ -20,6 +21,9 @@ class PriorConfig:
     """Number of class images; only used with a prompt."""
     weight: float = setting(1.0, resume="stated")
     """Weight of the class in the loss, above 0."""
+    match_base: float = setting(0.0, resume="stated")
+    """Share of the steps, from 0 to below 1, whose target is the prediction of the base without the adapter, for the data's own clips with
+    prior.prompt as their caption, or the empty one. They need no class images, and take one forward more."""
 
     def __post_init__(self) -> None:
         if self.prompt and not self.prompt.strip():
@@ -30,19 +34,32 @@ class PriorConfig:
             raise UserError(f"prior.images = {self.images} is not between 1 and 100000; set 100")
         if not 0 < self.weight <= 1000:
             raise UserError(f"prior.weight = {self.weight} is not above 0 and at most 1000; set 1, or remove [prior]")
-        if self.weight != 1 and not self.wanted:
+        if not 0 <= self.match_base < 1:
             raise UserError(
-                f"prior.weight = {self.weight} has no effect without prior.folder or prior.prompt; set one of them"
+                f"prior.match_base = {self.match_base} is no share of the steps from 0 to below 1; set 0.25"
             )
-        if self.images != 100 and not self.prompt:
+        if self.match_base and self.folder:
             raise UserError(
-                f"prior.images = {self.images} needs prior.prompt to generate them from; set it, or remove it"
+                "prior.match_base needs no class images, and prior.folder names some; leave one of the two out"
+            )
+        if self.weight != 1 and not (self.wanted or self.match_base):
+            raise UserError(
+                f"prior.weight = {self.weight} has no effect without prior.folder, prior.prompt or prior.match_base; set one of them"
+            )
+        if self.images != 100 and not self.class_prompt:
+            raise UserError(
+                f"prior.images = {self.images} needs prior.prompt to generate them from, without prior.match_base; set it, or remove it"
             )
 
     @property
     def wanted(self) -> bool:
         """Whether class images are used."""
-        return bool(self.folder or self.prompt)
+        return bool(self.folder or self.class_prompt)
+
+    @property
+    def class_prompt(self) -> str:
+        """Prompt of the class images to generate; empty if none are."""
+        return "" if self.match_base else self.prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ So a resumed run continues with exactly the samples and captions that the uninte
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +35,8 @@ class Batch:
     """Factor of each sample's loss; empty means 1 each."""
     counted: float | None = None
     """Number of samples that it counts as in the step's mean; None means its own number of samples."""
+    matches_base: bool = False
+    """Whether the target is the base's own prediction."""
 
 
 class LazyItems(Sequence[dict[str, Tensor]]):
@@ -112,6 +114,25 @@ class BatchSize:
         return max(1, self.tokens // self.num_tokens(sample.outline())) if self.tokens else self.samples
 
 
+@dataclass(frozen=True, kw_only=True)
+class BaseSteps:
+    """The steps whose target is the base's own prediction (`prior.match_base`)."""
+
+    share: float
+    """Of the steps, at least 0 and below 1."""
+    accumulation: int
+    """Micro-batches in a step."""
+    weight: float = 1.0
+    """Factor of their samples' losses."""
+    text_key: str = ""
+    """Key of the caption of all their samples; none means the empty caption."""
+
+    def has(self, seed: int, index: int) -> bool:
+        """Whether the micro-batch of this index is in one: a function of the seed and the step."""
+        random = generator(seed, "match base", index // self.accumulation)
+        return bool(torch.rand((), generator=random) < self.share)
+
+
 class CaptionSampler:
     """Samples the caption for each use of a sample, and whether its conditions are dropped."""
 
@@ -155,6 +176,7 @@ class TrainDataLoader:
         batch_size: BatchSize,
         caption_dropout: float = 0.0,
         control_dropout: float = 0.0,
+        base_steps: BaseSteps | None = None,
     ) -> None:
         """Prepare the order of the samples; this reads only headers from the cache.
 
@@ -162,8 +184,10 @@ class TrainDataLoader:
             samples: The samples to train on, at least one.
             caption_dropout: Probability in [0, 1] that a sample gets the empty caption.
             control_dropout: Probability in [0, 1] that a sample is used without its optional conditions.
+            base_steps: The steps whose target is the base's own prediction; None for none.
         """
         assert samples
+        self._seed, self._base_steps = seed, base_steps
         self._samples = samples
         self._captions = CaptionSampler(seed, caption_dropout, control_dropout)
         ids = [sample.id for sample in samples]
@@ -186,6 +210,17 @@ class TrainDataLoader:
     def micro_batch(self, index: int) -> Batch:
         """Read the micro-batch of this index, counted since the start of the run."""
         samples = [self._samples[place] for place in self._order.places(index).samples]
+        counted = self.mean_size if self._grouped else None
+        base = self._base_steps
+        if base is not None and base.has(self._seed, index):
+            samples = [replace(each, empty_text_key=base.text_key or each.empty_text_key) for each in samples]
+            return Batch(
+                ids=[sample.id for sample in samples],
+                items=LazyItems(lambda: [sample.load(drop_caption=True) for sample in samples], len(samples)),
+                weights=[base.weight] * len(samples),
+                counted=counted,
+                matches_base=True,
+            )
         return Batch(
             ids=[sample.id for sample in samples],
             items=LazyItems(
@@ -196,7 +231,7 @@ class TrainDataLoader:
                 ],
                 len(samples),
             ),
-            counted=self.mean_size if self._grouped else None,
+            counted=counted,
         )
 
     def micro_batches(self, index: int) -> list[Batch]:

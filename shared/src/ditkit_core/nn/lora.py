@@ -12,6 +12,7 @@ a sum, so fp16 runs take the other path.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -279,6 +280,22 @@ def keeps_only_its_input(layer: nn.Module) -> bool:
     # `type`, not isinstance: a subclass may save more.
     frozen = type(layer) is nn.Linear and not layer.weight.requires_grad
     return frozen or isinstance(layer, KeepsOnlyItsInput) or (isinstance(layer, PlainLora) and layer.is_plain())
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Inside the block the layers of a `StagedModel` with peft's adapters compute what they would without them.
+
+    peft's own switch, `enable_adapters`, also changes which parameters require a gradient.
+    """
+    layers = [module for module in model.modules() if getattr(module, "_disable_adapters", None) is False]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 @cache

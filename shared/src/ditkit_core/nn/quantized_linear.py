@@ -4,12 +4,6 @@ The values are bitwise identical to torchao's weight-only quantization (`Int8Wei
 quantized scales), but its tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are missing) nor be
 views into one buffer, which block swap needs. Their own forward also has autograd keep each dequantized weight: 1.5 times the dense
 model. Here weight and scales are plain parameters, and nothing is kept.
-
-A product in 8 bits is of two matrices of codes: W has a scale for each row from the start, and the input gets one for each of its rows, its
-largest magnitude divided by the largest code. Sums of int8 codes are exact, those of fp8 in fp32; both scales are applied to the sum, in
-fp32, and the result is rounded once to the input's dtype. In the backward the sum runs over W's rows, whose scales cannot be taken out of
-it: they multiply the columns of the gradient before its rows get scales of their own. So the codes of W serve both products, and no second
-rounding of W exists.
 """
 
 import math
@@ -24,8 +18,9 @@ from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import device_kind
+from ditkit_core.nn.eight_bit_products import LARGEST_CODE, compiled_product, product, transposed_product
 from ditkit_core.nn.kernels import ops as kernels
-from ditkit_core.nn.kernels.launch import HAS_TRITON, kernels_in_force
+from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 _FP8 = torch.float8_e4m3fn
@@ -103,14 +98,14 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         """Whether its format and its size allow products of 8-bit codes."""
         sizes = self.in_features, self.out_features
         # Tensor cores take multiples of 16, and a sum of 2**17 products of int8 codes fits int32.
-        return self.kind in _LARGEST_CODE and all(size % 16 == 0 and size <= 2**17 for size in sizes)
+        return self.kind in LARGEST_CODE and all(size % 16 == 0 and size <= 2**17 for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
         # The compiler decides by itself what it keeps for the backward, so compiled code gets operations with plain inputs.
         if torch.compiler.is_compiling():
             if self.in_8_bits:
-                of_codes: Tensor = _in_8_bits(x, self.bias, self.weight, self.weight_scale)
+                of_codes: Tensor = compiled_product(x, self.bias, self.weight, self.weight_scale)
                 return of_codes
             return F.linear(x, self.dequantize(x.dtype), self.bias)
         values = self.values()
@@ -140,16 +135,13 @@ class _Stored(NamedTuple):
     def product(self, x: Tensor, bias: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
         """x Wᵀ + b."""
         if self.in_8_bits:
-            codes, scale = self._codes(tensors)
-            return _product_of_codes(x, codes.T, after=scale.T, bias=bias, fused=self.fused)
+            return product(x, bias, *self._codes(tensors), fused=self.fused)
         return F.linear(x, self._matrix(tensors, x.dtype), bias)
 
     def transposed(self, gradient: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """gradient · W."""
         if self.in_8_bits:
-            codes, scale = self._codes(tensors)
-            # Tensor cores multiply 8 bits only if both matrices are contiguous along the sum: hence a transposed copy, for a moment.
-            return _product_of_codes(gradient, codes.T.contiguous().T, before=scale.T, fused=self.fused)
+            return transposed_product(gradient, *self._codes(tensors), fused=self.fused)
         return gradient @ self._matrix(tensors, gradient.dtype)
 
     def _codes(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -176,109 +168,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.stored.transposed(gradient, ctx.tensors), None, None, *[None] * len(ctx.tensors)
-
-
-# Compiled code calls both products as operations that the compiler does not look into: so they have the values and the memory of eager
-# code, sums of a part of the rows at a time.
-@torch.library.custom_op("ditkit::product_in_8_bits", mutates_args=())
-def _in_8_bits(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
-    return _of_codes(x).product(x, bias, (codes, scale))
-
-
-@torch.library.custom_op("ditkit::transposed_in_8_bits", mutates_args=())
-def _transposed_in_8_bits(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return _of_codes(gradient).transposed(gradient, (codes, scale))
-
-
-def _of_codes(x: Tensor) -> _Stored:
-    return _Stored("", (0, 0), ("weight", "weight_scale"), device_kind(x) == "cuda" and HAS_TRITON, in_8_bits=True)
-
-
-@_in_8_bits.register_fake
-def _(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], codes.shape[0])
-
-
-@_transposed_in_8_bits.register_fake
-def _(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], codes.shape[1])
-
-
-_in_8_bits.register_autograd(
-    lambda ctx, gradient: (_transposed_in_8_bits(gradient, *ctx.saved_tensors), None, None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[2:]),
-)
-
-
-_LARGEST_CODE = {"int8": 127.0, "fp8": torch.finfo(_FP8).max}
-"""What the largest magnitude of a row of inputs becomes, by format of a product's codes."""
-_LEAST_ROWS = 17  # of torch's int8 product on a GPU
-
-
-def _product_of_codes(
-    x: Tensor,
-    codes: Tensor,
-    *,
-    before: Tensor | None = None,
-    after: Tensor | None = None,
-    bias: Tensor | None = None,
-    fused: bool = False,
-) -> Tensor:
-    """x · codes, with rows of x rounded to codes, in the dtype of x.
-
-    Args:
-        x: [.., k].
-        codes: int8 or fp8 codes of a matrix [k, n].
-        before: Factors [1, k] of the columns of x.
-        after: Factors [1, n] of the columns of the result.
-        bias: Added to each row of the result, before it is rounded.
-        fused: Whether kernels of our own round rows and apply scales.
-    """
-    fused = fused and x.dtype.itemsize <= 4
-    rows = x.reshape(-1, x.shape[-1])
-    out = rows.new_empty(len(rows), codes.shape[1])
-    # Rows have scales of their own, so a part of them is independent of the others, and only a part exists in 32 bits.
-    at_once = max(_LEAST_ROWS, AT_ONCE[device_kind(x)] // max(codes.shape))
-    for start in range(0, len(rows), at_once):
-        part = slice(start, start + at_once)
-        if fused:
-            of_rows, scale = kernels.round_rows(rows[part], before, codes.dtype)
-            kernels.apply_scales(_sums(of_rows, codes), scale, after, bias, out=out[part])
-            continue
-        of_rows, scale = _rounded(rows[part] if before is None else rows[part] * before, codes.dtype)
-        wide = _sums(of_rows, codes) * scale
-        if after is not None:
-            wide.mul_(after)
-        if bias is not None:
-            wide.add_(bias)
-        out[part].copy_(wide)
-    return out.view(*x.shape[:-1], codes.shape[1])
-
-
-def _rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of rows [n, k], and their scales [n, 1] in fp32, or fp64 if the rows are. A row that is not finite stays so in its scale."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    largest = torch.linalg.vector_norm(rows, math.inf, 1, keepdim=True).to(wide)
-    limit = _LARGEST_CODE["int8" if dtype == torch.int8 else "fp8"]
-    # Not below the smallest normal number: rows of zeros stay zeros.
-    scale = (largest / limit).clamp_(min=torch.finfo(torch.float32).tiny)
-    scaled = rows / scale
-    if dtype == torch.int8:
-        scaled.round_()
-    return scaled.to(dtype, memory_format=torch.contiguous_format), scale
-
-
-def _sums(left: Tensor, right: Tensor) -> Tensor:
-    """The product of two matrices of codes: int32 of int8, fp32 of fp8."""
-    if left.dtype == torch.int8:
-        if (missing := _LEAST_ROWS - len(left)) > 0:
-            return torch._int_mm(F.pad(left, (0, 0, 0, missing)), right)[: len(left)]
-        return torch._int_mm(left, right)
-    if device_kind(left) == "cpu":  # torch's own is a thousand times slower there; products of fp8 are exact in fp32
-        return left.float() @ right.float()
-    one = torch.ones((), device=left.device)
-    sums: Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return sums
 
 
 _KERNELS = {"int8": kernels.dequantize_rows, "nf4": kernels.dequantize_nf4}

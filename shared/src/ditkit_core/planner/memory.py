@@ -29,6 +29,8 @@ class Workload:
     """`base.compute`."""
     kernels: str = "torch"
     """`train.kernels`."""
+    match_base: float = 0.0
+    """`prior.match_base`: share of the steps with another forward, which keeps nothing."""
     rounding: str = ""
     """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
     ranks: "RankGradients | None" = None

@@ -156,6 +156,7 @@ def work_of(run: RunContext) -> Workload:
         quantize=run.config.base.quantize,
         compute=run.config.base.compute,
         kernels=run.config.train.kernels,
+        match_base=run.config.prior.match_base,
         rounding=run.config.optim.rounding if trains_bf16 else "",
     )
 
@@ -267,7 +268,7 @@ class Generated(NamedTuple):
 def missing_class_images(run: RunContext) -> Generated:
     """The class images that are missing, as they will be generated."""
     prior, data = run.config.prior, run.config.data
-    missing = prior.images - count_media(run.data.prior_folder) if prior.prompt else 0
+    missing = prior.images - count_media(run.data.prior_folder) if prior.class_prompt else 0
     return Generated((((1, data.height, data.width), ()),), missing) if missing > 0 else Generated((), 0)
 
 

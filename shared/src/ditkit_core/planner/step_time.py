@@ -203,7 +203,8 @@ def both_orders(profile: Profile, division: Partition, gpus: Sequence[GPU], work
 def step_time(spans: Sequence[StageTime], work: Workload) -> tuple[int, PipelineSchedule]:
     """Nanoseconds of a step with these times per device, and its simulated schedule."""
     schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
-    return round(schedule.seconds * 1e9) + round(sum(span.update for span in spans)), schedule
+    others = sum(span.update + work.match_base * work.micro_batches * span.forward for span in spans)
+    return round(schedule.seconds * 1e9) + round(others), schedule
 
 
 def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
@@ -327,6 +328,8 @@ def crossing_time(profile: Profile, cut: int, gpus: tuple[GPU, GPU]) -> tuple[in
 def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
     """What an estimate for these GPUs assumes, line by line."""
     lines = []
+    if work.match_base:
+        lines.append(f"mean of all steps, of which {work.match_base:.0%} take another forward (prior.match_base)")
     for gpu in dict.fromkeys(gpus):
         rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
         lines.append(

@@ -40,7 +40,7 @@ def num_missing_class_images(run: RunContext, *, started: bool) -> int:
     """
     config, prior, folder = run.config, run.config.prior, run.data.prior_folder
     # Any media counts, not only generated files: people put images of their own into the folder.
-    missing = prior.images - count_media(folder) if prior.prompt and not started else 0
+    missing = prior.images - count_media(folder) if prior.class_prompt and not started else 0
     if missing <= 0:
         return 0
     if config.adapter.method == "full" or config.adapter.init:

@@ -82,6 +82,11 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
             f"optim.loraplus_lr_ratio = {optim.loraplus_lr_ratio:g} is for the B of a LoRA, and adapter.method = {method} has none; leave it out "
             "(optim.lr_pattern sets rates by layer)"
         )
+    if run.config.prior.match_base and run.config.adapter.method == "full":
+        raise UserError(
+            "prior.match_base compares with the base without its adapter, and adapter.method = full changes the base itself; use "
+            "prior.folder or prior.prompt, or train an adapter"
+        )
     check_swap(train.swap_blocks, run.config.adapter.method, optim)
     check_fused_backward(train, optim, adapts=run.config.adapter.method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)

@@ -79,7 +79,7 @@ class RunData:
     def prior_data(self) -> DataConfig | None:
         """How the class images are read; None if the run uses none, or all are still to be generated."""
         prior = self.config.prior
-        if not prior.wanted or (prior.prompt and not count_media(self.prior_folder)):
+        if not prior.wanted or (prior.class_prompt and not count_media(self.prior_folder)):
             return None
         return prior_data_config(self.config.data, str(self.prior_folder))
 

@@ -40,7 +40,8 @@ def encode_all(run: RunContext, class_prompt: str = "") -> Encoded:
     # Called for its check alone: fails now, not after hours of encoding, if nothing would be left to train on.
     split_held_out([sample.id for sample in data.samples], run.config.held_out.clips, files_of(data.samples))
     prompts = sample_prompts(run, data.samples, warn=warn)
-    texts = [*_texts(run, prompts), *filter(None, [class_prompt])]
+    matched = run.config.prior.prompt if run.config.prior.match_base else ""
+    texts = [*_texts(run, prompts), *filter(None, [class_prompt, matched])]
     failed: list[tuple[str, str]] = []
     encoded = encode_samples(run, [*data.samples, *run.data.prior_samples()], data.fps, texts, failed)
     # Class images alone are nothing to train on, so the check below counts the dataset's own samples.

@@ -46,7 +46,7 @@ def config_of(run: RunContext, expert: Expert) -> Any:
     folder = Path(config.run.folder)
     prior = config.prior
     # By default class images are in the run's folder; without this each expert would generate its own.
-    if prior.prompt and not prior.folder:
+    if prior.class_prompt and not prior.folder:
         prior = replace(prior, folder=str(run.data.prior_folder))
     return replace(
         config,

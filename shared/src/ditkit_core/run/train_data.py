@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
+from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader
 from ditkit_core.encoding.prior_preservation import PriorDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
@@ -28,12 +29,22 @@ def training_data(
     config = run.config.train
     size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
     dropout = {"caption_dropout": config.caption_dropout, "control_dropout": config.control_dropout}
-    data = TrainDataLoader(samples, seed=config.seed, batch_size=size, **dropout)
+    data = TrainDataLoader(samples, seed=config.seed, batch_size=size, base_steps=_base_steps(run), **dropout)
     if data.num_shapes > 1:
         say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
     if not prior:
         return data
     return PriorDataLoader(data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight, **dropout)
+
+
+def _base_steps(run: RunContext) -> BaseSteps | None:
+    prior = run.config.prior
+    if not prior.match_base:
+        return None
+    key = text_key(prior.prompt, run.auxiliary.encoders[1]) if prior.prompt else ""
+    return BaseSteps(
+        share=prior.match_base, accumulation=run.config.train.accumulation, weight=prior.weight, text_key=key
+    )
 
 
 def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: LoadedModel) -> None:

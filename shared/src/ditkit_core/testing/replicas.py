@@ -98,7 +98,7 @@ class _Data:
     def micro_batches(self, index: int) -> list[Batch]:
         """Uneven ones, each counted for 1.5 samples."""
         made = [self._batch(range(index * 2, index * 2 + 1 + index % 2), counted=1.5)]
-        return [*made, self._batch([index + 1], counted=0.0)] if self._prior else made
+        return [*made, replace(self._batch([index + 1], counted=0.0), matches_base=True)] if self._prior else made
 
     def _batch(self, places: Sequence[int], counted: float) -> Batch:
         chosen = [place % len(self._items) for place in places]

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -172,12 +172,16 @@ def train_shortly(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A measurement and an optimizer step as a run does them, on items that lie on the host, then the measurement again.
 
+    Where an adapter is trained, the step's first micro-batch matches the base.
+
     Returns:
         Every number that is reported, and the trained parameters' values and (clipped) gradients, on the host.
     """
     trained = trainable_parameters(model)
     optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2))
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    first, *others = micro_batches(items)
+    adapts = len(trained) < sum(1 for _ in model.parameters())
 
     def measure() -> float:
         return validation_loss(TrainModel(model, engine, spec), whole.ids, whole.items, (0.5,)).mean
@@ -185,7 +189,7 @@ def train_shortly(
     before = measure()
     result = training_step(
         TrainModel(model, engine, spec),
-        micro_batches(items),
+        [replace(first, matches_base=adapts), *others],
         optimizer,
         StepContext(step=0, seed=1, flow=FlowConfig(weighting="bell"), pipelined=pipelined),
         lr=1e-2,

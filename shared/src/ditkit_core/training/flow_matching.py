@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.io.rng import generator, seed_of
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.lora import without_adapters
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
@@ -139,6 +140,8 @@ class PreparedBatch(NamedTuple):
     """Weights of the samples' losses."""
     noise_seeds: Sequence[int] = ()
     """Seeds of the noise that is sampled on the first device; empty if it was sampled on the host."""
+    matches_base: bool = False
+    """Whether the targets are those of `matching_base` instead."""
 
     def to(self, first: torch.device, last: torch.device) -> Self:
         """The batch with its inputs on the first device of a model, and targets, masks and weights on the last, which makes the predictions."""
@@ -209,7 +212,9 @@ def prepare(
         targets=[velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)] if noise else [],
         masks=[LossMask.of(spec, item) for item in batch.items],
     )
-    return PreparedBatch(sigma=sigma, noised=noised, weights=torch.stack(weights), noise_seeds=seeds)
+    return PreparedBatch(
+        sigma=sigma, noised=noised, weights=torch.stack(weights), noise_seeds=seeds, matches_base=batch.matches_base
+    )
 
 
 def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
@@ -219,9 +224,8 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
         float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different
         sizes have equal weight.
     """
-    items, sigma, noise, targets, masks = batch
-    noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
-    prediction = model.module(model.spec.training.make_inputs(noised, sigma, items, guidance), engine=model.engine)
+    items, _, noise, targets, masks = batch
+    prediction = _predicted(model, batch, guidance)
     if targets is None:
         made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
         targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
@@ -230,6 +234,26 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
         masks = [LossMask.of(model.spec, item) for item in items]
     triples = zip(prediction, targets, masks, strict=True)
     return torch.stack([mask.mean((v.float() - t).square()) for v, t, mask in triples])
+
+
+def matching_base(model: TrainModel, batch: NoisedBatch, guidance: float) -> NoisedBatch:
+    """The batch with the model's own prediction without its adapter as target, everywhere in the samples, whatever their masks weigh.
+
+    Source: "differential output preservation" of ai-toolkit, there with a class word in the caption, and "prior prediction" of OneTrainer.
+    """
+    with torch.no_grad(), without_adapters(model.module):
+        targets = _predicted(model, batch, guidance)
+    masks = None if batch.masks is None else [mask._replace(weights=None) for mask in batch.masks]
+    return batch._replace(targets=[target.float() for target in targets], masks=masks)
+
+
+def _predicted(model: TrainModel, batch: NoisedBatch, guidance: float) -> Sequence[Tensor]:
+    """The velocities that the model predicts, sample by sample."""
+    items, sigma, noise = batch[:3]
+    noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
+    inputs = model.spec.training.make_inputs(noised, sigma, items, guidance)
+    predicted: Sequence[Tensor] = model.module(inputs, engine=model.engine)
+    return predicted
 
 
 def velocity_target(item: Mapping[str, Tensor], noise: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -74,6 +74,10 @@ class MicroBatch(Protocol):
     def counted(self) -> float | None:
         """Number of samples that it counts for in the step's mean: None for as many as it has, 0 if its loss is added to the mean."""
 
+    @property
+    def matches_base(self) -> bool:
+        """Whether the target is the prediction of the model without its adapter, instead of the velocity."""
+
 
 @runtime_checkable
 class DataLoader(Protocol):

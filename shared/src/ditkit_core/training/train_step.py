@@ -19,7 +19,7 @@ from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.clipping import Clipping, joined_norm, stages_of, total_norm
 from ditkit_core.training.config import ClipBy, FlowConfig
-from ditkit_core.training.flow_matching import PreparedBatch, prepare, velocity_errors
+from ditkit_core.training.flow_matching import PreparedBatch, matching_base, prepare, velocity_errors
 from ditkit_core.training.fused_backward import OptimizerInBackward
 from ditkit_core.training.gradient_sum import GradientSum
 from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
@@ -356,9 +356,13 @@ def _accumulate_sharded(
 def _weighted_errors(model: TrainModel, batch: PreparedBatch, micro: int, context: StepContext) -> Tensor:
     """Run the forward of a micro-batch, and return the weighted loss of each sample."""
     # Seeded for each micro-batch, so that dropout does not depend on what ran before, for example after a resume.
-    torch.manual_seed(seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
+    torch.manual_seed(seed := seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
     context.clock.enter(batch.noised.sigma.device, "forward")
-    return velocity_errors(model, batch.noised, context.flow.guidance) * batch.weights
+    noised, guidance = batch.noised, context.flow.guidance
+    if batch.matches_base:
+        noised = matching_base(model, noised, guidance)
+        torch.manual_seed(seed)
+    return velocity_errors(model, noised, guidance) * batch.weights
 
 
 def _backward(loss: Tensor) -> None:

@@ -343,7 +343,7 @@ class Trainer:
         tokens = self._ranks.total(map(self._model.spec.training.num_tokens, items))
         seconds = time.perf_counter() - began  # includes reading data, excludes validation and saving
         numbers = {
-            "loss": result.loss,
+            "prior_loss" if batches[0].matches_base else "loss": result.loss,
             "lr": lr,
             **state.optimizer.rates(lr),
             "grad_norm": result.grad_norm,

@@ -15,6 +15,7 @@ from ditkit_core.io.tables import Table
 from ditkit_core.io.trackers import TIMES
 
 _TRAINING = {
+    "prior_loss": "loss of the steps that match the base",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "seconds": "seconds per step",

@@ -1,0 +1,133 @@
+"""Products with a matrix of 8-bit codes, which has a scale for each row (`base.compute`).
+
+A product is of two matrices of codes: W has a scale for each row from the start, and the input gets one for each of its rows, its
+largest magnitude divided by the largest code. Sums of int8 codes are exact, those of fp8 in fp32; both scales are applied to the sum, in
+fp32, and the result is rounded once to the input's dtype. In the backward the sum runs over W's rows, whose scales cannot be taken out of
+it: they multiply the columns of the gradient before its rows get scales of their own. So the codes of W serve both products, and no second
+rounding of W exists.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ditkit_core.nn.context import device_kind
+from ditkit_core.nn.kernels import ops as kernels
+from ditkit_core.nn.kernels.launch import HAS_TRITON
+from ditkit_core.nn.lora import AT_ONCE
+
+LARGEST_CODE = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
+"""What the largest magnitude of a row of inputs becomes, by format of a product's codes."""
+_LEAST_ROWS = 17  # of torch's int8 product on a GPU
+
+
+def product(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor, *, fused: bool) -> Tensor:
+    """x Wᵀ + b in the dtype of x, for W [out, in] as codes and scales [out, 1]; `fused`: whether kernels of our own round and scale."""
+    return _product_of_codes(x, codes.T, after=scale.T, bias=bias, fused=fused)
+
+
+def transposed_product(gradient: Tensor, codes: Tensor, scale: Tensor, *, fused: bool) -> Tensor:
+    """gradient · W, with the same W."""
+    # Tensor cores multiply 8 bits only if both matrices are contiguous along the sum: hence a transposed copy, for a moment.
+    return _product_of_codes(gradient, codes.T.contiguous().T, before=scale.T, fused=fused)
+
+
+# Compiled code calls both products as operations that the compiler does not look into: so they have the values and the memory of eager
+# code, sums of a part of the rows at a time.
+@torch.library.custom_op("ditkit::product_in_8_bits", mutates_args=())
+def compiled_product(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
+    """`product`, with a gradient for x."""
+    return product(x, bias, codes, scale, fused=_has_kernels(x))
+
+
+@torch.library.custom_op("ditkit::transposed_product_in_8_bits", mutates_args=())
+def _compiled_transposed(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    return transposed_product(gradient, codes, scale, fused=_has_kernels(gradient))
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return device_kind(x) == "cuda" and HAS_TRITON
+
+
+@compiled_product.register_fake
+def _(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+@_compiled_transposed.register_fake
+def _(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], codes.shape[1])
+
+
+compiled_product.register_autograd(
+    lambda ctx, gradient: (_compiled_transposed(gradient, *ctx.saved_tensors), None, None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[2:]),
+)
+
+
+def _product_of_codes(
+    x: Tensor,
+    codes: Tensor,
+    *,
+    before: Tensor | None = None,
+    after: Tensor | None = None,
+    bias: Tensor | None = None,
+    fused: bool = False,
+) -> Tensor:
+    """x · codes, with rows of x rounded to codes, in the dtype of x.
+
+    Args:
+        x: [.., k].
+        codes: int8 or fp8 codes of a matrix [k, n].
+        before: Factors [1, k] of the columns of x.
+        after: Factors [1, n] of the columns of the result.
+        bias: Added to each row of the result, before it is rounded.
+        fused: Whether kernels of our own round rows and apply scales.
+    """
+    fused = fused and x.dtype.itemsize <= 4
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows.new_empty(len(rows), codes.shape[1])
+    # Rows have scales of their own, so a part of them is independent of the others, and only a part exists in 32 bits.
+    at_once = max(_LEAST_ROWS, AT_ONCE[device_kind(x)] // max(codes.shape))
+    for start in range(0, len(rows), at_once):
+        part = slice(start, start + at_once)
+        if fused:
+            of_rows, scale = kernels.round_rows(rows[part], before, codes.dtype)
+            kernels.apply_scales(_sums(of_rows, codes), scale, after, bias, out=out[part])
+            continue
+        of_rows, scale = _rounded(rows[part] if before is None else rows[part] * before, codes.dtype)
+        wide = _sums(of_rows, codes) * scale
+        if after is not None:
+            wide.mul_(after)
+        if bias is not None:
+            wide.add_(bias)
+        out[part].copy_(wide)
+    return out.view(*x.shape[:-1], codes.shape[1])
+
+
+def _rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of rows [n, k], and their scales [n, 1] in fp32, or fp64 if the rows are. A row that is not finite stays so in its scale."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    largest = torch.linalg.vector_norm(rows, math.inf, 1, keepdim=True).to(wide)
+    limit = LARGEST_CODE["int8" if dtype == torch.int8 else "fp8"]
+    # Not below the smallest normal number: rows of zeros stay zeros.
+    scale = (largest / limit).clamp_(min=torch.finfo(torch.float32).tiny)
+    scaled = rows / scale
+    if dtype == torch.int8:
+        scaled.round_()
+    return scaled.to(dtype, memory_format=torch.contiguous_format), scale
+
+
+def _sums(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two matrices of codes: int32 of int8, fp32 of fp8."""
+    if left.dtype == torch.int8:
+        if (missing := _LEAST_ROWS - len(left)) > 0:
+            return torch._int_mm(F.pad(left, (0, 0, 0, missing)), right)[: len(left)]
+        return torch._int_mm(left, right)
+    if device_kind(left) == "cpu":  # torch's own is a thousand times slower there; products of fp8 are exact in fp32
+        return left.float() @ right.float()
+    one = torch.ones((), device=left.device)
+    sums: Tensor = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return sums
