@@ -117,7 +117,7 @@ def factored_config(
     ranks = {name: found.rank for name, found in modules.items()}
     rank = max(ranks.values())
     started = AdapterConfig(
-        method=method,  # type: ignore[arg-type]  # a method of files is one of the configuration
+        method=method,
         rank=rank,
         rank_pattern=tuple(f"^{name}={each}" for name, each in ranks.items() if each != rank),
         alpha_pattern=tuple(f"^{name}={found.scale * found.rank!r}" for name, found in modules.items()),

@@ -220,9 +220,9 @@ def _load_factors(transformer: Any, adapter_file: Path, model: StagedModel, name
         layer, parts = transformer.get_submodule(name), file.read_factored(module).parts
         layer.scaling["default"] = file.modules[module].scale
         device = layer.get_base_layer().weight.device
-        for part in PARTS[file.modules[module].method]:
-            given = {"default": nn.Parameter(parts[part].to(device))} if part in parts else {}
-            setattr(layer, part, nn.ParameterDict(given))
+        for leaf in PARTS[file.modules[module].method]:
+            given = {"default": nn.Parameter(parts[leaf].to(device))} if leaf in parts else {}
+            setattr(layer, leaf, nn.ParameterDict(given))
 
 
 def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, adapter_file: Path) -> None:
@@ -246,7 +246,8 @@ def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextMa
     tensors = SafetensorsSource.open(adapter_file).tensors
     dtypes = {stored.dtype for key, stored in tensors.items() if not key.endswith(".alpha")}
     folded = not any(key.endswith(".alpha") for key in tensors)
-    parameters, values = {}, {}
+    parameters: dict[str, nn.Parameter] = {}
+    values: dict[str, Tensor] = {}
     for module, layer in adapter_layers(model).items():
         if (method := method_of(layer)) != "lora":
             first = next(part for part in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if part in parts_of(layer, method))

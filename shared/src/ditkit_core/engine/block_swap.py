@@ -357,7 +357,8 @@ class BlockQueue:
             return []
         # A wrapper names its device: one that was loaded on the host is made again around tensors on the device.
         inner = {name: getattr(value, name).to(self.device) for name in names}
-        made: Any = type(value).__tensor_unflatten__(inner, attributes, None, None)
+        kind: Any = type(value)
+        made = kind.__tensor_unflatten__(inner, attributes, None, None)
         entries[entry] = made
         return [(made.__dict__, name) for name in names]
 

@@ -223,6 +223,6 @@ def factored_linear_class(method: str) -> type:
     return FactoredLinear
 
 
-def parts_of(layer: Any, method: str) -> dict[str, Tensor]:
+def parts_of(layer: Any, method: str) -> dict[str, nn.Parameter]:
     """The parameters of a layer's adapter, by part."""
     return {part: getattr(layer, part)["default"] for part in PARTS[method] if "default" in getattr(layer, part)}
