@@ -140,6 +140,7 @@ def initialise(
     *,
     device_of: Callable[[str], torch.device],
     start: Callable[[str], Mapping[str, Tensor]] | None = None,
+    put: Callable[[nn.Module, str, Tensor], None] | None = None,
 ) -> None:
     """Give every adapter its first values, in fp32, once the base has its weights.
 
@@ -152,11 +153,12 @@ def initialise(
         device_of: The device of a module's adapter, by the module's name.
         start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`, or
             `dora_scale`, which is over the norm of the base's rows.
+        put: Sets a parameter of a module that is divided over ranks, where the base's weights are no DoRA's; None sets it whole.
     """
     for module, layer in adapter_layers(model).items():
         given = start(module) if start else {}
         if (method := method_of(layer)) != "lora":
-            _initialise_factored(layer, method, module, seed, device_of(module), given)
+            _initialise_factored(layer, method, module, seed, device_of(module), given, put)
             continue
         rank, width = layer.lora_A["default"].weight.shape
         bound = 1 / math.sqrt(width)
@@ -166,8 +168,8 @@ def initialise(
             down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator(seed, "adapter", module))
         up = given.get("lora_B.weight", torch.zeros(layer.lora_B["default"].weight.shape))
         device = device_of(module)
-        _set_weight(layer.lora_A["default"], down.to(device))
-        _set_weight(layer.lora_B["default"], up.to(device))
+        _set_weight(layer.lora_A["default"], down.to(device), put)
+        _set_weight(layer.lora_B["default"], up.to(device), put)
         if layer.lora_magnitude_vector:
             magnitude = given.get("lora_magnitude_vector.weight")
             if magnitude is None:
@@ -178,11 +180,17 @@ def initialise(
                 else:
                     merged = torch.addmm(base, up.to(device).float(), down.to(device).float(), alpha=scaling)
                     magnitude = torch.linalg.vector_norm(merged, dim=1)
-            _set_weight(layer.lora_magnitude_vector["default"], magnitude.to(device))
+            _set_weight(layer.lora_magnitude_vector["default"], magnitude.to(device), put)
 
 
 def _initialise_factored(
-    layer: Any, method: str, module: str, seed: int, device: torch.device, given: Mapping[str, Tensor]
+    layer: Any,
+    method: str,
+    module: str,
+    seed: int,
+    device: torch.device,
+    given: Mapping[str, Tensor],
+    put: Callable[[nn.Module, str, Tensor], None] | None,
 ) -> None:
     assert not given or given.keys() == parts_of(layer, method).keys(), module
     for part, before in parts_of(layer, method).items():
@@ -192,13 +200,23 @@ def _initialise_factored(
             random = generator(seed, "adapter", module, part)
             value = torch.empty(before.shape).uniform_(-bound, bound, generator=random)
         assert value.shape == before.shape, (module, part)
-        getattr(layer, part)["default"] = nn.Parameter(value.to(device).float().contiguous())
+        _set(getattr(layer, part), "default", value.to(device), put)
 
 
-def _set_weight(module: nn.Module, value: Tensor) -> None:
+def _set_weight(module: nn.Module, value: Tensor, put: Callable[[nn.Module, str, Tensor], None] | None) -> None:
     assert module.weight.shape == value.shape
+    _set(module, "weight", value, put)
+
+
+def _set(
+    module: nn.Module, leaf: str, value: Tensor, put: Callable[[nn.Module, str, Tensor], None] | None
+) -> None:
     # fp32 whatever the base's dtype: updates of an adapter are too small for bf16.
-    module.weight = nn.Parameter(value.float().contiguous())
+    value = value.float().contiguous()
+    if put is None:
+        module.register_parameter(leaf, nn.Parameter(value))
+    else:
+        put(module, leaf, value)
 
 
 def adapter_layers(model: nn.Module | StagedModel) -> dict[str, Any]:

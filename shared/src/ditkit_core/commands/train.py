@@ -64,7 +64,7 @@ from ditkit_core.run.expert_runs import (
     runs_of,
 )
 from ditkit_core.run.init_from import check_start, start_from
-from ditkit_core.run.model import build_model, divide_weights, engine_of, load_model, tracked_run
+from ditkit_core.run.model import build_model, engine_of, load_divided, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
 from ditkit_core.run.train_data import check_data, training_data
@@ -335,13 +335,7 @@ def _load(
         kinds = ", ".join(each.kind for each in run.auxiliary.conditioning.conditioners if each.optional)
         share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
-    if current_ranks().shard > 1:  # a GPU may not have room for all weights
-        placement = placement.on_host()
-    if run.config.base.quantized_cache:  # the first rank writes it, and the others read it
-        prepared = current_ranks().first_rank_first(lambda: load_model(run, unloaded, placement))
-    else:
-        prepared = load_model(run, unloaded, placement)
-    prepared = divide_weights(run, prepared, current_ranks())
+    prepared = load_divided(run, unloaded, placement, current_ranks())
     if num_images and run.expert is None:
         stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
         data = data._replace(prior=encoded_class_images(run, stages, num_images, prepared.shards))

@@ -63,6 +63,17 @@ def shard(
         )
     if mesh is None:
         mesh = init_device_mesh(devices.pop().type, (ranks.size,))
+    if whole := divide(model, precision, mesh, sum_over=sum_over):
+        reduce_whole(whole, mesh, precision.reduction)
+    # With dtypes sorted out, nothing trained should be left to a single rank; FSDP2 itself would not report
+    # it.
+    check_reduced(model)
+
+
+def divide(
+    model: StagedModel, precision: Precision, mesh: DeviceMesh, *, sum_over: int | None = None
+) -> list[nn.Parameter]:
+    """As `shard`, for a model that may be on `meta`. Returns the trained parameters that stay whole, which are left to `reduce_whole`."""
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
     # The model itself comes last: FSDP2 gives a parent whatever its sharded children left.
     whole: list[nn.Parameter] = []
@@ -79,11 +90,7 @@ def shard(
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
                 module.set_gradient_divide_factor(float(sum_over))
-    if whole:
-        reduce_whole(whole, mesh, precision.reduction)
-    # With dtypes sorted out, nothing trained should be left to a single rank; FSDP2 itself would not report
-    # it.
-    check_reduced(model)
+    return whole
 
 
 def _enter_backward(unit: Any, given: Any) -> None:

@@ -9,32 +9,21 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ditkit_core.engine.fsdp import shard
+from ditkit_core.engine.division import Division, Rows, mesh_of
 from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks, distributed
-from ditkit_core.models.precision import Precision, precision_of
+from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 
 
-class Rows(NamedTuple):
-    """The part of a weight's rows that a rank has: all ranks but the last ones have equally many."""
-
-    first: int
-    number: int
-    of: int
-    """Rows of the whole weight."""
-
-
 class Shards:
-    """The rows of a model's weights that this rank has; it divides the model when it is made.
+    """The rows of a model's weights that this rank has; it divides the model when it is made, unless that is done.
 
     Attributes:
         trained: The trained parameters by name as the model has them: divided ones are DTensors.
@@ -49,8 +38,9 @@ class Shards:
         precision: Precision,
         ranks: Ranks,
         device: torch.device,
+        division: Division | None = None,
     ):
-        """Divide a model, module by module, so that the device never has more than one of them whole.
+        """Divide a model, unless that is done, and move to the device what is not divided.
 
         Args:
             model: The model, adapters included, on the host or the device.
@@ -58,17 +48,10 @@ class Shards:
             precision: Its precision: gradients are summed over ranks in `precision.reduction`.
             ranks: The processes that train; `ranks.shard` of them divide the weights.
             device: This rank's, where the rows go.
+            division: The model's, if it is divided.
         """
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        paths = {name: names[id(parameter)] for name, parameter in trained.items()}
-        accumulation = precision_of(model.embed).accumulation
-        for parameter in trained.values():
-            # Before FSDP2 takes over: it casts the sum over ranks to this dtype.
-            wide = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
-            parameter.grad_dtype = accumulation or wide
-        replicas = ranks.size // ranks.shard
-        mesh = _mesh(device.type, replicas, ranks.shard)
-        shard(model, precision, mesh if replicas > 1 else mesh["shard"], sum_over=ranks.context)
+        self._division = division or Division(model, trained, precision, ranks, device)
+        self._division.finish()
         root: Any = model
         # Samples of other ranks may have conditions whose layers those of this one do not use. torch 2.11 may not know this yet.
         if (reduce_unused := getattr(root, "set_reduce_scatter_unused_params", None)) is not None:
@@ -76,9 +59,9 @@ class Shards:
         for tensor in (*root.parameters(), *root.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)  # FSDP2 moves only what it divides
-        self._root, self._ranks, self._group = root, ranks, mesh.get_group("shard")
+        self._root, self._ranks, self._group = root, ranks, self._division.group
         # Files are written from the host, over a group of their own: nothing else may be exchanged on it.
-        self._mesh = _mesh("cpu", replicas, ranks.shard)
+        self._mesh = mesh_of("cpu", self._division.replicas, ranks.shard)
         self.files_group = distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT)
         # A block may return a part of the carry that it was given, which nothing writes into: FSDP2 warns of each.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -86,13 +69,13 @@ class Shards:
         for index, unit in enumerate(self._units):
             unit.register_forward_pre_hook(partial(self._announce, index), prepend=True)
         self._weights = dict(model.named_parameters())
-        self.trained: dict[str, Any] = {name: self._weights[path] for name, path in paths.items()}
+        self.trained: dict[str, Any] = {name: self._weights[path] for name, path in self._division.paths.items()}
         self.local: dict[str, nn.Parameter] = {}
         self.rows: dict[str, Rows] = {}
         for name, parameter in self.trained.items():
             self.local[name] = parameter
             if isinstance(parameter, DTensor):
-                self.rows[name] = self._rows_of(parameter)
+                self.rows[name] = self._division.rows_of(parameter)
                 self.local[name] = nn.Parameter(parameter.to_local().detach())
                 self.local[name].grad_dtype = parameter.grad_dtype
 
@@ -253,24 +236,6 @@ class Shards:
         trained = {id(parameter) for parameter in self.trained.values()}
         for path, weight in self._weights.items():
             if isinstance(weight, DTensor) and (base or id(weight) in trained):
-                found = self._gather(weight.to_local().detach(), self._rows_of(weight))
+                found = self._gather(weight.to_local().detach(), self._division.rows_of(weight))
                 if found is not None and self._ranks.is_first:
                     yield path, found
-
-    def _rows_of(self, parameter: DTensor) -> Rows:
-        """FSDP2 gives each rank equally many rows, rounded up, so that the last ranks may have fewer or none."""
-        each, of = -(-len(parameter) // self._ranks.shard), len(parameter)
-        first = min(of, distributed().get_rank(self._group) * each)
-        local = len(parameter.to_local())
-        assert local == min(each, of - first), (local, first, of)
-        return Rows(first, local, of)
-
-
-def _mesh(kind: str, replicas: int, shard: int) -> DeviceMesh:
-    """Ranks by replica and by part of the weights, in groups whose exchanges wait however long, as all of a run do."""
-    mesh = init_device_mesh(kind, (replicas, shard), mesh_dim_names=("replicate", "shard"))
-    # torch gives groups of a mesh its default limit of 30 minutes. Earlier versions have the function under another name.
-    set_timeout = getattr(distributed(), "set_timeout", None) or distributed_c10d._set_pg_timeout
-    for name in ("replicate", "shard"):
-        set_timeout(WITHOUT_LIMIT, mesh.get_group(name))
-    return mesh

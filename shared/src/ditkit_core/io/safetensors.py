@@ -105,7 +105,9 @@ class SafetensorsSource:
                         digest.update(file.read(min(1024, part.num_bytes)))
         return digest.hexdigest()
 
-    def read(self, name: str, buffer: Tensor | None = None, *, index: int = 0, of: int = 1) -> Tensor:
+    def read(
+        self, name: str, buffer: Tensor | None = None, *, index: int = 0, of: int = 1, rows: range | None = None
+    ) -> Tensor:
         """Read a tensor, or some of its rows, onto the CPU in the file's dtype; of a scaled tensor, the codes.
 
         Args:
@@ -113,18 +115,22 @@ class SafetensorsSource:
             buffer: uint8 memory of exactly the right size for the result; None allocates it.
             index: Index of the part to read.
             of: Number of equal parts that the rows are split into.
+            rows: Consecutive rows of the part; None for all.
 
         Raises:
             UserError: If the file ends inside the tensor.
         """
         stored = self.tensors[name]
         num_bytes = stored.num_bytes // of
-        shape = stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:])
+        shape, offset = stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:]), index * num_bytes
+        if rows is not None:
+            of_row = num_bytes // shape[0]
+            num_bytes, shape, offset = len(rows) * of_row, (len(rows), *shape[1:]), offset + rows.start * of_row
         buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
         assert buffer.numel() == num_bytes, name
         # Read and not mapped: mapped pages would count as memory of this process in addition to the tensor.
         with readable(stored.file), open(stored.file, "rb") as file:
-            file.seek(stored.offset + index * num_bytes)
+            file.seek(stored.offset + offset)
             if file.readinto(buffer.numpy().data) != num_bytes:
                 raise UserError(f"{stored.file} ends inside {name!r}: it changed while it was read; fetch it again")
         return buffer.view(stored.dtype).reshape(shape)
@@ -146,7 +152,7 @@ class SafetensorsSource:
         read = SafetensorsSource(self.path, {name: scale}, {}).read(name).reshape(-1).float()
         return read if len(read) == 1 else read.view(of, -1)[index]
 
-    def apply_scale(self, values: Tensor, name: str, *, index: int = 0, of: int = 1) -> None:
+    def apply_scale(self, values: Tensor, name: str, *, index: int = 0, of: int = 1, rows: range | None = None) -> None:
         """Multiply codes (converted to a floating dtype, on any device) with their scale, in place, which gives the weight.
 
         Args:
@@ -154,17 +160,20 @@ class SafetensorsSource:
             name: The tensor's name in the file.
             index: Index of the part of its rows.
             of: Number of equal parts that the rows are split into.
+            rows: Consecutive rows of the part that `values` are; None for all.
         """
         scale = self.scale_of(name, index=index, of=of)
         if scale is None:
             return
         num_rows = self.tensors[name].shape[0] // of
-        rows, scale = values.view(num_rows, -1), scale.expand(num_rows)[:, None].to(values.device)
+        rows = range(num_rows) if rows is None else rows
+        scale = scale.expand(num_rows)[rows.start : rows.stop, None].to(values.device)
+        matrix = values.view(len(rows), -1)
         at_once = max(
-            1, _SCALED_AT_ONCE // max(1, rows.shape[1])
+            1, _SCALED_AT_ONCE // max(1, matrix.shape[1])
         )  # some rows at a time: the CPU makes an fp32 copy of them
-        for start in range(0, num_rows, at_once):
-            rows[start : start + at_once].mul_(scale[start : start + at_once])
+        for start in range(0, len(rows), at_once):
+            matrix[start : start + at_once].mul_(scale[start : start + at_once])
 
 
 def _files_of(path: Path) -> list[Path]:

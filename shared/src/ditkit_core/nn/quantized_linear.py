@@ -24,7 +24,7 @@ from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 _FP8 = torch.float8_e4m3fn
-_BLOCK, _GROUP = 64, 256
+BLOCK, _GROUP = 64, 256
 """NF4: the number of weights that share a scale, and of scales that share a scale of their own. torchao's defaults."""
 # Quantiles of a normal distribution, chosen by QLoRA's authors, as torchao rounds them. Seven below zero and eight above, so that zero
 # itself is a level.
@@ -34,6 +34,14 @@ _LEVELS = (*_NEGATIVE_LEVELS, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.562
 About = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of parameters, by name."""
 
+Gather = Callable[[Tensor], Tensor]
+"""From the magnitudes of blocks of some rows to those of all blocks of the matrix."""
+
+
+def of_all_rows(magnitudes: Tensor) -> Tensor:
+    """The `Gather` of a matrix that is quantized whole."""
+    return magnitudes
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -41,8 +49,9 @@ class Layout:
 
     about: Callable[[int, int], About]
     """(out, in) to shapes and dtypes of its parameters."""
-    quantize: Callable[[Tensor], dict[str, Tensor]]
-    """An fp32 matrix, which is overwritten, to the parameters' values."""
+    quantize: Callable[[Tensor, Gather], dict[str, Tensor]]
+    """An fp32 matrix, which is overwritten, or some of its rows, to the parameters' values: codes and scales of these rows, and whole what
+    belongs to no row."""
     dequantize: Callable[[Mapping[str, Tensor], Tensor], None]
     """Writes the matrix of the parameters' values into one of any floating dtype. The arithmetic is in fp32, or in that dtype if it is wider."""
     fits: Callable[[int, int], bool] = lambda num_out, num_in: True
@@ -70,7 +79,7 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantize a weight [out, in] in fp32, which is overwritten, on its own device."""
-        self.set_values(LAYOUTS[self.kind].quantize(weight))
+        self.set_values(LAYOUTS[self.kind].quantize(weight, of_all_rows))
 
     def set_values(self, values: Mapping[str, Tensor]) -> None:
         """Set the parameters' values, without a copy."""
@@ -250,14 +259,14 @@ def _largest(rows: Tensor) -> Tensor:
     return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
 
 
-def _quantize_int8(weight: Tensor) -> dict[str, Tensor]:
+def _quantize_int8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     # 127.5 and the product with the reciprocal are torchao's: a division would round some codes the other way.
     scale = (_largest(weight) / 127.5).clamp_(min=torch.finfo(torch.float32).eps)
     codes = weight.mul_(1.0 / scale).round_().clamp_(-128, 127).to(torch.int8)
     return {"weight": codes, "weight_scale": scale}
 
 
-def _quantize_fp8(weight: Tensor) -> dict[str, Tensor]:
+def _quantize_fp8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     limit = torch.finfo(_FP8).max
     scale = _nonzero(_largest(weight) / limit)
     return {"weight": weight.div_(scale).clamp_(-limit, limit).to(_FP8), "weight_scale": scale}
@@ -281,7 +290,7 @@ def _dequantize_rows(values: Mapping[str, Tensor], out: Tensor) -> None:
 
 
 def _about_nf4(num_out: int, num_in: int) -> About:
-    num_blocks = num_out * num_in // _BLOCK
+    num_blocks = num_out * num_in // BLOCK
     return {
         "weight": ((num_out, num_in // 2), torch.uint8),
         "weight_scale": ((num_blocks,), torch.int8),
@@ -292,20 +301,21 @@ def _about_nf4(num_out: int, num_in: int) -> About:
     }
 
 
-def _quantize_nf4(weight: Tensor) -> dict[str, Tensor]:
-    shape, blocks = weight.shape, weight.view(-1, _BLOCK)
+def _quantize_nf4(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
+    shape, blocks = weight.shape, weight.view(-1, BLOCK)
     largest = _largest(blocks)
-    mean = largest.mean()
-    num_blocks = len(blocks)
-    groups = F.pad(largest.flatten() - mean, (0, -num_blocks % _GROUP)).view(-1, _GROUP)
+    of_all = gather(largest)
+    mean = of_all.mean()
+    num_blocks = len(of_all)
+    groups = F.pad(of_all.flatten() - mean, (0, -num_blocks % _GROUP)).view(-1, _GROUP)
     # Scales are stored as int8 differences from their mean, with one factor per group of 256.
     factor = 256 / (2 * _nonzero(groups.abs().amax(1)))
     scale = (groups * factor[:, None]).round_().clamp_(-128, 127).to(torch.int8).flatten()[:num_blocks].clone()
     blocks.div_(_nonzero(largest))
     levels = torch.tensor(_LEVELS, device="cpu").to(weight.device)
-    codes = torch.empty(len(blocks), _BLOCK // 2, dtype=torch.uint8, device=weight.device)
-    at_once = AT_ONCE[device_kind(weight)] // _BLOCK
-    for start in range(0, num_blocks, at_once):
+    codes = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
+    at_once = AT_ONCE[device_kind(weight)] // BLOCK
+    for start in range(0, len(blocks), at_once):
         part = slice(start, start + at_once)
         nearest = _nearest(blocks[part], levels)
         # torchao's order: the first weight of a pair is in the upper half of the byte.
@@ -331,15 +341,15 @@ def _nearest(values: Tensor, levels: Tensor) -> Tensor:
 
 
 def _dequantize_nf4(values: Mapping[str, Tensor], out: Tensor) -> None:
-    codes, blocks = values["weight"].view(-1), out.view(-1, _BLOCK)
+    codes, blocks = values["weight"].view(-1), out.view(-1, BLOCK)
     factor = values["weight_scale_factor"].repeat_interleave(_GROUP)[: len(blocks)]
     scale = (values["weight_scale"] / factor + values["weight_scale_mean"])[:, None]
-    at_once = AT_ONCE[device_kind(out)] // _BLOCK
+    at_once = AT_ONCE[device_kind(out)] // BLOCK
     for start in range(0, len(blocks), at_once):
         part = slice(start, start + at_once)
         # index_select takes int32 at least, and one look-up gives both weights of a byte.
-        some = codes[start * _BLOCK // 2 : (start + at_once) * _BLOCK // 2].int()
-        wide = values["weight_levels"].index_select(0, some).view(-1, _BLOCK)
+        some = codes[start * BLOCK // 2 : (start + at_once) * BLOCK // 2].int()
+        wide = values["weight_levels"].index_select(0, some).view(-1, BLOCK)
         blocks[part].copy_(wide.mul_(scale[part]))
 
 
@@ -350,6 +360,6 @@ LAYOUTS = {
         _about_nf4,
         _quantize_nf4,
         _dequantize_nf4,
-        fits=lambda num_out, num_in: num_in % 2 == 0 and num_out * num_in % _BLOCK == 0,
+        fits=lambda num_out, num_in: num_in % 2 == 0 and num_out * num_in % BLOCK == 0,
     ),
 }

@@ -33,6 +33,7 @@ from ditkit_core.planner.step_time import assumptions, both_orders, rate_of_code
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on
+from ditkit_core.run.model import needs_whole_weights
 from ditkit_core.run.prepare import arch_here, build_on_meta
 
 ALONE = PlannedLaunch()
@@ -116,7 +117,12 @@ def report_of(
         flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
         is_cuda=targets.kind == "cuda",
         notes=notes,
-        ranks=rank_step.plan(routes, streamed + sum(plan.host for plan in plans)) if rank_step else None,
+        ranks=rank_step
+        and rank_step.plan(
+            routes,
+            streamed + sum(plan.host for plan in plans),
+            reads_whole=needs_whole_weights(run.config),
+        ),
         **_times(solution, targets.gpus, work),
     )
 

@@ -274,6 +274,11 @@ def _lines(report: PlanReport) -> list[str]:
                 f"encoders run one at a time on each rank: up to {_gib(max(encoders))} GiB of weights, "
                 f"{_gib(ranks.layout.nproc * max(encoders))} GiB for all {ranks.layout.nproc} of a machine"
             )
+        if ranks.loading:
+            lines.append(
+                f"while the model loads, the host needs {_gib(ranks.loading)} GiB for each rank, besides the rows that stay there; "
+                f"{_gib(ranks.layout.nproc * ranks.loading)} GiB for all {ranks.layout.nproc} of a machine"
+            )
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
         lines.append(f"sent to the next device in each forward: {sent}")

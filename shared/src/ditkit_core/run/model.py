@@ -2,13 +2,15 @@
 
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 import ditkit_core
 from ditkit_core.adapters.export import check_adapted
-from ditkit_core.adapters.inject import module_of, trainable_parameters
+from ditkit_core.adapters.inject import canonical_name, is_adapter_name, module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
 from ditkit_core.engine.ac_policies import Policy
@@ -20,8 +22,10 @@ from ditkit_core.io.console import say
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.trackers import TrackedRun
+from ditkit_core.nn.quantized_linear import final_dtype
+from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
-from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights
+from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights, loaded_dtype
 from ditkit_core.training.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
@@ -42,15 +46,51 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Lo
     return prepared
 
 
-def divide_weights(run: RunContext, prepared: LoadedModel, ranks: Ranks) -> LoadedModel:
-    """The model with each weight's rows divided over ranks, on this rank's device; unchanged if `ranks.shard` is 1."""
-    if ranks.shard == 1:
-        return prepared
-    from ditkit_core.engine.shards import Shards  # imports parts of torch that take seconds
+def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> LoadedModel:
+    """Load the weights of which this rank keeps some rows, onto its device: unchanged `load_model` if `ranks.shard` is 1.
 
-    shards = Shards(prepared.model, prepared.trainable, run.precision, ranks, run.devices[0])
+    The model is divided before it has values, and each rank reads its rows. A DoRA's magnitudes, and a file of the quantized base, need
+    whole weights: each rank reads all of them on the host, and then divides them.
+    """
+    # The first rank writes the file of a quantized base, and the others read it.
+    in_turn = ranks.first_rank_first if run.config.base.quantized_cache else _at_once
+    if ranks.shard == 1:
+        return in_turn(lambda: load_model(run, unloaded, placement))
+    from ditkit_core.engine.division import Division  # imports parts of torch that take seconds
+    from ditkit_core.engine.shards import Shards
+
+    device, division = run.devices[0], None
+    if needs_whole_weights(run.config):
+        placement = placement.on_host()  # a GPU may not have room for all
+        prepared = in_turn(lambda: load_model(run, unloaded, placement))
+    else:
+        give_dtypes(unloaded, loaded_dtype(run.spec, run.precision))
+        trained = trainable_parameters(unloaded.model)
+        division = Division(unloaded.model, trained, run.precision, ranks, device)
+        prepared = load_weights(unloaded, placement=placement, seed=run.config.train.seed, division=division, say=say)
+    shards = Shards(prepared.model, prepared.trainable, run.precision, ranks, device, division)
     say(f"weights, gradients and optimizer state are divided over {ranks.shard} ranks")
     return replace(prepared, shards=shards, trainable=shards.local)
+
+
+def _at_once(load: Callable[[], LoadedModel]) -> LoadedModel:
+    return load()
+
+
+def needs_whole_weights(config: RunConfig) -> bool:
+    """Whether each rank reads all weights before it keeps its rows."""
+    return bool(config.adapter.use_dora or (config.base.quantized_cache and config.base.quantize != "none"))
+
+
+def give_dtypes(unloaded: MetaModel, dtype_of: Callable[[str], torch.dtype]) -> None:
+    """Give the parameters on `meta` the dtypes that they will have, by which they are gathered together."""
+    for prefix, module in unloaded.model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{leaf}"
+                default = torch.float32 if is_adapter_name(name) else dtype_of(canonical_name(name))
+                given = torch.empty_like(parameter, dtype=final_dtype(module, leaf, default))
+                module._parameters[leaf] = nn.Parameter(given, requires_grad=parameter.requires_grad)
 
 
 def engine_of(

@@ -55,6 +55,7 @@ from ditkit_core.weights.quantize import (
 )
 
 if TYPE_CHECKING:
+    from ditkit_core.engine.division import Division
     from ditkit_core.engine.shards import Shards
 
 _MAX_PARAMETERS = 20_000  # of a foreign config.json; the largest transformers that are known have about 2,000 tensors
@@ -257,6 +258,7 @@ def load_weights(
     placement: Placement,
     seed: int,
     on_tensor: Callable[[str, nn.Module], None] | None = None,
+    division: "Division | None" = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load the weights, initialise the adapters, and set up streaming. From now on the first GPU is the process's current one.
@@ -266,6 +268,7 @@ def load_weights(
         placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
         on_tensor: Called with the name and module of each base parameter once it is loaded.
+        division: Of the rows of the model over ranks, each of which reads its own.
         say: Called with one line if a quantized base was read from the cache or written to it.
 
     Raises:
@@ -278,17 +281,15 @@ def load_weights(
     base, merged = unloaded.base, unloaded.merged
     cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
     if cache is None or not cache.load(model, device_of=home_of, dtype_of=dtype_of, on_tensor=on_tensor, say=say):
-        load_into(
-            model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of, edits=edits, on_tensor=on_tensor
-        )
+        read = partial(load_into, model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of)
+        read(edits=edits, on_tensor=on_tensor, division=division)
         if cache is not None:
             cache.write(model, dtype_of=dtype_of, say=say)
-    initialise(model, seed, device_of=device_of, start=unloaded.start)
+    initialise(model, seed, device_of=device_of, start=unloaded.start, put=division.put_whole if division else None)
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
-    is_full = unloaded.adapter.method == "full"
     # Last: from here on, weights that are streamed cannot be read from the model except inside of `readable`.
-    streamer = BlockSwap(model, placement, trained=is_full) if placement.streamed else None
+    streamer = BlockSwap(model, placement, trained=unloaded.adapter.method == "full") if placement.streamed else None
     return LoadedModel(
         model=model,
         arch=unloaded.arch,

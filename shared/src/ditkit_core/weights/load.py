@@ -6,9 +6,10 @@ stay there and one more. The rows of a tensor are contiguous in a file, so a for
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
-from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.nn.quantized_linear import BLOCK, LAYOUTS, QuantizedLinear, of_all_rows
 from ditkit_core.weights.fused_tensors import FusedTensors
 
 _HOST = torch.device("cpu")
@@ -170,6 +171,26 @@ def _depths(names: Iterable[str]) -> Counter[str]:
     return Counter(name.rpartition(".")[0] for name in numbered)
 
 
+class Division(Protocol):
+    """How the rows of a model's parameters, on `meta`, are divided over ranks that load them together; each calls it for all in one order."""
+
+    def rows(self, parameter: Tensor | None) -> range | None:
+        """The rows of a parameter that this rank has; None if it has all, or it is no parameter."""
+        ...
+
+    def rows_each(self, parameter: Tensor) -> int:
+        """How many rows of a parameter each rank has, but for the last ones that have any."""
+        ...
+
+    def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
+        """Give a divided parameter its rows."""
+        ...
+
+    def gather(self, values: Tensor, first: int, count: int) -> Tensor:
+        """All `count` rows of values of which this rank has those from the first on."""
+        ...
+
+
 def load_into(
     model: nn.Module,
     source: SafetensorsSource,
@@ -179,6 +200,7 @@ def load_into(
     dtype_of: Callable[[str], torch.dtype],
     edits: Mapping[str, Callable[[Tensor], None]] | None = None,
     on_tensor: Callable[[str, nn.Module], None] | None = None,
+    division: Division | None = None,
 ) -> None:
     """Load a file's tensors into a model's parameters, in the order of the files.
 
@@ -193,6 +215,7 @@ def load_into(
         dtype_of: Its dtype there, if it is not quantized.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
         on_tensor: Called with our name and the parameter's module, once the parameter is loaded.
+        division: Of the rows over ranks: only this rank's are read, except where an edit needs all.
 
     Raises:
         UserError: If a file ends before its tensor does.
@@ -213,18 +236,26 @@ def load_into(
         owner, _, leaf = full_names[name].rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(module, QuantizedLinear) and leaf == "weight":
-            _quantize_into(module, reader, parts, device, edit)
+            if division is None:
+                _quantize_into(module, reader, parts, device, edit)
+            else:
+                _quantize_rows_into(module, reader, parts, device, edit, division)
             if on_tensor is not None:
                 on_tensor(name, module)
             continue
         shape = state[full_names[name]].shape
+        rows = None if division is None else division.rows(module._parameters.get(leaf))
         if edit is not None:
             # A copy even on the CPU in fp32: the next tensor takes the same memory.
-            tensor = reader.in_fp32(parts, shape, edit).to(device, dtype, copy=True)
+            tensor = _part(reader.in_fp32(parts, shape, edit), rows).to(device, dtype, copy=True)
         else:
+            shape = shape if rows is None else torch.Size((len(rows), *shape[1:]))
             tensor = torch.empty(shape, device=device, dtype=dtype)
-            reader.fill(tensor, parts)
-        _set(module, leaf, tensor)
+            reader.fill(tensor, parts, rows=rows, num_rows=len(state[full_names[name]]) if rows is not None else 0)
+        if division is None or rows is None:
+            _set(module, leaf, tensor)
+        else:
+            division.put(module, leaf, tensor)
         if on_tensor is not None:
             on_tensor(name, module)
 
@@ -254,6 +285,47 @@ def _quantize_into(
         layer.set_values({"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)})
     else:
         layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
+
+
+def _part(tensor: Tensor, rows: range | None) -> Tensor:
+    return tensor if rows is None else tensor[rows.start : rows.stop]
+
+
+def _quantize_rows_into(
+    layer: QuantizedLinear,
+    reader: "_Reader",
+    parts: tuple[TensorSlice, ...],
+    device: torch.device,
+    edit: Callable[[Tensor], None] | None,
+    division: Division,
+) -> None:
+    """The same for a layer whose parameters are divided: bitwise the rows that a whole layer would have."""
+    shape, rows = torch.Size((layer.out_features, layer.in_features)), division.rows(layer.weight)
+    assert rows is not None
+    stored = {reader.source.tensors[part.name].dtype for part in parts}
+    if layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None:
+        codes = torch.empty((len(rows), shape[1]), device=device, dtype=torch.float8_e4m3fn)
+        reader.fill(codes, parts, codes=True, rows=rows, num_rows=shape[0])
+        values = {"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)}
+    else:
+        # A block of weights that share a scale may begin in one rank's rows and end in another's.
+        whole = layer.kind == "nf4" and division.rows_each(layer.weight) * shape[1] % BLOCK != 0
+        if whole or edit is not None:
+            weight = reader.in_fp32(parts, shape, edit).to(device)
+        else:
+            weight = reader.in_fp32(parts, shape, rows=rows).to(device)
+        if whole:
+            gather = of_all_rows
+        else:
+            weight = weight if len(weight) == len(rows) else _part(weight, rows)
+            first, count = rows.start * shape[1] // BLOCK, shape.numel() // BLOCK
+            gather = lambda magnitudes: division.gather(magnitudes, first, count)
+        values = LAYOUTS[layer.kind].quantize(weight, gather)
+    for name, parameter in layer.values().items():
+        value = values[name]
+        division.put(
+            layer, name, _part(value, division.rows(parameter)).clone() if len(value) == len(parameter) else value
+        )
 
 
 def read_in_fp32(
@@ -294,34 +366,73 @@ class _Reader:
                 rows.copy_(scale)
         return scales.view(num_rows, 1)
 
-    def fill(self, tensor: Tensor, parts: tuple[TensorSlice, ...], *, codes: bool = False) -> None:
-        """Fill a tensor, on any device and in any dtype, with the values of a file's parts; with `codes`, without applying scales."""
-        for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
-            stored = self.source.tensors[part.name]
+    def fill(
+        self,
+        tensor: Tensor,
+        parts: tuple[TensorSlice, ...],
+        *,
+        codes: bool = False,
+        rows: range | None = None,
+        num_rows: int = 0,
+    ) -> None:
+        """Fill a tensor, on any device and in any dtype, with the values of a file's parts; with `codes`, without applying scales.
+
+        Args:
+            tensor: The tensor.
+            parts: What makes up the parameter.
+            codes: Whether scales are left out.
+            rows: The parameter's rows that the tensor has; None for all.
+            num_rows: Rows of the whole parameter, if the tensor has some.
+        """
+        for part, values, some in _spans(tensor, parts, rows, num_rows):
+            stored, where = self.source.tensors[part.name], {"index": part.index, "of": part.of}
             # Read straight into the parameter: no copy in between.
             if tensor.device == _HOST and tensor.dtype == stored.dtype:
-                self.source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
+                self.source.read(part.name, values.view(torch.uint8), rows=some, **where)
             else:
                 # Bytes first, then one copy that converts and moves: the host never has the tensor in two
                 # dtypes.
-                buffer = self._passing.of(stored.num_bytes // part.of)
-                rows.copy_(self.source.read(part.name, buffer, index=part.index, of=part.of).view(-1))
+                buffer = self._passing.of(values.numel() * stored.dtype.itemsize)
+                values.copy_(self.source.read(part.name, buffer, rows=some, **where).view(-1))
             if not codes:
-                self.source.apply_scale(rows, part.name, index=part.index, of=part.of)
+                self.source.apply_scale(values, part.name, rows=some, **where)
 
     def in_fp32(
-        self, parts: tuple[TensorSlice, ...], shape: torch.Size, edit: Callable[[Tensor], None] | None = None
+        self,
+        parts: tuple[TensorSlice, ...],
+        shape: torch.Size,
+        edit: Callable[[Tensor], None] | None = None,
+        rows: range | None = None,
     ) -> Tensor:
-        """The values in fp32 on the host, edited, in memory that the next call overwrites."""
+        """The values, or those of some rows, in fp32 on the host, edited, in memory that the next call overwrites."""
         # Stored in fp32, the values are read straight into the scratch memory; others pass through it and are converted.
         in_place = all(self.source.tensors[part.name].dtype == torch.float32 for part in parts)
+        num_rows = 0 if rows is None else shape[0]
+        shape = shape if rows is None else torch.Size((len(rows), *shape[1:]))
         num = shape.numel()
         scratch = self._passing.of(4 * num).view(torch.float32) if in_place else self._editing.of(num)
         tensor = scratch.view(shape)
-        self.fill(tensor, parts)
+        self.fill(tensor, parts, rows=rows, num_rows=num_rows)
         if edit is not None:
             edit(tensor)
         return tensor
+
+
+def _spans(
+    tensor: Tensor, parts: tuple[TensorSlice, ...], rows: range | None, num_rows: int
+) -> Iterator[tuple[TensorSlice, Tensor, range | None]]:
+    """Each part, the values of the tensor that come from it, and which of its rows these are; None for all."""
+    if rows is None:
+        for part, values in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
+            yield part, values, None
+        return
+    per_part = num_rows // len(parts)
+    for place, part in enumerate(parts):
+        before = place * per_part
+        first, last = max(rows.start, before), min(rows.stop, before + per_part)
+        if first < last:
+            values = tensor[first - rows.start : last - rows.start].view(-1)
+            yield part, values, range(first - before, last - before)
 
 
 class Scratch:

@@ -42,6 +42,8 @@ class RanksPlan:
     """Of a step, over all ranks."""
     host_of_machine: int
     """Bytes of page-locked host memory of all ranks of a machine."""
+    loading: int
+    """Bytes on the host of a rank while it loads a model whose weights ranks divide; 0 if they do not."""
     sent: dict[str, int]
     """Bytes that the busiest rank sends in a step, by kind of exchange."""
     times: tuple[RouteTime, ...]
@@ -80,12 +82,20 @@ class RankStep:
         """The part of the fullest rank."""
         return work_of_rank(self.work, self.layout, adapts=self._adapts)
 
-    def plan(self, routes: Sequence[Route], host: int = 0) -> RanksPlan:
-        """Bytes, and times over these links; `host` is a rank's page-locked memory."""
+    def plan(self, routes: Sequence[Route], host: int = 0, *, reads_whole: bool = False) -> RanksPlan:
+        """Bytes, and times over these links.
+
+        Args:
+            routes: The links.
+            host: A rank's page-locked memory.
+            reads_whole: Whether each rank reads all weights before it keeps its rows.
+        """
+        tensors = [rows.number * rows.bytes_each for stage in self.stages for rows in stage.rows]
         return RanksPlan(
             layout=self.layout,
             micro_batches=self.work.micro_batches,
             host_of_machine=self.layout.nproc * host,
+            loading=(sum(tensors) if reads_whole else max(tensors, default=0)) if self.layout.shard > 1 else 0,
             sent={name: each.sent for name, each in self._exchanges(routes[0]).items()},
             times=tuple(map(self._time, routes)),
         )

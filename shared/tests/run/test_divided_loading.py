@@ -1,0 +1,65 @@
+"""Ranks that divide the weights read their own rows: bitwise those of a whole model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rows_of_toy import CASES, RARER
+
+from ditkit_core.testing.ranks import once
+
+SCRIPT = Path(__file__).parents[1] / "support" / "rows_of_toy.py"
+WORLDS = (2, 5)
+"""Of five ranks, rows cannot be divided evenly, and blocks of nf4 begin in one and end in the next."""
+
+
+def run_script(folder: Path) -> Any:
+    folder.mkdir()
+    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {
+        str(num): [json.loads((folder / str(num) / f"{rank}.json").read_text()) for rank in range(num)]
+        for num in WORLDS
+    }
+
+
+@pytest.fixture(params=WORLDS)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = once(tmp_path_factory.getbasetemp(), SCRIPT.stem, run_script)[str(request.param)]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rows_are_those_of_the_whole_model(ranks: list[dict[str, Any]], name: str) -> None:
+    """Base, scales, adapters, and what is trained."""
+    assert [each[name]["differ"] for each in ranks] == [[]] * len(ranks)
+    assert all(each[name]["shard"] < each[name]["whole"] for each in ranks)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "merged" not in name])
+def test_all_ranks_together_read_the_file_once(ranks: list[dict[str, Any]], name: str) -> None:
+    """But for nf4 where a block of weights with one scale has rows of two ranks: 96 columns are one and a half blocks."""
+    read, file = sum(each[name]["read"] for each in ranks), ranks[0][name]["file"]
+    if name == "nf4" and len(ranks) == 5:
+        assert read > 1.05 * file
+    else:
+        assert file <= read <= 1.05 * file
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_host_never_has_more_than_its_shard_and_a_tensor(ranks: list[dict[str, Any]], name: str) -> None:
+    """Rounding to nf4 takes several copies of a part of a tensor, which is all of one as small as these."""
+    copies = 6 if "nf4" in name else 1
+    for each in ranks:
+        assert each[name]["shard"] <= each[name]["peak"] <= each[name]["shard"] + copies * 4 * each[name]["largest"]
+
+
+def test_what_stays_whole_is_of_the_rarer_dtype(ranks: list[dict[str, Any]]) -> None:
+    for each in ranks:
+        assert {name: bool(found["undivided"]) for name, found in each.items()} == {
+            name: name == "full in bf16" for name in CASES
+        }
+        assert all(name.endswith(RARER) for name in each["full in bf16"]["undivided"])

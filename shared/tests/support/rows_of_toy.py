@@ -1,0 +1,166 @@
+"""What the ranks do for `run/test_divided_loading.py`: each reads its rows of a model, and compares them with those of a whole one."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.inject import canonical_name, trainable_parameters
+from ditkit_core.engine.division import Division
+from ditkit_core.engine.placement import place_blocks
+from ditkit_core.engine.shards import Shards
+from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.run.model import give_dtypes
+from ditkit_core.run.prepare import MetaModel, build_meta_model, load_weights, loaded_dtype
+from ditkit_core.testing.live_bytes import LiveBytes
+from ditkit_core.testing.replicas import forked
+from ditkit_core.testing.specs import altered
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
+
+CPU = torch.device("cpu")
+ARCH = ToyArch(dim=96, depth=2, heads=4)
+RARER = "mlp.2.bias"
+"""Parameters in another dtype than the rest of their block: a full fine-tune in bf16 leaves them whole."""
+SPEC = altered(
+    TOY,
+    presets={"wide": ARCH},
+    infer_arch=None,
+    op_group_of=lambda name: "norm" if name.endswith(RARER) else TOY.precision.op_group_of(name),
+)
+LORA, FULL = AdapterConfig(rank=4), AdapterConfig(method="full")
+FP32, BF16 = torch.float32, torch.bfloat16
+CASES = {
+    "lora": (LORA, BaseConfig(), BF16),
+    "full": (FULL, BaseConfig(), FP32),
+    "full in bf16": (FULL, BaseConfig(), BF16),
+    "int8": (LORA, BaseConfig(quantize="int8"), BF16),
+    "fp8": (LORA, BaseConfig(quantize="fp8"), BF16),
+    "nf4": (LORA, BaseConfig(quantize="nf4"), BF16),
+    "merged into nf4": (LORA, BaseConfig(quantize="nf4", merge=("lora.safetensors",)), BF16),
+}
+
+
+class PeakBytes(LiveBytes):
+    """The most bytes that were alive at once on the host."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # its storage is a pretended one of the whole; what it does to its rows comes here, too
+            return func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.total())
+        return out
+
+    def total(self) -> int:
+        alive = (storage for made in self._made.values() if (storage := made()) is not None)
+        return sum(storage.nbytes() for storage in alive if storage.device == CPU)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes of tensors that are read in the block, one number for each read."""
+    sizes, read = list[int](), SafetensorsSource.read
+
+    def counting(self: SafetensorsSource, *given: Any, **named: Any) -> Tensor:
+        found = read(self, *given, **named)
+        sizes.append(found.nbytes)
+        return found
+
+    SafetensorsSource.read = counting  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        SafetensorsSource.read = read  # type: ignore[method-assign]
+
+
+def built(folder: Path, name: str) -> MetaModel:
+    adapter, base, dtype = CASES[name]
+    merge = tuple(str(folder / file) for file in base.merge)
+    base = BaseConfig(quantize=base.quantize, merge=merge)
+    return build_meta_model(
+        SPEC, ModelPaths(transformer=str(folder / "toy.safetensors"), preset="wide"), adapter, base, precision=Precision(matmul=dtype)
+    )  # fmt: skip
+
+
+def loaded(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    ranks.shard = ranks.size
+    return {name: compared(folder, name, ranks) for name in CASES}
+
+
+def compared(folder: Path, name: str, ranks: Ranks) -> dict[str, Any]:
+    """Load a model whole and divided: what differs, what was read, and what the host had at most."""
+    whole = built(folder, name)
+    expected = load_weights(whole, placement=place_blocks(whole.model, [CPU]), seed=0)
+    unloaded = built(folder, name)
+    give_dtypes(unloaded, loaded_dtype(unloaded.spec, unloaded.precision))
+    division = Division(unloaded.model, trainable_parameters(unloaded.model), unloaded.precision, ranks, CPU)
+    with counted() as sizes, PeakBytes() as bytes:
+        found = load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0, division=division)
+    shards = Shards(found.model, found.trainable, unloaded.precision, ranks, CPU, division)
+    parameters: dict[str, nn.Parameter] = dict(found.model.named_parameters())
+    wanted = dict(expected.model.named_parameters())
+    assert parameters.keys() == wanted.keys() and shards.local.keys() == expected.trainable.keys()
+    own = {path: local(parameter) for path, parameter in parameters.items()}
+    differ = [path for path, rows in own.items() if not same(rows, wanted[path], division.rows(parameters[path]))]
+    differ += [path for path, each in parameters.items() if each.requires_grad != wanted[path].requires_grad]
+    differ += [name for name, rows in shards.local.items() if not torch.equal(rows, own[division.paths[name]])]
+    file = unloaded.source.tensors
+    return {
+        "differ": differ,
+        "read": sum(sizes),
+        "file": sum(each.num_bytes for each in file.values()),
+        "largest": max(torch.Size(each.shape).numel() for each in file.values()),
+        "shard": sum(rows.nbytes for rows in own.values()),
+        "whole": sum(parameter.nbytes for parameter in wanted.values()),
+        "peak": bytes.peak,
+        "undivided": sorted(canonical_name(path) for path, each in parameters.items() if not isinstance(each, DTensor)),
+    }
+
+
+def local(parameter: Tensor) -> Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def same(rows: Tensor, whole: Tensor, which: range | None) -> bool:
+    """Bitwise."""
+    wanted = whole if which is None else whole[which.start : which.stop]
+    return rows.dtype == wanted.dtype and torch.equal(
+        rows.reshape(-1).view(torch.uint8), wanted.detach().reshape(-1).view(torch.uint8)
+    )
+
+
+def write(folder: Path) -> None:
+    torch.manual_seed(0)
+    weights = ToyModel(ARCH, Precision(matmul=FP32)).state_dict()
+    save_file(in_form(weights, "diffusers"), folder / "toy.safetensors")
+    module = next(name.removesuffix(".weight") for name, each in weights.items() if each.shape == (96, 96))
+    flat = module.replace(".", "_")
+    save_file(
+        {
+            f"lora_unet_{flat}.lora_down.weight": torch.randn(2, 96),
+            f"lora_unet_{flat}.lora_up.weight": torch.randn(96, 2),
+            f"lora_unet_{flat}.alpha": torch.tensor(2.0),
+        },
+        folder / "lora.safetensors",
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    into = Path(sys.argv[1])
+    write(into)
+    built(into, "lora")  # imports peft, which else each of the processes would do
+    for num in (2, 5):
+        forked(num, partial(loaded, into), into / str(num))
