@@ -107,6 +107,11 @@ def test_two_ranks_divide_the_weights_and_one_process_goes_on(tmp_path, method):
     assert len(parts) == (2 if method == "full" else 0)
     assert {path.name[:11] for path in (run / "samples").iterdir()} >= {"step-000002", "step-000004"}
     assert len(list((run / "exports").rglob("*.safetensors"))) >= 2, "of the save and of the finished run"
+    # diffusers has each of them, though no rank has the model.
+    exports = "run.safetensors" if method == "lora" else "exports/transformer_official"
+    assert f"verified: diffusers loads {exports}" in done.stdout
+    results = json.loads((run / "verified.json").read_text())
+    assert len(results) == (3 if method == "lora" else 2) and all(each["agrees"] for each in results.values())
     more = ["--run", str(run), "--train.steps", "5", "--ranks.shard", "1"]
     subprocess.run([sys.executable, "-m", "ditkit_wan.train", *more], check=True, capture_output=True, timeout=250)
     assert (run / "state" / "step-000005" / "trainable.safetensors").exists()

@@ -125,6 +125,15 @@ def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tm
     assert status == 0 and [row["stage"] for row in found["auxiliary"]] == ["encode", "encode"], "nothing is drawn"
 
 
+def test_a_plan_says_what_host_memory_verifying_an_export_takes(tmp_path, capsys):
+    verified, flags = altered(TOY, verify=lambda *_: "fine"), ("--gpus", "3GiB", "--sample.captions", "0")
+    line = "host memory while an export is verified, in a process of its own: 0.88 GiB"
+    assert line in plan(tmp_path, capsys, *flags, spec=verified)[1]
+    for spec, more in ((TOY, ()), (verified, ("--adapter.method", "full"))):
+        assert "verified" not in plan(tmp_path, capsys, *flags, *more, spec=spec)[1]
+    assert "verified" not in plan(tmp_path, capsys, "--train.device", "cpu", spec=verified)[1], "done in between"
+
+
 def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys, monkeypatch):
     flags = ("--gpus", "3GiB", "--sample.every_steps", "10", "--sample.vae_tiling", "true", "--train.swap_blocks", "1")
     status, found = auxiliary_rows(tmp_path, capsys, *flags, "--sample.device", "cuda:1")

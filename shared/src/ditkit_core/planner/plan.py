@@ -35,6 +35,7 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on
 from ditkit_core.run.model import needs_whole_weights
 from ditkit_core.run.prepare import arch_here, build_on_meta
+from ditkit_core.run.read_at_use import bytes_at_use
 
 ALONE = PlannedLaunch()
 """No flags about ranks."""
@@ -114,6 +115,7 @@ def report_of(
         division=division,
         host=streamed,
         host_limit=targets.host,
+        verifying=_verifying(run, sum(stage.adapters for stage in stages)) if targets.kind == "cuda" else 0,
         flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
         is_cuda=targets.kind == "cuda",
         notes=notes,
@@ -125,6 +127,16 @@ def report_of(
         ),
         **_times(solution, targets.gpus, work),
     )
+
+
+def _verifying(run: RunContext, adapter_bytes: int) -> int:
+    """Bytes on the host for the process that verifies exports next to a run on GPUs; 0 if nothing does."""
+    adapters, trains_all = run.spec.adapters, run.config.adapter.method == "full"
+    verify = adapters.verify_whole if trains_all or run.config.export.merged else adapters.verify
+    if verify is None:
+        return 0
+    shard = max(1, run.config.ranks.shard)  # it reads the adapter whole, of which a rank trains a part
+    return bytes_at_use(run.spec, run.arch, 0 if trains_all else shard * adapter_bytes)
 
 
 def _of_rank(

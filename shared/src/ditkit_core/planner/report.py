@@ -44,6 +44,8 @@ class PlanReport:
     """Whether previews are generated on the training devices."""
     host_limit: int | None = None
     """Bytes of host memory for streamed weights; None if unknown."""
+    verifying: int = 0
+    """Bytes of host memory of the process that verifies exports; 0 if there is none."""
     orders: Comparison | None = None
     """Utilisation of the devices with and without train.pipelined; None if nothing can overlap, or no rate is known."""
     notes: tuple[str, ...] = ()
@@ -113,6 +115,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "host": {
             "streamed_weights": report.host,
             "offloaded_activations": report.host_activations,
+            "verifying_exports": report.verifying,
             "available": report.host_limit,
             "missing": report.host_missing,
         },
@@ -290,6 +293,8 @@ def _lines(report: PlanReport) -> list[str]:
         parts = ", for ".join(f"{what}: {_gib(size)} GiB" for what, size in held.items() if size)
         each = ranks and f" for each rank, {_gib(ranks.host_of_machine)} GiB for all {ranks.layout.nproc} of a machine"
         lines.append(f"host memory for {parts}, page-locked{available}{each or ''}")
+    if report.verifying:
+        lines.append(f"host memory while an export is verified, in a process of its own: {_gib(report.verifying)} GiB")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
     if report.seconds is not None:
         exchanges = "" if ranks is None else ", without exchanges"

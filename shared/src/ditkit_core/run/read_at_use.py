@@ -6,6 +6,7 @@ It computes in fp32, whatever a run trains in, and a base of any size needs the 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.weight_at_use import make_at_use
-from ditkit_core.run.prepare import LoadedModel, build_meta_model
+from ditkit_core.run.prepare import LoadedModel, build_meta_model, build_on_meta
 from ditkit_core.weights.load import load_into, read_in_fp32
 
 _HOST = torch.device("cpu")
+_PROCESS_BYTES = 900 * 2**20
+"""Host memory of a process once it has imported what verifying takes; measured with torch 2.15 and diffusers 0.42."""
 
 
 def read_at_use(
@@ -71,3 +74,19 @@ def read_at_use(
 
 def _magnitude(width: int) -> Mapping[str, Tensor]:
     return {"lora_magnitude_vector.weight": torch.ones(width)}
+
+
+def bytes_at_use(spec: ModelSpec, arch: Any, adapter_bytes: int) -> int:
+    """Host memory of a process of its own that runs a model so, next to another program's: with a base in 16 bits.
+
+    Args:
+        spec: The model's family.
+        arch: The architecture.
+        adapter_bytes: Size of its adapter in fp32.
+    """
+    model = build_on_meta(spec, arch, Precision())
+    matrices = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)]
+    others = sum(parameter.numel() for parameter in model.parameters()) - sum(matrices)
+    # The largest matrix as it is read, in fp32, and once more while the one before is still there; of the adapter, the save's
+    # values and average, and the model's.
+    return _PROCESS_BYTES + 10 * max(matrices) + 4 * others + 3 * adapter_bytes

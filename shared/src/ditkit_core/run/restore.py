@@ -1,9 +1,12 @@
 """Loads the trained weights of a save, or of a preview, into a model."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+
+from torch import Tensor, nn
 
 from ditkit_core.adapters.export_names import ExportName, finished_adapters
 from ditkit_core.adapters.inject import trainable_parameters
@@ -14,8 +17,8 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import LoadedModel
-from ditkit_core.training.checkpoint import best, check_save, latest, load_state
-from ditkit_core.training.train_state import TrainState
+from ditkit_core.training.checkpoint import GROUPS, State, best, check_save, latest, load_state
+from ditkit_core.training.train_state import TrainState, saved_weights
 
 
 def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["best"] | None = None) -> int:
@@ -57,21 +60,34 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
         )
     if step is not None:  # `latest` has verified the latest
         check_save(path)
-    state = load_state(path, prepared.shards)
-    # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not streamed, whatever its settings.
-    shards, optim = prepared.shards, replace(stored.optim, fused_backward=False)
+    shards, averages = prepared.shards, stored.optim.kind.averages
+    # The optimizer's state is several times as large as the weights, and few optimizers need it for the weights to use.
+    state = load_state(path, shards, GROUPS if averages else ("trainable", "ema"))
     with prepared.readable() if shards is None else nullcontext():  # of its rows, each rank sets its own
         parameters = trainable_parameters(prepared.model) if shards is None else prepared.trainable
-        trained = TrainState(prepared.model, parameters, optim, stored.ema, shards=shards)
-        trained.load_state_dict(state, path)
-        with trained.used():
-            used = {name: value.detach().clone() for name, value in parameters.items()}
-        # `used` restores the trained values when it ends, so the values to use were copied inside of it.
+        if averages:
+            used = _averaged(prepared, stored, state, parameters, path)
+        else:
+            used = {**saved_weights(state, parameters, path)}
+            if stored.ema.decay:
+                used |= {name: value for name, value in state.tensors.get("ema", {}).items() if name in used}
         copy_values(parameters, used)
     # Blocks that are on a device already have the old values.
     if prepared.streamer is not None:
         prepared.streamer.host_changed()
     return state.step
+
+
+def _averaged(
+    prepared: LoadedModel, stored: RunConfig, state: State, parameters: Mapping[str, nn.Parameter], path: Path
+) -> dict[str, Tensor]:
+    """The weights that an optimizer which averages them itself makes from its state; the parameters change meanwhile."""
+    # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not streamed, whatever its settings.
+    optim = replace(stored.optim, fused_backward=False)
+    trained = TrainState(prepared.model, parameters, optim, stored.ema, shards=prepared.shards)
+    trained.load_state_dict(state, path)
+    with trained.used():
+        return {name: value.detach().clone() for name, value in parameters.items()}
 
 
 def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path | None:

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
 _INDEX = "state.json"
+GROUPS = ("trainable", "ema", "optimizer")
+"""The groups of a save's tensors."""
 _DIGEST = "blake2b"
 """Key in the index of the digest of everything else in it. Saves of earlier versions have none."""
 
@@ -42,7 +44,7 @@ class State:
     step: int
     """Optimizer steps done."""
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """By file (`trainable`, `ema`, `optimizer`): tensors by name; an empty group has no file."""
+    """By group (`GROUPS`), each a file: tensors by name; an empty group has no file."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Values other than tensors, for JSON."""
     held_out: float | None = None
@@ -130,8 +132,8 @@ def _write_index(folder: Path, state: State, files: Written) -> None:
     _flush_folder(folder)
 
 
-def load_state(path: Path, shards: "Shards | None" = None) -> State:
-    """Read a save whose files `latest` or `check_save` verified.
+def load_state(path: Path, shards: "Shards | None" = None, groups: Collection[str] = GROUPS) -> State:
+    """Read a save whose files `latest` or `check_save` verified; of its tensors, those of some groups.
 
     The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows). With `shards`, they are this rank's rows.
 
@@ -146,8 +148,10 @@ def load_state(path: Path, shards: "Shards | None" = None) -> State:
     if any(map(_is_shard, index["files"])):
         from ditkit_core.training.sharded_checkpoint import read_sharded  # imports parts of torch that take seconds
 
-        tensors = read_sharded(path, shards)
+        tensors = read_sharded(path, shards, groups)
     for name in index["files"] if not tensors else ():
+        if name.removesuffix(".safetensors") not in groups:
+            continue
         with safe_open(path / name, framework="pt") as file:
             group = tensors[name.removesuffix(".safetensors")] = {}
             for key in list(file.keys()):

@@ -5,7 +5,7 @@ only the rows that it needs.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +67,14 @@ def write_sharded(
     return {name: entry for each in found for name, entry in each["files"].items()}
 
 
-def read_sharded(folder: Path, shards: "Shards | None") -> dict[str, dict[str, Tensor]]:
-    """The tensors of a save by group and name: this rank's rows, or whole ones without `shards`."""
+def read_sharded(folder: Path, shards: "Shards | None", wanted: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of some groups of a save, by group and name: this rank's rows, or whole ones without `shards`."""
     reader = HuggingFaceStorageReader(str(folder))
     flat: dict[str, Tensor] = {}
     for path, about in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata), "safetensors files have tensors alone"
+        if path.partition("/")[0] not in wanted:
+            continue
         empty = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
         flat[path] = (
             torch.empty_like(empty, device="cpu") if shards is None else shards.place_for(path.partition("/")[2], empty)

@@ -132,12 +132,7 @@ class TrainState:
         Raises:
             UserError: If it has other parameters; names `path`, the save.
         """
-        saved = state.tensors.get("trainable", {})
-        shapes = {name: tensor.shape for name, tensor in saved.items()}
-        if shapes != {name: parameter.shape for name, parameter in self.parameters.items()}:
-            raise UserError(
-                f"{path} was saved with other trained parameters; use the [model] and [adapter] of that run, or train in another run.folder"
-            )
+        saved = saved_weights(state, self.parameters, path)
         copy_values(self.values, saved)
         tensors, streamed = state.tensors.get("optimizer", {}), self.optimizer.streamed
         self.optimizer.load_state(tensors, state.values["optimizer"], on_host=streamed)
@@ -167,6 +162,21 @@ class TrainState:
             self._swap.host_changed()
         if self._shards is not None:
             self._shards.changed()
+
+
+def saved_weights(state: State, parameters: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
+    """The trained weights of a save, which fit these parameters.
+
+    Raises:
+        UserError: If the save has others; names `path`, the save.
+    """
+    saved = state.tensors.get("trainable", {})
+    shapes = {name: tensor.shape for name, tensor in saved.items()}
+    if shapes != {name: parameter.shape for name, parameter in parameters.items()}:
+        raise UserError(
+            f"{path} was saved with other trained parameters; use the [model] and [adapter] of that run, or train in another run.folder"
+        )
+    return saved
 
 
 def _block_matrices(model: StagedModel, trainable: Mapping[str, nn.Parameter]) -> list[str]:

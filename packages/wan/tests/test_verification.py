@@ -1,0 +1,69 @@
+"""The process of its own that verifies exports next to a run on GPUs, with the demo's run of a real model."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.config.resolve import resolve
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.expert_runs import resolve_arch
+from ditkit_core.testing.demo import Demo
+from ditkit_core.verification.exported import read_results, waiting
+from ditkit_core.verification.verifier import Verifier
+from ditkit_wan.spec import WAN
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[RunContext, RunFolder]:
+    """A finished run whose exports were never verified."""
+    demo, path = Demo.write(WAN, tmp_path / "demo"), tmp_path / "run"
+    flags = ("--train.steps", "2", "--save.every_steps", "1", "--optim.lr", "0.01", "--sample.captions", "0")
+    assert demo.train(path, *flags, "--base.quantize", "int8", "--export.merged", "true") == 0
+    folder = RunFolder(path)
+    folder.verified.unlink()
+    return resolve_arch(create_run(WAN, resolve(RunConfig, stored=path))), folder
+
+
+def test_a_process_of_its_own_verifies_all_exports_while_this_one_goes_on(
+    trained: tuple[RunContext, RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = trained
+    expected = {
+        *(f"{name}.safetensors" for name in ("run", "run-step-000001", "run-step-000002")),
+        *("transformer_official", "step-000001/transformer_official"),
+    }
+    assert len(waiting(folder)) == len(expected)
+    with Verifier(run, folder, apart=True) as verifier:
+        begun = time.monotonic()
+        verifier.start()
+        assert verifier.is_busy and not read_results(folder), "it starts, and this process goes on"
+        assert time.monotonic() - begun < 60
+        verifier.wait()
+    assert read_results(folder).keys() == expected and all(each.agrees for each in read_results(folder).values())
+    assert capsys.readouterr().out.count("agrees with our model to ") == len(expected)
+
+
+def test_what_a_killed_run_left_is_verified_by_the_next(trained: tuple[RunContext, RunFolder]) -> None:
+    run, folder = trained
+    with Verifier(run, folder, apart=True) as verifier:
+        verifier.start()
+    assert len(read_results(folder)) < 5, "it ended with the run"
+    with Verifier(run, folder, apart=True) as verifier:
+        verifier.wait()
+    assert len(read_results(folder)) == 5 and not waiting(folder)
+
+
+def test_a_process_that_fails_is_one_line_with_its_last_words(
+    trained: tuple[RunContext, RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = trained
+    (folder.state / "step-000002" / "trainable.safetensors").unlink()
+    with Verifier(run, folder, apart=True) as verifier:
+        verifier.wait()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert "not verified: " in line and "trainable.safetensors is missing or damaged" in line and "status 1" in line
