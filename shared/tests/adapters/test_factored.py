@@ -255,3 +255,23 @@ def test_rows_of_a_fused_file_are_merged_into_the_layers_that_they_belong_to(bas
     save_file({name: tensor for name, tensor in tensors.items() if "to_q" in name}, tmp_path / "y.safetensors")
     with pytest.raises(UserError, match="some rows of layers.0.qkv have a loha"):
         prepared(base, AdapterConfig(), merge=(str(tmp_path / "y.safetensors"),))
+
+
+def test_a_small_file_that_stands_for_a_huge_change_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"hada_w1_a": (40_000, 1), "hada_w1_b": (1, 40_000), "hada_w2_a": (40_000, 1), "hada_w2_b": (1, 40_000)}
+    file = kohya(tmp_path / "x.safetensors", **{name: torch.ones(size) for name, size in parts.items()})
+    assert run("--inspect", file) == 1
+    assert "are not a LoKr or LoHa of the layer" in capsys.readouterr().err
+
+
+def test_an_alpha_of_zero_changes_nothing_and_cannot_be_trained(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"lokr_w1": torch.ones(4, 4), "lokr_w2_a": torch.ones(8, 2), "lokr_w2_b": torch.ones(2, 8)}
+    file = kohya(tmp_path / "x.safetensors", **parts, alpha=torch.tensor(0.0))
+    assert run("--inspect", file) == 0
+    assert "1 modules change nothing" in capsys.readouterr().out
+    with pytest.raises(UserError, match="its scale is not above 0"):
+        prepared(base, AdapterConfig(init=str(file)))

@@ -256,7 +256,7 @@ BROKEN = {
     "transformer": "is a whole transformer, not an adapter; extract its difference",
     "another model": "is a LoRA of another model (its names look like Bloom's)",
     "unknown model": "is a LoRA of another model: diffusion_model.somewhere",
-    "lokr": "contains LoKr, which is not supported",
+    "lokr": "lokr_w1 [2, 2] are not a LoKr or LoHa of the layer's [1, 1]",
     "differences": "contains differences of whole weights besides low-rank matrices",
     "half a module": "but no up matrix for layers.0.out",
     "another module": "1 of 7 keys fit no adapter of this model",

@@ -61,6 +61,8 @@ def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
 
 
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
+    if layout.method != "lora" and _ADALN in modules:
+        return f"has no reader of LoKr or LoHa, and {_ADALN} in another order; merge it"
     if layout.method != "lora":
         return NO_FACTORED
     if layout.form == "diffusers":

@@ -8,6 +8,7 @@
 | `.alpha` | as ComfyUI and LyCORIS have it: over the rank of the last low-rank factor, and without effect where none is |
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,9 @@ from ditkit_core.weights.factored import (
     rank_of_parts,
     shape_of_parts,
 )
+
+_MOST_WEIGHTS = 2**29
+"""Weights of a layer, above the largest of known models (340 million): a small file may stand for a change of any size."""
 
 
 class MixedAdapter(UserError):
@@ -70,7 +74,7 @@ def understand_factored(
         raise UserError(
             f"{source.path}: {keys[min(others)]} next to {first} is of another method; merge that file with the program that made it"
         )
-    fits = is_complete(shapes) and shape_of_parts(shapes) == layer
+    fits = is_complete(shapes) and shape_of_parts(shapes) == layer and math.prod(layer) <= _MOST_WEIGHTS
     if not fits or ("alpha" in keys and source.tensors[keys["alpha"]].shape not in ((), (1,))):
         shown = ", ".join(f"{part} {list(shape)}" for part, shape in shapes.items())
         raise UserError(

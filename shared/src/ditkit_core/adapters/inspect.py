@@ -74,11 +74,11 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
     modules = found.file.modules
     kinds: dict[str, list[str]] = {}
     norms: dict[str, float] = {}
-    for name, module in modules.items():
+    for name in modules:
         kinds.setdefault(module_kind(name), []).append(name)
         # Modules without a norm are reported as damaged below.
         if math.isfinite(norm := _norm(found.file, name)):
-            norms[name] = abs(module.scale) * norm
+            norms[name] = norm
     # A scale without alpha keys can only come from the header.
     has_scale = any(module.scale != 1 for module in modules.values())
     about = {
@@ -111,12 +111,12 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
 
 
 def _norm(file: AdapterFile, module: str) -> float:
-    """The norm of a module's change without its scale; not finite if a value is not."""
+    """The norm of a module's change; not finite if a value is not."""
     if file.modules[module].method != "lora":
         return float(torch.linalg.vector_norm(file.change_of(module)))
     read = file.read(module)
     is_finite = bool(read.down.isfinite().all()) and bool(read.up.isfinite().all())
-    return product_norm(read.down, read.up) if is_finite else math.nan
+    return abs(file.modules[module].scale) * product_norm(read.down, read.up) if is_finite else math.nan
 
 
 def _matrices(layout: AdapterLayout) -> str:

@@ -130,7 +130,7 @@ class AdapterFile:
     def change(self, module: str, weight: Tensor, strength: float) -> None:
         """Merge the adapter at a strength into the fp32 weight [out, in] of a module, in place."""
         if self.modules[module].method != "lora":
-            weight.add_(self.change_of(module), alpha=strength * self.modules[module].scale)
+            weight.add_(self.change_of(module), alpha=strength)
             return
         scale, read = self.modules[module].scale, self.read(module)
         if read.magnitude is None:
@@ -144,19 +144,16 @@ class AdapterFile:
         weight.lerp_(merged, strength)
 
     def change_of(self, module: str) -> Tensor:
-        """The change of a module's weight by a LoKr or LoHa, without `FileModule.scale`.
+        """The change of a module's weight by a LoKr or LoHa, with its scale.
 
         A tensor of the file may be several modules of ours, or some rows of one.
         """
-        found = self.modules[module]
         changes = []
-        for piece in found.pieces:
-            if piece is not None and isinstance(piece.adapter, FactoredAdapter):
-                change = piece.adapter.matrices(self.source, piece.index).change()
-                changes.append(
-                    change if piece.adapter.scale == found.scale else change * (piece.adapter.scale / found.scale)
-                )
-        # None of the module's rows has no adapter: `_assemble_factored` refuses that.
+        for piece in self.modules[module].pieces:
+            assert piece is not None and isinstance(piece.adapter, FactoredAdapter), (
+                "`_assemble_factored` refuses others"
+            )
+            changes.append(piece.adapter.matrices(self.source, piece.index).change() * piece.adapter.scale)
         return torch.cat(changes) if len(changes) > 1 else changes[0]
 
 
@@ -286,7 +283,7 @@ def _assemble_factored(source: SafetensorsSource, module: str, pieces: tuple[Fil
     adapters = [None if piece is None else piece.adapter for piece in pieces]
     methods = {each.method if isinstance(each, FactoredAdapter) else "lora" for each in adapters if each is not None}
     first = adapters[0]
-    if len(methods) > 1 or None in adapters or first is None or not first.scale:
+    if len(methods) > 1 or None in adapters or first is None:
         raise UserError(
             f"{source.path}: some rows of {module} have a {' or '.join(sorted(methods))}, and others another or none; merge that file with "
             "the program that made it"

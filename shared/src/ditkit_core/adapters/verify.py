@@ -27,6 +27,7 @@ from ditkit_core.nn.factored import PARTS, parts_of
 from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.quantized_linear import dense_weight, products_in_dtype, quantized_weights
 from ditkit_core.nn.weight_at_use import make_at_use, weights_at_use, without_values
+from ditkit_core.weights.factored import first_part
 from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.load import first_ten
 
@@ -213,16 +214,16 @@ def _load_factors(transformer: Any, adapter_file: Path, model: StagedModel, name
                 f"{adapter_file}: {module} is not one layer of diffusers, or not in the file; export it again"
             )
         theirs[module] = part.name.removesuffix(".weight")
-    kind = peft.LoKrConfig if method_of_all(layers) == "lokr" else peft.LoHaConfig
+    config = peft.LoKrConfig if method_of_all(layers) == "lokr" else peft.LoHaConfig
     chosen = "|".join(map(re.escape, theirs.values()))
-    peft.inject_adapter_in_model(kind(r=1, alpha=1, target_modules=chosen), transformer)
+    peft.inject_adapter_in_model(config(r=1, alpha=1, target_modules=chosen), transformer)
     for module, name in theirs.items():
-        layer, parts = transformer.get_submodule(name), file.read_factored(module).parts
+        layer, given = transformer.get_submodule(name), file.read_factored(module).parts
         layer.scaling["default"] = file.modules[module].scale
         device = layer.get_base_layer().weight.device
-        for leaf in PARTS[file.modules[module].method]:
-            given = {"default": nn.Parameter(parts[leaf].to(device))} if leaf in parts else {}
-            setattr(layer, leaf, nn.ParameterDict(given))
+        for kind in PARTS[file.modules[module].method]:
+            own = {"default": nn.Parameter(given[kind].to(device))} if kind in given else {}
+            setattr(layer, kind, nn.ParameterDict(own))
 
 
 def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, adapter_file: Path) -> None:
@@ -250,12 +251,12 @@ def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextMa
     values: dict[str, Tensor] = {}
     for module, layer in adapter_layers(model).items():
         if (method := method_of(layer)) != "lora":
-            first = next(part for part in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if part in parts_of(layer, method))
-            for part, parameter in parts_of(layer, method).items():
-                scale = layer.scaling["default"] if part == first else 1.0
+            own = parts_of(layer, method)
+            for part, factor in own.items():
+                scale = layer.scaling["default"] if part == first_part(own) else 1.0
                 (dtype,) = dtypes
-                parameters[f"{module}.{part}"] = parameter
-                values[f"{module}.{part}"] = (parameter.detach().float() * scale).to(dtype).float() / scale
+                parameters[f"{module}.{part}"] = factor
+                values[f"{module}.{part}"] = (factor.detach().float() * scale).to(dtype).float() / scale
             continue
         parts = {"lora_A": 1.0, "lora_B": layer.scaling["default"] if folded else 1.0, "lora_magnitude_vector": 1.0}
         # A file without alpha has the scaling folded into B, and B is rounded after that.

@@ -32,6 +32,8 @@ FOREIGN_WORDS = {
         "adapter.rank_pattern": "network_reg_dims conv_dims layer_ranks",
         "optim.lr_pattern": "network_reg_lrs block_lr layer_lrs",
         "optim.loraplus_lr_ratio": "loraplus_ratio loraplus_unet_lr_ratio lora_plus_ratio loraplus",
+        "adapter.method": "network_module algo network_type peft_mode lycoris",
+        "adapter.decompose_factor": "factor lokr_factor lokr_decompose_factor",
         "adapter.dropout": "network_dropout lora_dropout",
         "adapter.targets": "target_modules lora_target_modules lora_layers",
         "adapter.init": "network_weights lora_weights pretrained_lora_path init_from_existing",

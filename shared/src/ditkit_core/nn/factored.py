@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.nn.context import device_kind, settings_in_force
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput

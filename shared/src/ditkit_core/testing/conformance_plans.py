@@ -12,7 +12,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.plans import KEPT, SENT, check_kept, check_plan, check_sent, step_of
 
-_SLOW = (("attn_only", "full"), ("every_n(2)", "lora"))
+_SLOW = (("attn_only", "full"), ("every_n(2)", "lora"), ("attn_only", "lokr"), ("none", "loha"))
 
 
 class KeptBytesConformance:

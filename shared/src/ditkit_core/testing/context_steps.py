@@ -111,6 +111,8 @@ def few(subjects: Iterable[str]) -> dict[str, Sequence[int]]:
         "ragged/lora/fp32/full": (2, 4),
         "two heads/full/fp32/full": (4,),
         "odd/lora/bf16/attn_only": (2,),
+        "odd/lokr/fp32/full": (2,),
+        "ragged/loha/fp32/attn_only": (2,),
         "ragged/full/fp64/none": (2, 3),
     }
 

@@ -114,7 +114,7 @@ class _Watch:
 
 KEPT = (
     ("none", "full"), ("full", "full"), ("attn_only", "full"), ("ops(matmul, attention)", "full"), ("every_n(2)", "full"),
-    ("every_n(2)", "lora"), ("ops(attention)", "lora"),
+    ("every_n(2)", "lora"), ("ops(attention)", "lora"), ("attn_only", "lokr"), ("none", "loha"),
 )  # fmt: skip
 """Policies and methods for `check_kept`, besides those that a package adds."""
 SENT = tuple(f"{kind}+offload" for kind in offloadable(("none", "full", "attn_only", "ops(matmul, attention)")))

@@ -66,6 +66,8 @@ CASES = {
     "lora, eight micro-batches": Case("lora", accumulation=8, decay=0.0),
     "lora in bf16": Case("lora", dtype=torch.bfloat16),
     "dora with prior": Case("dora", prior=True, accumulation=3),
+    "lokr": Case("lokr", policy="attn_only"),
+    "loha in bf16": Case("loha", dtype=torch.bfloat16),
     "schedule-free": Case("lora", optim=OptimConfig(name="schedulefree_adamw", lr=0.01), decay=0.0),
     "full": Case("full"),
 }
@@ -74,7 +76,7 @@ CASES = {
 SHARDED = {
     **{
         name: CASES[name]
-        for name in ("lora with dropout", "lora, five micro-batches", "lora in bf16", "dora with prior", "full")
+        for name in ("lora with dropout", "lora, five micro-batches", "lora in bf16", "dora with prior", "lokr", "full")
     },
     "full in bf16, split": Case(
         "full", dtype=torch.bfloat16, optim=OptimConfig(lr=1e-3, rounding="split"), policy="attn_only"
@@ -85,6 +87,7 @@ SHARDED = {
     "lora on int8": Case("lora", quantize="int8", policy="attn_only"),
     "lora on fp8": Case("lora", quantize="fp8", policy="none"),
     "lora on nf4": Case("lora", quantize="nf4", dtype=torch.bfloat16),
+    "loha on nf4": Case("loha", quantize="nf4", dtype=torch.bfloat16),
 }
 """Runs whose weights ranks divide; sums over ranks are taken in another order than in one process."""
 

@@ -1,9 +1,8 @@
 """The adapter of one module as a LoKr or LoHa, apart from any model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ditkit_core.nn.factored import PARTS, weight_change
@@ -24,16 +23,6 @@ class FactoredMatrices:
     of: int = 1
 
     @property
-    def method(self) -> str:
-        """`lokr` or `loha`."""
-        return METHOD_OF_PART[next(iter(self.parts))]
-
-    @property
-    def rank(self) -> int:
-        """The rank of its low-rank factors, or the size of a LoKr's second factor if it has none."""
-        return rank_of_parts({part: tuple(tensor.shape) for part, tensor in self.parts.items()})
-
-    @property
     def shape(self) -> tuple[int, int]:
         """The shape [out, in] of the module's weight."""
         out, width = shape_of_parts({part: tuple(tensor.shape) for part, tensor in self.parts.items()})
@@ -43,22 +32,19 @@ class FactoredMatrices:
         """The change of the module's weight."""
         return rows_of(weight_change(self.parts), self.index, self.of)
 
-    def norm(self) -> float:
-        """The Frobenius norm of the change."""
-        return float(torch.linalg.vector_norm(self.change()))
-
     def tensors(self) -> tuple[Tensor, ...]:
         """All its tensors."""
         return tuple(self.parts.values())
 
-    def changes_nothing(self) -> bool:
-        """Whether all its tensors are zero, as in a module that only fills a gap; a new adapter has others."""
-        return not any(bool(tensor.any()) for tensor in self.parts.values())
-
     def scaled(self, factor: float) -> "FactoredMatrices":
         """The same adapter with a change that is `factor` times as large."""
-        first = next(part for part in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if part in self.parts)
+        first = first_part(self.parts)
         return replace(self, parts={**self.parts, first: self.parts[first] * factor})
+
+
+def first_part(parts: Collection[str]) -> str:
+    """The part that a file has the scale in."""
+    return next(part for part in ("lokr_w1", "lokr_w1_a", "hada_w1_a") if part in parts)
 
 
 Shapes = Mapping[str, tuple[int, ...]]

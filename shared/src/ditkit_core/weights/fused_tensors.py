@@ -73,24 +73,6 @@ class LoraMatrices:
     over_base: bool = False
     """Whether the norm is that of the base's row, as ComfyUI has it."""
 
-    @property
-    def rank(self) -> int:
-        """The number of rows of A."""
-        return len(self.down)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The shape [out, in] of the module's weight."""
-        return len(self.up), self.down.shape[1]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All its tensors."""
-        return (self.down, self.up, *([] if self.magnitude is None else [self.magnitude]))
-
-    def changes_nothing(self) -> bool:
-        """Whether both matrices are zero, as in a module that only fills a gap; a new adapter has B = 0 and a random A."""
-        return not self.down.any() and not self.up.any()
-
     def rows(self, index: int, of: int) -> "LoraMatrices":
         """The adapter of a part of the module's output rows."""
         # A is the same for every row: only B and the magnitude have rows of the output.
