@@ -105,9 +105,8 @@ def test_one_expert_is_in_memory_at_a_time(
     world: TwoExperts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with loads_watched(monkeypatch) as loaded:
-        assert world.train("both", 1, "--sample.images", "2", "--sample.every_steps", "1") == 0
+        assert world.train("both", 1, "--sample.images", "2") == 0
         assert loaded == [*NAMES, *NAMES], "each is trained, then each draws its steps of all four samples"
-        assert "no previews while an expert trains" in capsys.readouterr().err
         loaded.clear()
         assert world.run("sample", "--run", "both", "--prompt", "a", "--prompt", "b") == 0
         assert loaded == list(NAMES)

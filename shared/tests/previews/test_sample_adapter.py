@@ -30,6 +30,7 @@ def donor(world: World, *flags: str, name: str = "donor") -> str:
 LEVERS = {
     "lora": (),
     "dora": ("--adapter.use_dora", "true"),
+    "lokr": ("--adapter.method", "lokr"),
     "full": ("--adapter.method", "full"),
     "int8": ("--base.quantize", "int8"),
     "streamed": ("--train.swap_blocks", "2", "--adapter.targets", "attention"),
@@ -130,6 +131,8 @@ def test_a_missing_or_other_file_is_refused_before_weights_are_read(
     (world.folder / "away.safetensors").rename(world.folder / "toy.safetensors")
     dora = donor(world, "--adapter.use_dora", "true")
     assert "is a DoRA" in refused(world, capfd, "--sample.adapter", dora)
+    lokr = donor(world, "--adapter.method", "lokr", name="lokr")
+    assert "is a LoKr" in refused(world, capfd, "--sample.adapter", lokr)
 
 
 def test_a_run_says_what_its_samples_have_and_that_a_file_has_changed(

@@ -34,7 +34,7 @@ from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.planner.utilisation import utilisation_of
-from ditkit_core.previews.callbacks import QueuedPreviews, SamplesInPlace
+from ditkit_core.previews.callbacks import QueuedPreviews
 from ditkit_core.previews.class_images import (
     check_class_prompt,
     class_conditions,
@@ -42,6 +42,7 @@ from ditkit_core.previews.class_images import (
     num_missing_class_images,
     of_base,
 )
+from ditkit_core.previews.exchange import samples_in_place
 from ditkit_core.previews.manager import Previews, generate_left, previews_of
 from ditkit_core.previews.stages import denoiser_stages, generate_trained
 from ditkit_core.run.checks import (
@@ -128,11 +129,6 @@ def _check(whole: ComponentRuns) -> None:
         UserError: If a setting of the run or of a component contradicts another, or a component's folder belongs to another configuration.
     """
     run, config, path = whole.run, whole.run.given.config, Path(whole.run.config.run.folder)
-    if run.experts and config.sample.every_steps and not config.sample.device:
-        warn(
-            "sample.every_steps: no previews while an expert trains, because they would need the other expert in memory too; samples are "
-            "generated at the end (set sample.device to generate previews on another device)"
-        )
     if whole.experts:
         check_run(run)
         check_preview_device(run)  # here and not per component: only the run of all experts generates previews
@@ -165,7 +161,7 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
         steps = [each.completed_step or 0 for each in whole.components]
         for component in left:
             with _opened(component, folder, stated) as (own, changes):
-                result = _train_component(component, own, changes, previews)
+                result = _train_component(component, own, changes, previews or run)
                 steps.append(result.step)
                 release_memory()  # before the next transformer, and before samples that take all of them
                 if not ranks.is_first:
@@ -231,9 +227,15 @@ def _opened(
 
 
 def _train_component(
-    component: Component, folder: RunFolder, changes: Sequence[ConfigChange], previews: Previews | None
+    component: Component, folder: RunFolder, changes: Sequence[ConfigChange], previews: Previews | RunContext
 ) -> TrainResult:
     """Train one transformer, export it and verify the export.
+
+    Args:
+        component: The transformer's run.
+        folder: Its folder.
+        changes: The settings that changed since its last part.
+        previews: What takes the previews; or the run that was asked for, whose previews are generated with this transformer.
 
     Raises:
         Stopped: If a signal ended it early.
@@ -371,14 +373,16 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     return _Samples([by_id[id] for id in kept], data.prior, validator)
 
 
-def _callbacks(run: RunContext, folder: RunFolder, prepared: LoadedModel, previews: Previews | None) -> list[Callback]:
+def _callbacks(
+    run: RunContext, folder: RunFolder, prepared: LoadedModel, previews: Previews | RunContext
+) -> list[Callback]:
     """The callbacks for previews and the end of training."""
     # A preview process takes over the previews; the samples of the finished model are generated here in both cases.
-    every_steps = run.config.sample.every_steps if previews is None else 0
+    sampled = run if isinstance(previews, Previews) or run.expert is None else previews
     callbacks: list[Callback] = [
-        SamplesInPlace(run, prepared, folder, write_report, every_steps=every_steps),
+        samples_in_place(run, sampled, prepared, folder, write_report),
     ]
-    if previews is not None:
+    if isinstance(previews, Previews):
         callbacks.append(QueuedPreviews(run, prepared, previews))
     if run.config.train.profile:
         callbacks.append(StepTrace(run.config.train.profile, folder.trace, warn))

@@ -62,12 +62,15 @@ def plan_auxiliary(
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
     kind, averages = "cuda" if gpus else run.devices[0].type, config.optim.kind.averages
+    exchanges = run.experts and config.sample.every_steps and not config.sample.device
     rooms = [
         Room(
             device=device.budget.name,
             available=device.budget.available - device.budget.workspace,
             kind=kind,
-            in_use=held_while_sampling(device.purposes, averages=averages),
+            # A CPU has both experts, of which a GPU has one at a time.
+            in_use=held_while_sampling(device.purposes, averages=averages)
+            + (weights_on(device) if exchanges and kind == "cpu" else 0),
         )
         for device in devices
     ]
@@ -98,6 +101,11 @@ def plan_auxiliary(
         room = _preview_room(run, rooms[0], devices, gpus=gpus, streamed=streamed)
         found += [replace(row, stage="preview") for row in sampled(_samples(run, shapes, samples), [room])]
     return tuple(found)
+
+
+def weights_on(device: DevicePlan) -> int:
+    """Bytes of the model's weights on a device, its adapters included."""
+    return device.purposes["weights"] + device.purposes["adapters"]
 
 
 def _added_on(run: RunContext, arch: Any, blocks: Sequence[range]) -> list[int]:
@@ -171,7 +179,7 @@ def _preview_room(run: RunContext, own: Room, devices: Sequence[DevicePlan], *, 
     """The device that generates previews, with a copy of the model."""
     name = run.config.sample.device
     room = _room_of(name, "sample.device", run, own, gpus=gpus)
-    weights = sum(device.purposes[purpose] for device in devices for purpose in ("weights", "adapters"))
+    weights = sum(map(weights_on, devices))
     if room.kind == "cuda":
         return room._replace(device=f"sample.device {name}" if gpus else room.device, in_use=weights)
     if room.available is not None:  # the steps will use the same memory, and have not begun

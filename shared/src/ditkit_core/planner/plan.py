@@ -11,7 +11,7 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
-from ditkit_core.planner.auxiliary_plan import plan_auxiliary
+from ditkit_core.planner.auxiliary_plan import plan_auxiliary, weights_on
 from ditkit_core.planner.memory import Budget, Profile, Workload, compose, on_host
 from ditkit_core.planner.partition import (
     Partitioner,
@@ -90,6 +90,8 @@ def report_of(
     plans = compose(found, division, targets.budgets, work)
     streamed = on_host(found, division.streamed)
     stages = (found.embed, *found.blocks, found.head)
+    sample, is_cuda = run.config.sample, targets.kind == "cuda"
+    previews = bool(sample.every_steps and not sample.device)
     rank_step = None
     if layout is not None:
         gpu = targets.gpus[0] if targets.gpus else None
@@ -111,13 +113,14 @@ def report_of(
             streamed=streamed,
             per_machine=1 if layout is None else layout.nproc,
         ),
-        previews=bool(run.config.sample.every_steps and not run.config.sample.device),
+        previews=previews,
+        exchanged=streamed + sum(map(weights_on, plans)) if previews and run.experts and is_cuda else 0,
         division=division,
         host=streamed,
         host_limit=targets.host,
         verifying=_verifying(run, sum(stage.adapters for stage in stages)) if targets.kind == "cuda" else 0,
         flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
-        is_cuda=targets.kind == "cuda",
+        is_cuda=is_cuda,
         notes=notes,
         ranks=rank_step
         and rank_step.plan(

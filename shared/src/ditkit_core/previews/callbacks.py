@@ -1,6 +1,6 @@
 """Samples of a model in training: generated on its devices, or by another process from a copy of its weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ditkit_core.adapters.inject import trainable_parameters
@@ -9,9 +9,8 @@ from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.manager import Previews
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.model import engine_of
 from ditkit_core.run.prepare import LoadedModel
-from ditkit_core.sampling.denoise import single_stage
+from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.training.trainer import Callback
 
 
@@ -26,22 +25,24 @@ class SamplesInPlace(Callback):
     def __init__(
         self,
         run: RunContext,
-        prepared: LoadedModel,
+        stages: Callable[[], Sequence[DenoiserStage]],
         folder: RunFolder,
         on_written: Callable[[Path], object],
         *,
         every_steps: int,
+        sampled: RunContext | None = None,
     ):
         """Prepare.
 
         Args:
             run: The run of one transformer.
-            prepared: Its model.
+            stages: Gives the transformers that take the denoising steps.
             folder: Where samples go.
             on_written: Called with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
+            sampled: The run whose [sample] section counts; None for `run`.
         """
-        self._run, self._prepared, self._folder = run, prepared, folder
+        self._run, self._stages, self._folder, self._sampled = run, stages, folder, sampled or run
         self._on_written, self._every_steps = on_written, every_steps
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
@@ -62,11 +63,9 @@ class SamplesInPlace(Callback):
             self._sample(step)
 
     def _sample(self, step: int) -> None:
-        run = self._run
-        stages = single_stage(self._prepared.model, engine_of(run, self._prepared))
-        generate_samples(
-            run, stages, sample_prompts(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}"
-        )
+        run = self._sampled
+        prompts = sample_prompts(run, run.data.dataset.samples)
+        generate_samples(run, self._stages(), prompts, self._folder.samples, f"step-{step:06d}")
         self._on_written(self._folder.path)
 
 

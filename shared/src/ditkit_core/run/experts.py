@@ -164,8 +164,7 @@ def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tup
 
 
 def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
-    """A `RunConfig`, checked against the architecture's experts and restricted to the one that it trains: its noise levels, and no previews
-    on its training devices, because sampling also needs the other expert in memory."""
+    """A `RunConfig`, checked against the architecture's experts and restricted to the noise levels of the one that it trains."""
     experts = spec.architecture.experts(arch)
     having = [name for name, other in spec.architecture.presets.items() if spec.architecture.experts(other)]
     check_experts(config.experts, experts, config.model, having)
@@ -175,8 +174,7 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
     merged = [str(path) for path, _ in map(parse_merge, config.base.merge)]
     check_files(expert, init=config.adapter.init, merge=merged)
     flow, held_out = restricted(expert, config.flow, config.held_out)
-    sample = config.sample if config.sample.device else replace(config.sample, every_steps=0)
-    return replace(config, flow=flow, held_out=held_out, sample=sample)
+    return replace(config, flow=flow, held_out=held_out)
 
 
 def describe_expert(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:

@@ -1,0 +1,117 @@
+"""Previews of two experts on the device that trains one of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from preview_runs import FLAGS, check_equal, samples
+from two_experts import BOUNDARY, TwoExperts
+
+from ditkit_core.engine import parked_weights
+from ditkit_core.previews import exchange
+
+NAMES = ("high_noise", "low_noise")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
+    monkeypatch.chdir(tmp_path)
+    return TwoExperts(tmp_path)
+
+
+def train(world: TwoExperts, name: str, *flags: str) -> Path:
+    """A run of two steps; its previews are compared, so all of its samples have the same prompt."""
+    assert world.run("train", "--run.folder", name, "--train.steps", "2", "--sample.captions", "1", *flags) == 0
+    return world.folder / name
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has a CPU's weights parked as a GPU's, and lists how many tensors were."""
+    counts: list[int] = []
+
+    def parked(model):
+        found = [*model.parameters(), *model.buffers()]
+        for tensor in found:
+            if not tensor.untyped_storage().resizable() and tensor.untyped_storage().nbytes():
+                tensor.data = tensor.data.clone()  # of a file in memory, which a GPU's never are
+        counts.append(len(found))
+        return parked_weights.parked_tensors(found)
+
+    monkeypatch.setattr(exchange, "parked", parked)
+    return counts
+
+
+def test_training_is_bitwise_what_it_is_without_and_both_take_their_steps(world: TwoExperts, moved: list[int]) -> None:
+    without = train(world, "without", *FLAGS)
+    world.sampler.steps.clear()
+    run = train(world, "with", *FLAGS, "--sample.every_steps", "1")
+    assert len(moved) == 4, "two previews of each expert"
+    for name in NAMES:
+        check_equal(without / name, run / name)
+        previews = [each for each in samples(run / name) if each.endswith(".png")]
+        assert [each[:11] for each in sorted(previews)] == ["step-000000", "step-000001"]
+        assert not samples_of(without, name)
+    assert samples(without).keys() == samples(run).keys() != set()
+    high = {float(weight.mean()) for _, level, weight, _ in world.sampler.steps if level >= BOUNDARY}
+    low = {float(weight.mean()) for _, level, weight, _ in world.sampler.steps if level < BOUNDARY}
+    assert not high & low and {guidance for *_, guidance in world.sampler.steps} == {4.0, 3.0}
+
+
+def samples_of(run: Path, expert: str) -> list[Path]:
+    return list((run / expert / "samples").glob("*.png"))
+
+
+def test_a_preview_has_the_first_expert_as_it_was_trained(world: TwoExperts, moved: list[int]) -> None:
+    """The second one's after its first step is the sample of a run that trained the first for two and the second for one step."""
+    flags = ("--base.quantize", "int8")
+    run = train(world, "run", *flags, "--sample.every_steps", "1")
+    other = train(world, "other", *flags, "--experts.steps", "[2, 1]")
+    assert moved
+    (sample,) = (other / "samples").glob("step-000002-0-*.png")
+    (preview,) = (run / "low_noise" / "samples").glob("step-000001-0-*.png")
+    assert preview.read_bytes() == sample.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--adapter.method", "full"), ("--train.swap_blocks", "1"), ("--experts.train", "low_noise")],
+    ids=["full", "streamed", "one"],
+)
+def test_other_runs_are_bitwise_the_same_too(world: TwoExperts, moved: list[int], flags: tuple[str, ...]) -> None:
+    without = train(world, "without", *flags, "--ema.decay", "0.5")
+    run = train(world, "with", *flags, "--ema.decay", "0.5", "--sample.every_steps", "1")
+    assert moved
+    for name in ("",) if "--experts.train" in flags else NAMES:
+        check_equal(without / name, run / name)
+
+
+def test_without_the_other_expert_there_are_none(world: TwoExperts, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--experts.train", "high_noise", "--model.transformer_2", "", "--sample.every_steps", "1")
+    run = train(world, "run", *flags)
+    assert "no previews of the high_noise expert: sampling needs all experts" in capsys.readouterr().err
+    assert not list((run / "samples").glob("*.png"))
+
+
+def test_a_host_without_room_costs_the_previews_alone(
+    world: TwoExperts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exchange, "parked_bytes", lambda model: 2**31)
+    monkeypatch.setattr(exchange, "free_memory_bytes", lambda device: 2**30)
+    train(world, "run", "--sample.every_steps", "1")
+    assert capsys.readouterr().err.count("the host needs 2.0 GiB and has 1.0 GiB; set sample.device") == 2
+
+
+@pytest.mark.parametrize("streamed", [0, 1])
+def test_a_plan_counts_what_waits_on_the_host(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str], streamed: int
+) -> None:
+    flags = ("--train.swap_blocks", str(streamed), "--sample.captions", "1", "--json", "--plan", "--gpus", "24GiB")
+    found = {}
+    for every_steps in ("0", "1"):
+        capsys.readouterr()
+        assert world.run("train", *flags, "--sample.every_steps", every_steps) == 0
+        found[every_steps] = json.loads(capsys.readouterr().out)
+    (device,), host = found["1"]["devices"], found["1"]["host"]
+    assert host["exchanged_expert"] == device["weights"] + device["adapters"] + host["streamed_weights"] > 0
+    assert found["0"]["host"]["exchanged_expert"] == 0 and found["1"]["previews"]
