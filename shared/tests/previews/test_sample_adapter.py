@@ -30,7 +30,7 @@ def donor(world: World, *flags: str, name: str = "donor") -> str:
 LEVERS = {
     "lora": (),
     "dora": ("--adapter.use_dora", "true"),
-    "lokr": ("--adapter.method", "lokr"),
+    "lokr": ("--adapter.method", "lokr", "--adapter.dropout", "0"),
     "full": ("--adapter.method", "full"),
     "int8": ("--base.quantize", "int8"),
     "streamed": ("--train.swap_blocks", "2", "--adapter.targets", "attention"),
@@ -131,7 +131,7 @@ def test_a_missing_or_other_file_is_refused_before_weights_are_read(
     (world.folder / "away.safetensors").rename(world.folder / "toy.safetensors")
     dora = donor(world, "--adapter.use_dora", "true")
     assert "is a DoRA" in refused(world, capfd, "--sample.adapter", dora)
-    lokr = donor(world, "--adapter.method", "lokr", name="lokr")
+    lokr = donor(world, "--adapter.method", "lokr", "--adapter.dropout", "0", name="lokr")
     assert "is a LoKr" in refused(world, capfd, "--sample.adapter", lokr)
 
 

@@ -106,6 +106,7 @@ KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
             "sample.steps",
             "sample.guidance",
             "sample.negative",
+            "sample.adapter",
             "sample.vae_tiling",
         ),
         "Model": ("model.base", "train.devices", "base.quantize"),

@@ -15,7 +15,7 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.experts import check_named
 from ditkit_core.run.prepare import build_on_meta, loaded_dtype
 
-METHOD_NAMES = {"lokr": "LoKr", "loha": "LoHa"}
+_METHODS = {"lokr": "LoKr", "loha": "LoHa"}
 """Names of the methods that cannot be added to a layer's output."""
 RECORD = "sample_adapters"
 """Name of the files' digests in the model's part of `about.json`."""
@@ -65,7 +65,7 @@ def _open(run: RunContext, key: str, entry: str, shapes: Mapping[str, tuple[int,
         raise UserError(f"{key}: {error}") from error
     if others := {module.method for module in file.modules.values()} - {"lora"}:
         raise UserError(
-            f"{key}: {path} is a {METHOD_NAMES[others.pop()]}, whose change of a weight is as large as the weight; give a LoRA"
+            f"{key}: {path} is a {_METHODS[others.pop()]}, whose change of a weight is as large as the weight; give a LoRA"
         )
     if any(module.use_dora for module in file.modules.values()):
         raise UserError(
