@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from made_profiles import made_profile
+from made_profiles import made_full_profiles, made_profile
 
 from ditkit_core.commands import cli
 from ditkit_core.commands import fit as fit_stage
@@ -305,3 +305,69 @@ def test_ranks_share_samples_where_a_step_has_fewer_micro_batches(tmp_path, caps
     assert cli.run(TOY, "train", [*given, "--gpus", "24GiB", "--nproc", "2", "--nodes", "2"]) == 0
     fitted = tomllib.loads(capsys.readouterr().out)
     assert fitted["ranks"]["context"] == 2, "four ranks, and two micro-batches"
+
+
+FULL = ["--adapter.method", "full", "--model.dtype", "fp32", "--train.accumulation", "2"]
+
+
+def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
+    def task_for(run, gpus):
+        streams, profiles = run.config.optim.fused_backward, made_full_profiles(run.config)
+        return FitTask(
+            gpus=gpus,
+            profile_of=profiles,
+            quantizations=("none",),
+            adapts=False,
+            streams_trained=streams,
+            schedules=True,
+        )
+
+    monkeypatch.setattr(fit_stage, "task_for", task_for)
+    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
+    sections = {
+        "adapter": {"method": "full"},
+        "model": {"dtype": "fp32", "preset": "tiny"},
+        "train": {"accumulation": 2},
+    }
+    config = config_of(**sections)
+    for host, changed in ((None, FUSED), ("20GiB", {**FUSED, **EIGHT_BITS})):
+        assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="24GiB", host=host or "")) == 0
+        printed = capsys.readouterr()
+        assert "nothing fits as configured, so these settings are changed too" in printed.err
+        said = [line.partition(" (was ")[0] for line in printed.err.splitlines() if line.startswith("changed: ")]
+        assert said == [f"changed: {key} = {value}" for key, value in changed.items()]
+        fitted = tomllib.loads(printed.out)
+        for key, value in changed.items():
+            section, _, name = key.partition(".")
+            assert str(fitted[section][name]).lower() == value and f"# changed: {key} = {value} (was" in printed.out
+        assert fitted["train"]["accumulation"] == 2 and fitted["train"]["clip_norm"] == config.train.clip_norm
+    assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="2GiB")) == 3
+    printed = capsys.readouterr()
+    assert (
+        not printed.out and "nothing fits: with everything recomputed and activations on the host, all" in printed.err
+    )
+    assert "changed: optim.name = adafactor (was adamw)" in printed.err
+
+
+FUSED = {"optim.fused_backward": "true", "train.clip_by": "last_step"}
+EIGHT_BITS = {"model.dtype": "bf16", "optim.rounding": "stochastic", "optim.name": "adamw8bit"}
+
+
+@pytest.mark.slow
+def test_a_full_fine_tune_is_given_the_levers_with_which_it_fits(tmp_path, capsys):
+    """Each change is said, and the file that is written has the plan that was said."""
+    wide = altered(TOY, presets={"tiny": ToyArch(dim=1024, depth=6)})
+    out = tmp_path / "fitted.toml"
+    given = [*small_run(tmp_path), *FULL, "--fit", "--gpus", "1.5GiB", "--write", str(out)]
+    assert cli.run(wide, "train", given) == 0
+    said = capsys.readouterr().err
+    assert "nothing fits as configured, so these settings are changed too" in said
+    values = tomllib.loads(out.read_text())
+    assert values["optim"]["fused_backward"] and values["train"]["clip_by"] == "last_step"
+    assert (values["train"]["accumulation"], values["model"]["dtype"], values["optim"]["name"]) == (2, "fp32", "adamw")
+    for changed in ("optim.fused_backward = true (was false): ", "train.clip_by = last_step (was step): "):
+        assert f"changed: {changed}" in said and f"# changed: {changed}" in out.read_text()
+    peak = float(said.partition(" GiB at the peak")[0].split()[-1])
+    assert cli.run(wide, "train", [str(out), "--plan", "--gpus", "1.5GiB"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("peak")]
+    assert float(row.split()[1]) == pytest.approx(peak, abs=0.06)

@@ -1,8 +1,10 @@
 """Profiles put together by hand, for what works on profiles alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ditkit_core.planner.memory import Profile, StageCost
+from ditkit_core.run.config import RunConfig
 
 GIB, MIB, TERA = 2**30, 2**20, 10**12
 
@@ -50,3 +52,31 @@ def made_profile(
         crossing=(int(120 * work * MIB),) * (num_blocks + 1),
         crossing_back=(int(100 * work * MIB),) * (num_blocks + 1),
     )
+
+
+def made_full_profiles(config: RunConfig) -> Callable[[str, str], Profile]:
+    """A profile of a full fine-tune whose bytes follow from how its weights are stored and updated."""
+    optim = config.optim
+    weights = 4 if config.model.dtype == "fp32" else 2
+    state = {"adamw": 8, "adamw8bit": 2, "adafactor": 0}[optim.name] + 2 * (optim.rounding == "split")
+
+    def profile_of(policy: str, quantize: str) -> Profile:
+        made = made_profile(policy, quantize)
+        gib = made.blocks[0].weights // 2
+
+        def trained(stage: StageCost) -> StageCost:
+            size = gib * (stage in made.blocks)
+            gradients = 0 if optim.fused_backward else weights * size
+            return replace(stage, weights=0, adapters=weights * size, gradients=gradients, optimizer=state * size)
+
+        blocks = tuple(trained(block) for block in made.blocks)
+        return replace(
+            made,
+            embed=trained(made.embed),
+            head=trained(made.head),
+            blocks=blocks,
+            trains_all=True,
+            attention=("self",),
+        )
+
+    return profile_of

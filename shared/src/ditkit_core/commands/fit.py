@@ -17,6 +17,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing, say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner import update_search
 from ditkit_core.planner.autotune import (
     POLICIES,
     Fit,
@@ -43,6 +44,7 @@ from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_o
 from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.step_time import BUFFERS, assumptions
+from ditkit_core.planner.update_search import Level
 from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
@@ -55,8 +57,9 @@ _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
 def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """Choose settings for the GPUs, print the whole configuration to stdout, and its memory and the reasons to stderr.
 
-    The search covers train.checkpointing, devices, split_points, swap_blocks and pipelined, and base.quantize. Everything else stays as
-    configured.
+    The search covers train.checkpointing, devices, split_points, swap_blocks and pipelined, and base.quantize. If nothing fits a full
+    fine-tune otherwise, it also changes optim.fused_backward, train.clip_by, model.dtype, optim.rounding and optim.name, and prints each
+    change. Everything else stays as configured.
 
     Returns:
         The exit status that a plan of the chosen settings has: 0; or 3 if no settings fit, or if encoding or sampling does not fit with
@@ -90,7 +93,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
     if lacking:
         warn("training fits, but the items above do not; change them in these settings before you use the settings")
-    text = f"# {found.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n\n{to_toml(fitted)}"
+    changed = "".join(f"# changed: {each}\n" for each in found.level.changed) if found.level else ""
+    text = f"# {found.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n{changed}\n{to_toml(fitted)}"
     if out is None:
         say(text.rstrip("\n"))
     else:
@@ -108,16 +112,44 @@ class _Found:
     chosen: Candidate | None = None
     title: str = ""
     """The choice in one line."""
+    level: Level | None = None
+    """What else had to be changed."""
 
 
 def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> _Found:
     """The settings of a process alone."""
-    task = replace(task_for(run, gpus), host=host)
-    found = fit(task)
+    spec = run.given.spec
+    tasks: dict[RunConfig, FitTask] = {}
+
+    def task_of(config: RunConfig) -> FitTask:
+        if config not in tasks:
+            changed = with_config(run, config)
+            check_plannable(changed, here=False)
+            tasks[config] = replace(task_for(changed, gpus), host=host)
+        return tasks[config]
+
+    searched = update_search.search(run.config, task_of)
+    found, task, level = searched.fit, searched.task, searched.level
+    changed = [f"changed: {each}" for each in level.changed]
     if found.chosen is None:
-        return _Found(config=run.config, lines=list(_nothing_fits(run.given.spec, run.config, task)))
-    config, lines = apply(run.config, found.chosen, names), list(explained(found, task, names))
-    return _Found(config=config, lines=lines, chosen=found.chosen, title=_chosen(found.chosen, names))
+        return _Found(config=run.config, lines=[*changed, *_nothing_fits(spec, level.config, task)])
+    config, lines = apply(level.config, found.chosen, names), list(explained(found, task, names))
+    for later, candidate in searched.later:
+        host_gib = f", {candidate.host / GIB:.1f} GiB in host memory" if candidate.host else ""
+        lines.append(f"not chosen, because it changes more: {later.short}: {_chosen(candidate, names)}{host_gib}")
+    title = _chosen(found.chosen, names)
+    return _Found(config=config, lines=[*_levers(level, task), *lines], chosen=found.chosen, title=title, level=level)
+
+
+def _levers(level: Level, task: FitTask) -> Iterator[str]:
+    """What was changed in the run so that it fits, and what that costs."""
+    if level.changed:
+        state = update_search.state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
+        yield (
+            "nothing fits as configured, so these settings are changed too, from what changes numbers least; weights, gradients and "
+            f"optimizer state are {state:.1f} GiB with them"
+        )
+        yield from (f"changed: {each}" for each in level.changed)
 
 
 def _fit_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, link: str, host: int | None) -> _Found:
@@ -266,6 +298,7 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
         quantizations=formats,
         adapts=config.adapter.method != "full",
         streams_trained=_streams_trained(config),
+        schedules=config.adapter.method == "full",
     )
 
 
@@ -314,7 +347,8 @@ def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
     limit = "; --host sets a limit" if task.host is None else f", of {task.host / GIB:.1f} GiB that are available"
     if any(chosen.setting.swap):
         weights = chosen.weights_on_host
-        yield f"{weights / GIB:.1f} GiB of weights stay in host memory, page-locked{limit}; a GPU has buffers for {BUFFERS} blocks"
+        what = "weights" if task.adapts else "weights and of what the optimizer keeps of them"
+        yield f"{weights / GIB:.1f} GiB of {what} stay in host memory, page-locked{limit}; a GPU has buffers for {BUFFERS} blocks"
     if sent := chosen.host - chosen.weights_on_host:
         yield f"{sent / GIB:.1f} GiB of activations are offloaded to host memory until the backward, page-locked{limit}"
     for name, other in found.others.items():
@@ -345,7 +379,8 @@ def _weights(quantize: str) -> str:
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:
-    smallest = f"with everything recomputed, activations on the host and {task.quantizations[-1]} weights"
+    weights = "" if task.quantizations[-1] == "none" else f" and {task.quantizations[-1]} weights"
+    smallest = f"with everything recomputed{',' if weights else ' and'} activations on the host{weights}"
     if task.host is not None and (needed := least_host(task)) is not None:
         yield (
             f"nothing fits: {smallest} the GPUs have enough memory, but the host needs {needed / GIB:.2f} GiB for weights and activations "

@@ -19,6 +19,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, of_size
 from ditkit_core.planner.memory import Partition, StageCost
 from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask, Search
+from ditkit_core.planner.schedule_search import ScheduleSearch
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.run.config import RunConfig
 
@@ -26,6 +27,8 @@ POLICIES = ("full", "attn_only", "none")
 """From the smallest to the fastest: if one does not fit, the later ones need even more memory."""
 SMALLEST = "full+offload"
 """Tried only if none of them fits, because it uses host memory and may wait for copies."""
+SELF_ONLY = "attn_only(self)"
+"""Between the first two, for blocks with more than one attention: tried where blocks may have different policies."""
 HARDLY_LONGER = 0.03
 """Share of the fastest step's time that may be given up for GPUs with room to spare, less host memory for streamed weights, fewer GPUs, and
 emptier GPUs (`_least_effort`). The estimate of time is no more accurate than that."""
@@ -57,11 +60,13 @@ def fit(task: FitTask) -> Fit:
         if found and min(each.score for each in found) <= shortest_seconds(task) * PRICE[quantize]:
             passed_over.append(quantize)
             continue
-        for policy in POLICIES:
+        for policy in _policies(task, quantize):
             # Sorted by memory, so if this policy does not fit, no later one does.
             if not (fitting := list(candidates(task, policy, quantize))):
                 break
             found += fitting
+    if task.schedules:
+        found += scheduled(task, found)
     if not found:
         # Now everything is tried, whatever its price.
         passed_over.clear()
@@ -89,6 +94,23 @@ def fit(task: FitTask) -> Fit:
             del others[name]
         known.add(key)
     return Fit(chosen=chosen, others=others, passed_over=tuple(passed_over))
+
+
+def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
+    first, *others = POLICIES
+    names = task.profile_of(first, quantize).attention if task.schedules else ()
+    return (first, *([SELF_ONLY] if "self" in names and len(names) > 1 else []), *others)
+
+
+def scheduled(task: FitTask, found: Sequence[Candidate]) -> list[Candidate]:
+    """The best schedule for each division of these candidates, where blocks of different policies recompute less than those of one."""
+    tried: dict[Any, Candidate] = {}
+    for each in found:
+        key = (each.setting.gpus, each.division, each.setting.pipelined, each.setting.quantize)
+        if key not in tried or each.time.seconds < tried[key].time.seconds:
+            tried[key] = each
+    made = [(each, ScheduleSearch(task, each).fastest(each.setting.gpus)) for each in tried.values()]
+    return [each for like, each in made if each is not None and each.time.seconds < like.time.seconds]
 
 
 def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:

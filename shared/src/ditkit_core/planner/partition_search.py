@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import (
@@ -54,6 +54,8 @@ class FitTask:
     """Whether blocks whose weights are trained can be streamed."""
     streams: bool = True
     """Whether blocks can be streamed: those that ranks divide cannot."""
+    schedules: bool = False
+    """Whether blocks may have different policies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Candidate:
     time: StepTime
     weights_on_host: int
     """Bytes of the weights that stay on the host."""
-    search: "Search" = field(repr=False)
+    search: "SearchOfDivision" = field(repr=False)
     """The search that found it."""
 
     @property
@@ -122,6 +124,13 @@ class _Way(NamedTuple):
 
 Judge = Callable[[GPU, int, int], SearchedSpan | None]
 """The blocks from start to before end on a GPU, with the fewest of them streamed; None if they do not fit."""
+
+
+class SearchOfDivision(Protocol):
+    """What found a candidate, and finds it again within less memory."""
+
+    def fastest(self, chosen: tuple[int, ...], share: float = 1.0) -> Candidate | None:
+        """The fastest settings for the chosen GPUs; None if none fit within this share of their available memory."""
 
 
 class Search:
