@@ -208,9 +208,7 @@ def _set_weight(module: nn.Module, value: Tensor, put: Callable[[nn.Module, str,
     _set(module, "weight", value, put)
 
 
-def _set(
-    module: nn.Module, leaf: str, value: Tensor, put: Callable[[nn.Module, str, Tensor], None] | None
-) -> None:
+def _set(module: nn.Module, leaf: str, value: Tensor, put: Callable[[nn.Module, str, Tensor], None] | None) -> None:
     # fp32 whatever the base's dtype: updates of an adapter are too small for bf16.
     value = value.float().contiguous()
     if put is None:

@@ -122,8 +122,9 @@ def report_of(
         flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
         is_cuda=is_cuda,
         notes=notes,
-        ranks=rank_step
-        and rank_step.plan(
+        ranks=None
+        if rank_step is None
+        else rank_step.plan(
             routes,
             streamed + sum(plan.host for plan in plans),
             reads_whole=needs_whole_weights(run.config),
