@@ -67,7 +67,6 @@ CASES = {
     "lora in bf16": Case("lora", dtype=torch.bfloat16),
     "dora with prior": Case("dora", prior=True, accumulation=3),
     "lokr": Case("lokr", policy="attn_only"),
-    "loha in bf16": Case("loha", dtype=torch.bfloat16),
     "schedule-free": Case("lora", optim=OptimConfig(name="schedulefree_adamw", lr=0.01), decay=0.0),
     "full": Case("full"),
 }
