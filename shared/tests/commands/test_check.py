@@ -251,7 +251,7 @@ def test_every_adapter_matrix_is_heard_of_and_the_first_only_after_an_update(
 
 @pytest.mark.parametrize("flags", [("--adapter.method", "full"), ("--adapter.use_dora", "true"), (
     "--optim.fused_backward", "true", "--train.clip_norm", "0", "--adapter.method", "full"), (
-    "--train.pipelined", "true", "--train.accumulation", "2"), ("--ema.decay", "0.9", "--train.checkpointing", "full")])  # fmt: skip
+    "--train.pipelined", "true", "--train.accumulation", "2"), ("--adapter.method", "lokr", "--adapter.dropout", "0"), ("--ema.decay", "0.9", "--train.checkpointing", "full")])  # fmt: skip
 def test_the_trial_is_the_runs_own_step(world: World, flags: Sequence[str]) -> None:
     flags = [*flags, *(["--export.forms", '["diffusers"]'] if "true" in flags and "use_dora" in flags[0] else [])]
     status, found = check(world, *flags)
