@@ -209,7 +209,8 @@ def export_adapter(
         paths = [adapter_file(folder, stem, "official" if exact else form) for form in config.forms]
         for form, path in zip(config.forms, paths, strict=True):
             factors, names = trained_factors(layers, method), spec.architecture.names
-            write_factored(path, factors, names, form=form, dtype=_dtype_of(config), metadata=metadata)
+            header = {**metadata, **_no_reader(why_unverified(spec, config, form, model))}
+            write_factored(path, factors, names, form=form, dtype=_dtype_of(config), metadata=header)
         return paths
     scaling = {module: float(layer.scaling["default"]) for module, layer in layers.items()}
     state, files = adapter_state(model), []

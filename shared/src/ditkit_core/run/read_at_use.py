@@ -58,8 +58,9 @@ def read_at_use(
     for name, layer in linears.items():
         make_at_use(layer, torch.float32, partial(original, name, tuple(layer.weight.shape)))
     widths = {module: layer.get_base_layer().out_features for module, layer in adapter_layers(model).items()}
-    # Values that come from a save: a magnitude made here would read all matrices.
-    initialise(model, 0, device_of=lambda name: _HOST, start=lambda module: _magnitude(widths[module]))
+    # Values come from a save: a DoRA's magnitudes made here would read all matrices.
+    start = (lambda module: _magnitude(widths[module])) if unloaded.adapter.use_dora else None
+    initialise(model, 0, device_of=lambda name: _HOST, start=start)
     return LoadedModel(
         model=model.eval(),
         arch=unloaded.arch,
