@@ -2,7 +2,7 @@
 
 import filecmp
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -186,7 +186,8 @@ class Exporter(Callback):
     def on_save(self, step: int) -> None:
         """Export the weights of a save, begin to verify them, remove the exports of removed saves, and rewrite the report."""
         self._export_save(step)
-        self._remove_stale()
+        files, folders = self._exports_of_save(step)
+        self._remove_stale(kept={*files, *folders})  # the save may still be being written
         self._verifier.start()
         write_report(self._folder.path)
 
@@ -220,9 +221,9 @@ class Exporter(Callback):
             with atomic_folder(folder) as unfinished:  # a folder with this name is complete, however large the model is
                 self._export_transformer(unfinished, step)
 
-    def _remove_stale(self) -> None:
-        """Remove exports whose saves are gone: with full fine-tuning each one is as large as the model."""
-        for old in list(exports_without_save(self._folder)):
+    def _remove_stale(self, kept: Collection[Path] = ()) -> None:
+        """Remove exports whose saves are gone, but those to be kept: with full fine-tuning each one is as large as the model."""
+        for old in set(exports_without_save(self._folder)).difference(kept):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     @property

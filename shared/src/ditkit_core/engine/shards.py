@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ class Shards:
         trained: The trained parameters by name as the model has them: divided ones are DTensors.
         local: The trained parameters by name: the rows of this rank, or the whole tensor where every rank has it.
         rows: By name, which rows those are, of the divided ones.
+        for_files: The ranks, as a thread that writes files may use them while training goes on.
     """
 
     def __init__(
@@ -62,7 +64,12 @@ class Shards:
         self._root, self._ranks, self._group = root, ranks, self._division.group
         # Files are written from the host, over a group of their own: nothing else may be exchanged on it.
         self._mesh = mesh_of("cpu", self._division.replicas, ranks.shard)
-        self.files_group = distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT)
+        self.for_files = replace(
+            ranks,
+            channel=distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT),
+            seconds_waited=0.0,
+            bytes_sent=0,
+        )
         # A block may return a part of the carry that it was given, which nothing writes into: FSDP2 warns of each.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -135,10 +142,22 @@ class Shards:
         found: Tensor = file.get_tensor(key) if rows is None else part[rows.first : rows.first + rows.number]
         return found.clone()
 
-    def as_dtensor(self, key: str, tensor: Tensor) -> Tensor:
-        """A tensor of a state as torch.distributed.checkpoint writes it: rows know their place in the whole."""
-        rows = self._rows_of_local(key, tensor)
-        return tensor if rows is None else self._dtensor(tensor.detach(), (rows.of, *tensor.shape[1:]))
+    def part(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, int]]:
+        """Copies on the host of what this rank writes of a state, by `group/key`, each with its first row in the whole.
+
+        Replicas of the rows, and what all ranks have, are written by one rank each, so that these share the work.
+        """
+        replica, found = self._ranks.rank // self._ranks.shard, dict[str, tuple[Tensor, int]]()
+        paths = (
+            (f"{group}/{key}", key, tensor) for group, tensors in groups.items() for key, tensor in tensors.items()
+        )
+        for place, (path, key, tensor) in enumerate(paths):
+            rows = self._rows_of_local(key, tensor)
+            if rows is None and place % self._ranks.size == self._ranks.rank:
+                found[path] = tensor.detach().to("cpu", copy=True), 0
+            elif rows is not None and rows.number and place % self._division.replicas == replica:
+                found[path] = tensor.detach().to("cpu", copy=True), rows.first
+        return found
 
     def place_for(self, key: str, whole: Tensor) -> Tensor:
         """Host memory for a tensor of a state that torch.distributed.checkpoint reads; `whole` is on `meta`."""

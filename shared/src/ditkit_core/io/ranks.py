@@ -72,6 +72,8 @@ class Ranks:
     """Number of consecutive ranks that share the tokens of each sample: a context group. All of them work on the same items."""
     group: Any = field(default=None, repr=False, compare=False)
     """torch's process group of this rank's context group; `grouped` makes it."""
+    channel: Any = field(default=None, repr=False, compare=False)
+    """torch's process group of all ranks that `all_reduce` and exchanges of objects go over; None for the one of training."""
 
     @property
     def is_first(self) -> bool:
@@ -129,7 +131,7 @@ class Ranks:
             return numbers
         total = numbers.clone()
         with self._exchange(total):
-            distributed().all_reduce(total, group=group)
+            distributed().all_reduce(total, group=group or self.channel)
         return total
 
     def gather(self, tensor: "Tensor", into: "list[Tensor] | None", group: Any) -> None:
@@ -222,7 +224,7 @@ class Ranks:
         padded[: len(text)] = text
         found = [torch.empty_like(padded) for _ in range(self.size)]
         with self._exchange(padded):
-            distributed().all_gather(found, padded)
+            distributed().all_gather(found, padded, group=self.channel)
         return [json.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths, strict=True)]
 
     def broadcast_object(self, value: T) -> T:

@@ -290,6 +290,11 @@ def _lines(report: PlanReport) -> list[str]:
                 f"while the model loads, the host needs {_gib(ranks.loading)} GiB for each rank, besides the rows that stay there; "
                 f"{_gib(ranks.layout.nproc * ranks.loading)} GiB for all {ranks.layout.nproc} of a machine"
             )
+        if ranks.saving:
+            lines.append(
+                f"while a save is written, the host has a copy of what each rank writes: {_gib(ranks.saving)} GiB, "
+                f"{_gib(ranks.layout.nproc * ranks.saving)} GiB for all {ranks.layout.nproc} of a machine"
+            )
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
         lines.append(f"sent to the next device in each forward: {sent}")

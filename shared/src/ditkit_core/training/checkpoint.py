@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash, flush, json_hash, temporary_path
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.training.config import SaveConfig
 
 if TYPE_CHECKING:
@@ -87,23 +86,34 @@ def save_state(
     return final
 
 
-def save_sharded(folder: Path, state: State, config: SaveConfig, shards: "Shards", ranks: Ranks) -> Path:
-    """Write a save; all ranks call it with their rows. It is complete once the index has the digests of every rank's file.
+def save_sharded(folder: Path, state: State, config: SaveConfig, shards: "Shards") -> Callable[[], Path]:
+    """Prepare a save; all ranks call it with their rows, which are copied to the host.
 
-    Raises:
-        UserError: On all ranks, if one of them cannot write; earlier saves stay, and no partial files remain.
+    Args:
+        folder: As for `save_state`.
+        state: What to save; it may change as soon as this returns.
+        config: As for `save_state`.
+        shards: The ranks' rows.
+
+    Returns:
+        What writes the save, in a thread of each rank. It is complete once the index has the digests of every rank's file. It raises a
+        UserError on all ranks if one of them cannot write: earlier saves stay, and no partial files remain.
     """
+    from ditkit_core.training.sharded_checkpoint import write_part  # imports parts of torch that take seconds
 
-    from ditkit_core.training.sharded_checkpoint import write_sharded  # imports parts of torch that take seconds
+    part, ranks, state = shards.part(state.tensors), shards.for_files, replace(state, tensors={})
 
     def write(temporary: Path) -> Written:
         ranks.broadcast_object(temporary.name)
-        return write_sharded(temporary, state.tensors, shards, ranks)
+        return write_part(temporary, part, ranks)
 
-    if ranks.is_first:
-        return save_state(folder, state, config, write=write)
-    write_sharded(folder / ranks.broadcast_object(""), state.tensors, shards, ranks)
-    return folder / f"step-{state.step:06d}"
+    def save() -> Path:
+        if ranks.is_first:
+            return save_state(folder, state, config, write=write)
+        write_part(folder / ranks.broadcast_object(""), part, ranks)
+        return folder / f"step-{state.step:06d}"
+
+    return save
 
 
 def _write_files(state: State, folder: Path) -> Written:

@@ -1,34 +1,37 @@
-"""Saves of weights that ranks divide: each rank writes its rows, by torch.distributed.checkpoint in its safetensors form, without pickle.
+"""Saves of weights that ranks divide: each rank writes its rows, in the safetensors form of torch.distributed.checkpoint, without pickle.
 
 The folder, its index and its life are those of `checkpoint.py`; only the files with tensors differ. Any number of ranks reads them, and each
-only the rows that it needs.
+only the rows that it needs. A rank copies its part of the state to the host, and a thread writes the copy while training goes on. We write the
+files: torch's writer makes one more copy of all tensors.
 """
 
+import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import file_hash, flush
+from ditkit_core.io.files import file_hash
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.safetensors import write_safetensors
 
 if TYPE_CHECKING:
     from ditkit_core.engine.shards import Shards
 
+Part = Mapping[str, tuple[Tensor, int]]
+"""Of a state: tensors on the host by `group/key`, each with its first row in the whole tensor."""
 
-def write_sharded(
-    folder: Path, groups: Mapping[str, Mapping[str, Tensor]], shards: "Shards", ranks: Ranks
-) -> Mapping[str, Any]:
-    """Write this rank's rows into a folder; all ranks call it.
+
+def write_part(folder: Path, part: Part, ranks: Ranks) -> Mapping[str, Any]:
+    """Write this rank's part of a save into a folder; all ranks call it.
 
     Returns:
         The entries of all ranks' files for the index of the save.
@@ -36,35 +39,50 @@ def write_sharded(
     Raises:
         UserError: On all ranks, if one of them cannot write.
     """
-    flat = {
-        f"{group}/{key}": shards.as_dtensor(key, tensor)
-        for group, tensors in groups.items()
-        for key, tensor in tensors.items()
-    }
-    try:
-        save(
-            flat,
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            process_group=shards.files_group,
-        )
-    except CheckpointException as error:
-        rank, reason = min(error.failures.items())
-        raise UserError(
-            f"rank {rank} cannot write its part of {folder.parent}: {reason[0]}; free some space or choose another folder"
-        ) from error
     own: dict[str, Any] = {}
     failure = ""
+    path = folder / f"shard-{ranks.rank + 1:05d}-model-00001-of-00001.safetensors"
+    offsets = {
+        name: {"saved_offsets": [first, *[0] * (tensor.ndim - 1)][: tensor.ndim]}
+        for name, (tensor, first) in part.items()
+    }
     try:
-        for path in folder.glob(f"shard-{ranks.rank + 1:05d}-*.safetensors"):
-            flush(path)
+        if part:
+            shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in part.items()}
+            # The words under which torch.distributed.checkpoint finds the place of rows in the whole.
+            write_safetensors(path, shapes, lambda name: part[name][0], {"DCP_SHARDING_INFO": json.dumps(offsets)})
             own[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
-    except OSError as error:
-        failure = f"rank {ranks.rank} cannot write its part of {folder.parent}: {error.strerror or error}"
+    except (OSError, UserError) as error:
+        failure = f"rank {ranks.rank} cannot write its part of {folder.parent}: {error}"
     found: list[dict[str, Any]] = ranks.all_gather_object({"files": own, "failure": failure})
     for each in found:
         if each["failure"]:
-            raise UserError(f"{each['failure']}; free some space or choose another folder")
+            raise UserError(each["failure"])
     return {name: entry for each in found for name, entry in each["files"].items()}
+
+
+class BackgroundWriter:
+    """A thread that writes one save at a time."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._thread = ThreadPoolExecutor(1, "ditkit-save")
+        self._writing: Future[object] | None = None
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Write while the caller goes on; `finish` was called since the last time."""
+        assert self._writing is None
+        self._writing = self._thread.submit(write)
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, if any.
+
+        Raises:
+            UserError: If it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 def read_sharded(folder: Path, shards: "Shards | None", wanted: Collection[str]) -> dict[str, dict[str, Tensor]]:

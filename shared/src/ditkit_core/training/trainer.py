@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher,
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 from ditkit_core.training.validation import ValidationResult, Validator
+
+if TYPE_CHECKING:
+    from ditkit_core.training.sharded_checkpoint import BackgroundWriter
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -210,6 +214,11 @@ class Trainer:
             model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
         )
         self._last_save: Path | None = None
+        self._writer: BackgroundWriter | None = None
+        if model.shards is not None and not model.adapts:
+            from ditkit_core.training import sharded_checkpoint  # imports parts of torch that take seconds
+
+            self._writer = sharded_checkpoint.BackgroundWriter()
         self._metrics_digest = ""
 
     def fit(self) -> TrainResult:
@@ -227,6 +236,8 @@ class Trainer:
         with self._log() as metrics, ExitStack() as handlers:
             interrupts = handlers.enter_context(Interrupts())
             handlers.enter_context(self._data)
+            if self._writer is not None:
+                handlers.callback(self._writer.finish)
             saved_at = time.monotonic()
             # A resumed run has the loss before training in its save.
             if start == 0 and steps:
@@ -381,9 +392,11 @@ class Trainer:
     def _save(self, metrics: MetricsLog | NoMetrics) -> None:
         shards, folder = self._model.shards, self._folder / "state"
         self._last_save = RunFolder(self._folder).save(self._state.step)
-        if shards is not None and not self._model.adapts:  # too much to be gathered on one rank
+        if self._writer is not None:  # too much to be gathered on one rank
+            assert shards is not None
+            self._writer.finish()  # before another copy of the state is made
             state = replace(self._state.state_dict(), metrics=metrics.saved())
-            save_sharded(folder, state, self._config.save, shards, self._ranks)
+            self._writer.start(save_sharded(folder, state, self._config.save, shards))
         elif shards is not None or self._ranks.is_first:
             state = replace(self._state.state_dict(), metrics=metrics.saved())
             if shards is not None:

@@ -310,10 +310,7 @@ def _quantize_rows_into(
     else:
         # A block of weights that share a scale may begin in one rank's rows and end in another's.
         whole = layer.kind == "nf4" and division.rows_each(layer.weight) * shape[1] % BLOCK != 0
-        if whole or edit is not None:
-            weight = reader.in_fp32(parts, shape, edit).to(device)
-        else:
-            weight = reader.in_fp32(parts, shape, rows=rows).to(device)
+        weight = reader.in_fp32(parts, shape, edit, None if whole or edit is not None else rows).to(device)
         if whole:
             gather = of_all_rows
         else:

@@ -44,6 +44,8 @@ class RanksPlan:
     """Bytes of page-locked host memory of all ranks of a machine."""
     loading: int
     """Bytes on the host of a rank while it loads a model whose weights ranks divide; 0 if they do not."""
+    saving: int
+    """Bytes on the host of a rank for a save that is written while training goes on; 0 if it saves adapters."""
     sent: dict[str, int]
     """Bytes that the busiest rank sends in a step, by kind of exchange."""
     times: tuple[RouteTime, ...]
@@ -95,10 +97,19 @@ class RankStep:
             layout=self.layout,
             micro_batches=self.work.micro_batches,
             host_of_machine=self.layout.nproc * host,
+            saving=self._saving,
             loading=(sum(tensors) if reads_whole else max(tensors, default=0)) if self.layout.shard > 1 else 0,
             sent={name: each.sent for name, each in self._exchanges(routes[0]).items()},
             times=tuple(map(self._time, routes)),
         )
+
+    @property
+    def _saving(self) -> int:
+        """A copy of what a rank writes: its rows of weights, optimizer state and average, which it shares with their replicas."""
+        if self.layout.shard == 1 or self._adapts:
+            return 0
+        own = sum(stage.adapters + stage.optimizer + stage.average for stage in self.stages)
+        return own * self.layout.shard // self.layout.size
 
     @property
     def _adapts(self) -> bool:

@@ -1,0 +1,67 @@
+"""Saves of divided weights: written while training goes on, complete or not there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.testing.ranks import once
+from ditkit_core.training.checkpoint import latest, load_state
+
+SCRIPT = Path(__file__).parents[1] / "support" / "sharded_saves_of_toy.py"
+
+
+def run_script(folder: Path) -> Any:
+    folder.mkdir()
+    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {"folder": str(folder), **json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.fixture
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = once(tmp_path_factory.getbasetemp(), SCRIPT.stem, run_script)
+    return found
+
+
+def state_of(made: dict[str, Any], name: str) -> Path:
+    return Path(made["folder"]) / name / "run" / "state"
+
+
+def test_training_goes_on_while_a_save_is_written(made: dict[str, Any]) -> None:
+    """And the save is bitwise that of a run whose saves nobody delays."""
+    assert made["slow"] == [True, True]
+    saves = [load_state(state_of(made, name) / "step-000003").tensors for name in ("slow", "full disk")]
+    assert saves[0].keys() == saves[1].keys() == {"trainable", "ema", "optimizer"}
+    for group, tensors in saves[0].items():
+        assert tensors and all(torch.equal(tensor, saves[1][group][key]) for key, tensor in tensors.items())
+
+
+def test_every_row_is_written_once(made: dict[str, Any]) -> None:
+    """Four ranks that divide the weights by two share the work, and none has a second copy."""
+    save = state_of(made, "plain") / "step-000006"
+    parts = [SafetensorsSource.open(path) for path in sorted(save.glob("shard-*.safetensors"))]
+    written = [sum(each.num_bytes for each in part.tensors.values()) for part in parts]
+    whole = sum(tensor.nbytes for tensors in load_state(save).tensors.values() for tensor in tensors.values())
+    assert len(parts) == 4 and sum(written) == whole
+    assert max(written) < 0.5 * whole
+
+
+def test_a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_one_before(made: dict[str, Any]) -> None:
+    for message in made["full disk"]:
+        assert message.startswith("rank 1 cannot write its part of") and "No space left on device" in message
+    left = [path.name for path in state_of(made, "full disk").iterdir()]
+    assert left == ["step-000003"] and latest(state_of(made, "full disk"), pytest.fail) is not None
+
+
+def test_a_rank_killed_inside_a_save_leaves_the_one_before(made: dict[str, Any]) -> None:
+    assert -9 in made["codes"]
+    newest = latest(state_of(made, "killed"), pytest.fail)
+    assert newest is not None and newest.name == "step-000003"
+    expected, found = (load_state(state_of(made, name) / "step-000003").tensors for name in ("slow", "killed"))
+    assert all(torch.equal(tensor, found[group][key]) for group in expected for key, tensor in expected[group].items())
