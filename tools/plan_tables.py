@@ -21,10 +21,11 @@ from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import fit, least_missing, levers
+from ditkit_core.planner.autotune import least_missing, levers
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.partition_search import Candidate, FitTask
 from ditkit_core.planner.step_time import UTILISATION
+from ditkit_core.planner.update_search import search
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
@@ -97,12 +98,13 @@ def _task(spec_name: str, config: RunConfig) -> FitTask:
 
 def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
     """A cell: the choice of `--fit` for these GPUs, and its cost."""
-    task = replace(_task(row.spec.name, row.config), gpus=gpus)
-    chosen = fit(task).chosen
+    searched = search(row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus), later=False)
+    chosen = searched.fit.chosen
     if chosen is None:
         return "<br>".join(["–", *_change(row, gpus)])
     seconds = chosen.time.seconds
-    return f"{_settings(chosen)}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
+    changed = "".join(f"<br>{each.key.rpartition('.')[2]} {each.value}" for each in searched.level.changed)
+    return f"{_settings(chosen)}{changed}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
 
 
 def _settings(chosen: Candidate) -> str:
@@ -157,9 +159,10 @@ def notes() -> str:
     reserves = ", ".join(f"{gpu.reserve / GIB:.1f} of {gpu.total // GIB}" for gpu in single)
     return (
         "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen weights where it is not bf16, the number of blocks "
-        "whose weights are streamed from the host (`swap`), and the block before which the second GPU begins (`cut`). Then come the planned peak of "
+        "whose weights are streamed from the host (`swap`), and the block before which the second GPU begins (`cut`). Of a full fine-tune the keys "
+        "follow that `--fit` had to change. Then come the planned peak of "
         "each GPU, page-locked host memory for streamed weights and offloaded activations, and an **estimate** of the seconds per step. A micro-batch "
-        "has one sample, the optimizer is AdamW, and the other keys are those of the run files. A dash means that nothing fits; the cell then names the "
+        "has one sample, the optimizer is AdamW unless it says otherwise, and the other keys are those of the run files. A dash means that nothing fits; the cell then names the "
         f"mildest single change with which something does. Each GPU keeps free: {reserves} GiB. The assumed rates are {UTILISATION:.0%} of the published "
         f"rates of the slowest known GPU with as much memory: {'; '.join(rates.values())}. The table is of training alone; `--plan` has a second table "
         f"for encoders and samples. Planned, not measured: fake tensors, torch {_torch()}."

@@ -282,7 +282,9 @@ class NamedOptimizer:
         with torch.no_grad():
             fused = kernels_on(self._kernels, parameter)
             wide.data = joined(parameter.detach(), rest := self.state_of(name).get(_REST), fused=fused)
-            wide.grad = gradient.float() if factor is None else gradient.float().mul(factor)
+            wide.grad = gradient.float()
+            if factor is not None:  # in place: of a sum of micro-batches nothing is needed after this
+                wide.grad.mul_(factor)
             yield
             wide.grad = None
             if self._rounding == "stochastic":
