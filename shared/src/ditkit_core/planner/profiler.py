@@ -28,7 +28,7 @@ from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.ranks.recorded import RecordedRanks
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
-from ditkit_core.training.clipping import Clipping, total_norm
+from ditkit_core.training.clipping import Clipping, stages_of, total_norm
 from ditkit_core.training.fused_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
@@ -220,13 +220,7 @@ class _Measuring:
             staged: Any = self.model
             trained = TrainState(staged, parameters, job.optim, job.ema, kernels=job.kernels)
         self.gradients = trained.optimizer.parameters.values()
-        # Of a few blocks each is a stage of its own, as of all.
-        stage_of = {
-            name: place
-            for place, stage in enumerate(stages)
-            for name, parameter in parameters.items()
-            if any(parameter is own for own in stage.parameters())
-        }
+        stage_of = stages_of(self.model.whole, trained.optimizer.parameters)
         self.clipping = Clipping(max_norm=job.clip_norm, by=job.clip_by, last_norm=2 * job.clip_norm, stage_of=stage_of)
         if self.updates:
             # The second step is measured, because the optimizer's state only exists after its first update.
@@ -240,17 +234,9 @@ class _Measuring:
                     for name, parameter in trained.optimizer.parameters.items():
                         trained.optimizer.add_gradient(name, torch.empty_like(parameter), first=True)
         found.static = [self._static(stage, trained) for stage in stages]
-        self.in_backward = (
-            OptimizerInBackward(
-                trained.optimizer,
-                job.optim.lr,
-                readable=False,
-                clipping=self.clipping,
-                micro_batches=min(2, job.micro_batches),
-            )
-            if job.optim.fused_backward
-            else None
-        )
+        if job.optim.fused_backward:
+            given: Any = {"readable": False, "clipping": self.clipping, "micro_batches": min(2, job.micro_batches)}
+            self.in_backward = OptimizerInBackward(trained.optimizer, job.optim.lr, **given)
         with self.in_backward or nullcontext():
             found.end = self._micro_batch(trained, batch, found.forward, found.backward)
             if job.micro_batches > 1:
