@@ -1,5 +1,6 @@
 """Processes that fill one cache: each item is encoded once, and what a dead process had begun is encoded again."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -77,6 +78,26 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "media").write_text("no folder")
     with claimed(tmp_path / "media" / "abc.safetensors") as first, alone_with(tmp_path / "media" / "hashes.json"):
         assert first
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the locks of Windows are not flock's")
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK], ids=errno.errorcode.get)
+def test_where_the_file_system_has_no_locks_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Not even for what a process of a machine that is gone has left; and nothing is left."""
+    import fcntl
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for name in (".abc.claim", ".hashes.json.lock"):
+        (tmp_path / name).write_text("12345\nanother-machine\n")
+    entry = tmp_path / "abc.safetensors"
+    with claimed(entry) as first, claimed(entry) as second, alone_with(tmp_path / "hashes.json"):
+        assert first and second
+    assert not list(tmp_path.glob("*.claim"))
 
 
 def test_a_second_process_waits_for_a_block_of_one(tmp_path: Path) -> None:

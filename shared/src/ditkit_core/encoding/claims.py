@@ -5,11 +5,13 @@ blocks nobody. Machines that share a cache need a file system whose locks work b
 by more than one process: entries are written atomically, so that this costs time and changes nothing.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from errno import ENOSYS
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from ditkit_core.io.console import say
 
@@ -24,14 +26,16 @@ def claimed(entry: Path) -> Iterator[bool]:
         Whether this process may encode it.
     """
     file = entry.with_name(f".{entry.stem}.claim")
-    lock = FileLock(file, timeout=0)
+    lock = FileLock(file)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        _acquire(lock, file)
     except Timeout:
         yield False
         return
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, PermissionError):  # another user's claim
+            with suppress(OSError):  # without locks the file says nothing, and there would be one for each entry
+                file.unlink()
         yield True  # a folder that cannot be written or locked: writing the entry says what is wrong, if anything
         return
     try:
@@ -46,11 +50,11 @@ def claimed(entry: Path) -> Iterator[bool]:
 @contextmanager
 def alone_with(file: Path) -> Iterator[None]:
     """Run the block in one process at a time; the others wait. Without effect in a folder that cannot be written or locked."""
-    lock = FileLock(file.with_name(f".{file.name}.lock"))
+    own = file.with_name(f".{file.name}.lock")
+    lock = FileLock(own)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock.acquire(timeout=0)
+            _acquire(lock, own)
         except Timeout:
             say(f"waiting for another process that reads files for {file}")
             lock.acquire()
@@ -61,3 +65,24 @@ def alone_with(file: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _acquire(lock: FileLock, file: Path) -> None:
+    """Acquire a lock at once.
+
+    Raises:
+        Timeout: If another process has it.
+        OSError: If the folder cannot be written or locked. Where the operating system has no locks, filelock counts the file itself as one:
+            that of a process that was killed on another machine, or in a container that is gone, would block everybody forever.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flock not supported")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if not isinstance(lock, SoftFileLock):
+                raise
+    if isinstance(lock, SoftFileLock):
+        lock.release()
+        raise OSError(ENOSYS, f"{file.parent} has no locks")
