@@ -33,6 +33,7 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     """
     adapted: LoadedModel | None = None
     gone: set[str] = set()
+    failure: UserError | OSError | None = None
     with torch.random.fork_rng(devices=[]):
         while left := [each for each in waiting(folder) if name_of(folder, each) not in {*skipped, *gone}]:
             export = left[0]
@@ -43,12 +44,14 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
                     if adapted is None and not export.is_whole:
                         adapted = _model(run)
                     result = _compared(run, folder, export, about, adapted)
-            except (UserError, OSError):
+            except (UserError, OSError) as error:
                 if export.path.exists() and (export.is_whole or folder.save(export.step).exists()):
-                    raise
-                gone.add(name_of(folder, export))  # removed meanwhile, as each save is in its turn
+                    failure = failure or error  # a damaged save leaves the others to be verified
+                gone.add(name_of(folder, export))  # or removed meanwhile, as each save is in its turn
                 continue
             write_result(folder, export, result)
+    if failure is not None:
+        raise failure
 
 
 def _model(run: RunContext) -> LoadedModel:
