@@ -22,7 +22,7 @@ from ditkit_core.weights.factored import FactoredMatrices, low_rank_of
 from ditkit_core.weights.load import first_ten
 
 READER_METADATA = "ditkit.reader"
-NO_READER = "ComfyUI reads this LoKr or LoHa; diffusers has no reader of it, so ditkit compares it with peft's layers in diffusers' model"
+READ_BY_COMFYUI = "ComfyUI reads this LoKr or LoHa; diffusers has no reader of it, so ditkit compares it with peft's layers in diffusers' model"
 """Value of `READER_METADATA` in written files."""
 
 Factored = Mapping[str, tuple[FactoredMatrices, float]]
@@ -148,7 +148,9 @@ def write_factored(
                 raise UserError(f"{path} could not be read back as it was written ({module}); check the disk")
 
     shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    write_safetensors(path, shapes, tensors.__getitem__, {**metadata, READER_METADATA: NO_READER}, check=read_back)
+    write_safetensors(
+        path, shapes, tensors.__getitem__, {**metadata, READER_METADATA: READ_BY_COMFYUI}, check=read_back
+    )
     return worst
 
 
