@@ -42,6 +42,7 @@ LORA, FULL = AdapterConfig(rank=4), AdapterConfig(method="full")
 FP32, BF16 = torch.float32, torch.bfloat16
 CASES = {
     "lora": (LORA, BaseConfig(), BF16),
+    "lokr": (AdapterConfig(method="lokr", rank=4), BaseConfig(), BF16),
     "full": (FULL, BaseConfig(), FP32),
     "full in bf16": (FULL, BaseConfig(), BF16),
     "int8": (LORA, BaseConfig(quantize="int8"), BF16),

@@ -16,7 +16,13 @@ from ditkit_core.testing.replicas import SHARDED, Divided, forked, main
 from ditkit_core.testing.toy import TOY, ToyArch, ToyCarry, ToyInputs, toy_items
 from ditkit_core.testing.world import make_model
 
-DAILY = ("lora, five micro-batches", "full in bf16, stochastic", "lora on nf4", "lokr")
+DAILY = (
+    "lora, five micro-batches",
+    "full in bf16, stochastic",
+    "lora on int8, multiplied in 8 bits",
+    "lora on nf4",
+    "lokr",
+)
 WORLDS = (Divided(4, 2), Divided(4, 2, context=2))
 EVERY = (Divided(2, 2), Divided(4, 2), Divided(4, 4))
 BOTH = (Divided(2, 2, context=2), Divided(4, 2, context=2), Divided(4, 4, context=2), Divided(4, 2, context=4))

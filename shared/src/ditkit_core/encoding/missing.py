@@ -78,7 +78,7 @@ def encode_missing(
     with ExitStack() as stack:
         advance = stack.enter_context(progress(jobs.kind, len(left)))
         work = _Work(cache, jobs, keep_going, advance, stack)
-        busy = work.encode(left)
+        busy = work.encode(work.encode(left))  # once more: most of what another process had begun is there by now
         if busy:
             say(f"waiting for {len(busy)} of kind {jobs.kind} that other processes encode")
         while busy:

@@ -5,6 +5,7 @@ from pathlib import Path
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
@@ -37,9 +38,18 @@ def check_start(run: str, folder: RunFolder) -> None:
 
 def start_from(run: str, prepared: LoadedModel, folder: RunFolder) -> None:
     """Load the trained weights of another run, unless this run already has a save of its own."""
-    if run and latest(folder.state, warn) is None:
+
+    def chosen() -> str:
+        if not run or latest(folder.state, warn) is not None:
+            return ""
         check_start(run, folder)
-        step = load_trained(prepared, RunFolder(Path(run)))
+        save = latest(RunFolder(Path(run)).state, warn)
+        return "" if save is None else save.name
+
+    # The first rank compares the files with their digests, for all.
+    if name := current_ranks().on_first(chosen):
+        other = RunFolder(Path(run))
+        step = load_trained(prepared, other, verified=other.state / name)
         say(f"starting from the weights of {run} at step {step}")
 
 

@@ -21,13 +21,20 @@ from ditkit_core.training.checkpoint import GROUPS, State, best, check_save, lat
 from ditkit_core.training.train_state import TrainState, saved_weights
 
 
-def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["best"] | None = None) -> int:
+def load_trained(
+    prepared: LoadedModel,
+    folder: RunFolder,
+    step: int | Literal["best"] | None = None,
+    *,
+    verified: Path | None = None,
+) -> int:
     """Load the weights of a run's save (the averaged ones, if it has any) into the model.
 
     Args:
         prepared: The model.
         folder: The run folder.
         step: The save; `best` for the one with the lowest validation loss, None for the latest.
+        verified: The save instead, whose files are known to be intact.
 
     Returns:
         The save's step.
@@ -35,7 +42,7 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
     Raises:
         UserError: If there is no such save, or it is of another model or adapter.
     """
-    path = _save(folder, step)
+    path = verified or _save(folder, step)
     if path is None or not path.is_dir():
         saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
         remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"

@@ -85,6 +85,7 @@ SHARDED = {
     ),
     "lora on int8": Case("lora", quantize="int8", policy="attn_only"),
     "lora on fp8": Case("lora", quantize="fp8", policy="none"),
+    "lora on int8, multiplied in 8 bits": Case("lora", quantize="int8 computed"),
     "lora on nf4": Case("lora", quantize="nf4", dtype=torch.bfloat16),
     "loha on nf4": Case("loha", quantize="nf4", dtype=torch.bfloat16),
 }
