@@ -353,6 +353,14 @@ FUSED = {"optim.fused_backward": "true", "train.clip_by": "last_step"}
 EIGHT_BITS = {"model.dtype": "bf16", "optim.rounding": "stochastic", "optim.name": "adamw8bit"}
 
 
+def test_a_search_knows_what_goes_with_an_update_in_the_backward():
+    for fused in (False, True):
+        sections = {"adapter": {"method": "full"}, "model": {"dtype": "fp32", "preset": "tiny"}}
+        config = config_of(optim={"fused_backward": fused}, train={"clip_by": "block"}, **sections)
+        task = fit_stage.task_for(create_run(TOY, config), parse_gpus("24GiB"))
+        assert (task.overlaps, task.streams_trained, task.schedules) == (not fused, fused, True)
+
+
 @pytest.mark.slow
 def test_a_full_fine_tune_is_given_the_levers_with_which_it_fits(tmp_path, capsys):
     """Each change is said, and the file that is written has the plan that was said."""

@@ -9,6 +9,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.planner.autotune import HARDLY_LONGER, candidates, fit, scheduled
 from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.partition_search import FitTask
 from ditkit_core.planner.update_search import COSTS, levels, search, state_bytes
 from ditkit_core.run.config import RunConfig
@@ -140,3 +141,9 @@ def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
         assert all(plan.fits for plan in mixed.plan)
     again = several.search.fastest(several.setting.gpus, 0.9)
     assert again is None or all(plan.peak <= 0.9 * plan.budget.available for plan in again.plan)
+
+
+def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward():
+    task = replace(task_of("24GiB,24GiB")(config_of(optim__fused_backward=True)), work=Workload(micro_batches=4))
+    assert any(each.setting.pipelined for each in candidates(task, "full", "none"))
+    assert not any(each.setting.pipelined for each in candidates(replace(task, overlaps=False), "full", "none"))

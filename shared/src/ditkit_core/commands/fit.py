@@ -298,6 +298,7 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
         quantizations=formats,
         adapts=config.adapter.method != "full",
         streams_trained=_streams_trained(config),
+        overlaps=not config.optim.fused_backward,
         schedules=config.adapter.method == "full",
     )
 

@@ -115,7 +115,7 @@ def scheduled(task: FitTask, found: Sequence[Candidate]) -> list[Candidate]:
 
 def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
     """For each choice of GPUs, with and without overlapping micro-batches, the fastest split that fits."""
-    for pipelined in (False, True) if task.work.micro_batches > 1 else (False,):
+    for pipelined in (False, True) if task.work.micro_batches > 1 and task.overlaps else (False,):
         search = Search(task, policy, quantize, pipelined=pipelined)
         for chosen in _choices(task.gpus):
             if (len(chosen) > 1 or not pipelined) and (found := search.fastest(chosen)) is not None:

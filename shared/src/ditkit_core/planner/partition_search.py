@@ -54,6 +54,8 @@ class FitTask:
     """Whether blocks whose weights are trained can be streamed."""
     streams: bool = True
     """Whether blocks can be streamed: those that ranks divide cannot."""
+    overlaps: bool = True
+    """Whether micro-batches may overlap: not where the optimizer steps in the backward."""
     schedules: bool = False
     """Whether blocks may have different policies."""
 
