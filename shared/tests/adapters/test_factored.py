@@ -275,3 +275,15 @@ def test_an_alpha_of_zero_changes_nothing_and_cannot_be_trained(
     assert "1 modules change nothing" in capsys.readouterr().out
     with pytest.raises(UserError, match="its scale is not above 0"):
         prepared(base, AdapterConfig(init=str(file)))
+
+
+def test_a_file_of_another_method_and_patterns_next_to_it_are_refused(base: Path, tmp_path: Path) -> None:
+    lokr = str(export(trained(base, "lokr"), tmp_path / "lokr"))
+    lora = str(export(prepared(base, AdapterConfig(rank=2)), tmp_path / "lora"))
+    for started, says in (
+        (AdapterConfig(method="lokr", init=lora), "has a lora, which adapter.method = lokr cannot start from"),
+        (AdapterConfig(method="loha", init=lokr), "has a lokr, which adapter.method = loha cannot start from"),
+        (AdapterConfig(method="lokr", init=lokr, rank_pattern=("qkv=1",)), "decides ranks and alphas by layer"),
+    ):
+        with pytest.raises(UserError, match=says):
+            prepared(base, started)

@@ -374,15 +374,22 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
 
     Raises:
         MixedAdapter: If only some of the file's modules are DoRA.
-        UserError: If patterns are configured too, or a module could not be trained, because its scale is not positive.
+        UserError: If patterns or another method are configured too, or a module could not be trained, because its scale is not positive.
     """
     path, modules = file.source.path, file.modules
-    if any(found.method != "lora" for found in modules.values()):
-        return factored_config(config, file.source, modules)
     if config.rank_pattern or config.alpha_pattern:
         raise UserError(
             f"adapter.init = {path} decides ranks and alphas by layer; leave adapter.rank_pattern and adapter.alpha_pattern out"
         )
+    methods = {found.method for found in modules.values()}
+    if config.method not in ("lora", *methods):  # `lora` is the default, which a file replaces
+        has = " and ".join(sorted(methods))
+        raise UserError(
+            f"adapter.init = {path} has a {has}, which adapter.method = {config.method} cannot start from; leave adapter.method out, or merge "
+            "the file with base.merge"
+        )
+    if methods != {"lora"}:
+        return factored_config(config, file.source, modules)
     doras = [name for name, found in modules.items() if found.use_dora]
     if 0 < len(doras) < len(modules):
         other = next(name for name in modules if name not in doras)
