@@ -56,10 +56,8 @@ def test_training_is_bitwise_what_it_is_without_and_samples_differ(world: World,
     assert all(drawn[name] != others[name] for name in pictures)
 
 
-def test_a_sample_is_that_of_the_merged_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a strength, over a trained adapter, and all of two files at once; nothing of them stays in the model."""
-    one, other = donor(world, name="one"), donor(world, "--adapter.rank", "3", "--train.seed", "5", name="two")
-    assert world.train("run", 2, "--optim.lr", "0.05", "--sample.captions", "0") == 0
+def outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What the model computes of fixed inputs whenever samples are generated from now on."""
     made: list[torch.Tensor] = []
     render = generate.render_samples
 
@@ -77,6 +75,55 @@ def test_a_sample_is_that_of_the_merged_base(world: World, monkeypatch: pytest.M
         return render(stages, sampler, requests, *rest)
 
     monkeypatch.setattr(generate, "render_samples", keeping)
+    return made
+
+
+@pytest.mark.parametrize("lever", [name for name in LEVERS if name not in ("full", "dora")])
+def test_training_has_an_assistant_and_samples_are_without_it(world: World, lever: str) -> None:
+    file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]') + "@0.5"
+    flags = (*LEVERS[lever], "--save.every_steps", "1", "--sample.every_steps", "1", "--sample.captions", "1")
+    assert world.train("assisted", 2, *flags, "--base.assistant", file) == 0
+    assert world.train("merged", 2, *flags, "--base.merge", json.dumps([file])) == 0
+    trained = world.adapter("assisted")
+    assert trained and all(torch.equal(tensor, world.adapter("merged")[name]) for name, tensor in trained.items())
+    assisted, merged = samples(world.folder / "assisted"), samples(world.folder / "merged")
+    pictures = [name for name in assisted if name.endswith(".png")]
+    assert len(pictures) == 3 and all(assisted[name] != merged[name] for name in pictures)
+
+
+def test_samples_of_an_assisted_run_are_those_of_the_bare_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = donor(world)
+    assert world.train("run", 2, "--optim.lr", "0.05", "--sample.captions", "0", "--base.assistant", f"{file}@0.5") == 0
+    made = outputs(world, monkeypatch)
+    base = ("sample", "--run", str(world.folder / "run"), "--prompt", "a")
+    assert world.run(*base) == 0
+    assert world.run(*base, "--base.assistant", "") == 0
+    assert world.run(*base, "--base.assistant", "", "--base.merge", json.dumps([f"{file}@0.5"])) == 0
+    taken_out, without, with_ = made
+    # fp32 in another order: the low rank's product is rounded on its own, or with the weight
+    torch.testing.assert_close(taken_out, without, atol=1e-5, rtol=1e-5)
+    assert (with_ - without).abs().max() > 0.01
+
+
+def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    file = donor(world)
+    for flags, said in (
+        (("--adapter.method", "full"), "adapter.method = full"),
+        (("--adapter.use_dora", "true"), "adapter.use_dora"),
+        (("--export.merged", "true"), "export.merged"),
+    ):
+        capsys.readouterr()
+        assert world.train("run", 1, "--base.assistant", file, *flags) == 1
+        assert said in capsys.readouterr().err
+    assert world.train("run", 1, "--base.assistant", "nowhere.safetensors") == 1
+    assert "nowhere.safetensors" in capsys.readouterr().err
+
+
+def test_a_sample_is_that_of_the_merged_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a strength, over a trained adapter, and all of two files at once; nothing of them stays in the model."""
+    one, other = donor(world, name="one"), donor(world, "--adapter.rank", "3", "--train.seed", "5", name="two")
+    assert world.train("run", 2, "--optim.lr", "0.05", "--sample.captions", "0") == 0
+    made = outputs(world, monkeypatch)
     base = ("sample", "--run", str(world.folder / "run"), "--prompt", "a")
     assert world.run(*base) == 0
     assert world.run(*base, "--sample.adapter", f'["{one}@0.5", "{other}"]') == 0

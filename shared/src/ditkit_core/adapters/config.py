@@ -20,6 +20,9 @@ class BaseConfig:
 
     merge: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`."""
+    assistant: str = setting("", resume="refused", holds="path")
+    """A LoRA file, as `FILE` or `FILE@strength`, that is merged into the base for training and taken out again for samples. On a
+    distilled base it undoes the distillation while an adapter is trained, which then leaves the distillation alone."""
     quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
     """Format of the blocks' frozen matrices: 8 or 4 bits, converted to model.dtype for each product."""
     compute: Literal["dtype", "int8", "fp8"] = setting("dtype", resume="stated")
@@ -28,6 +31,12 @@ class BaseConfig:
     quantized_cache: str = setting("", resume="free", holds="path")
     """Folder that keeps the quantized base (one copy for each `quantize`, base and merge), so that it is converted only once; empty
     keeps none."""
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """The files that are merged, each after the key that names it."""
+        assistant = [("base.assistant", self.assistant)] * bool(self.assistant)
+        return [*(("base.merge", entry) for entry in self.merge), *assistant]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ FOREIGN_WORDS = {
         "train.seed": "seed",
         "train.caption_dropout": "caption_dropout_rate",
         "train.devices": "gpus num_gpus gpu_ids",
+        "base.assistant": "assistant_lora_path training_adapter",
         "base.compute": "do_fp8_training",
         "base.quantize": "quantize fp8 fp8_base fp8_scaled nf4 transformer_dtype",
         "optim.lr": "lr learning_rate unet_lr",

@@ -1,4 +1,5 @@
-"""The adapters that samples are generated with and training is without: `sample.adapter` and `sample.adapter_low`."""
+"""The adapters that samples are generated with and training is without: `sample.adapter` and `sample.adapter_low`; and the one that
+training is with and samples are without, `base.assistant`, which is added to them with the opposite strength."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +42,31 @@ def check_sample_adapters(run: RunContext) -> None:
     for expert, (key, entries) in zip(run.experts, _keys(run), strict=False):
         for path, _ in (parse_merge(entry, key) for entry in entries):
             check_named(expert, {key: str(path)})
+    check_assistant(run)
     if run.arch is not None:
         open_sample_adapters(run)
+
+
+def check_assistant(run: RunContext) -> None:
+    """Refuse `base.assistant` where what is trained or written would contain it.
+
+    Raises:
+        UserError: With what to do instead.
+    """
+    config = run.config
+    if not config.base.assistant:
+        return
+    refused = {
+        "adapter.method = full": config.adapter.method == "full",
+        "adapter.use_dora": config.adapter.use_dora,
+        "export.merged": config.export.merged,
+        "a run of several experts": bool(run.experts),
+    }
+    if others := [what for what, is_set in refused.items() if is_set]:
+        raise UserError(
+            f"base.assistant is part of the base in training alone, and with {others[0]} it could not be taken out again; train a LoRA, "
+            "LoKr or LoHa of one transformer, and merge it with the export command's --adapter FILE --merge"
+        )
 
 
 def open_sample_adapters(run: RunContext) -> list[list[AddedAdapter]]:
@@ -51,10 +75,15 @@ def open_sample_adapters(run: RunContext) -> list[list[AddedAdapter]]:
     Raises:
         UserError: If a file is missing, is damaged, does not fit the model, or is a DoRA.
     """
-    if not any(entries for _, entries in _keys(run)):
+    assistant = run.config.base.assistant
+    if not assistant and not any(entries for _, entries in _keys(run)):
         return [[] for _ in range(len(run.experts) or 1)]
     shapes = linear_shapes(run)
-    return [[_open(run, key, entry, shapes) for entry in entries] for key, entries in _keys(run)]
+    found = [[_open(run, key, entry, shapes) for entry in entries] for key, entries in _keys(run)]
+    if assistant:
+        file, strength = _open(run, "base.assistant", assistant, shapes)
+        found[0].append(AddedAdapter(file, -strength))
+    return found
 
 
 def _open(run: RunContext, key: str, entry: str, shapes: Mapping[str, tuple[int, ...]]) -> AddedAdapter:
@@ -94,8 +123,8 @@ def _keys(run: RunContext) -> Sequence[tuple[str, Sequence[str]]]:
 
 def describe_sample_adapters(run: RunContext) -> Iterator[str]:
     """A line for each adapter that samples are generated with."""
-    for (key, _), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
-        for file, strength in adapters:
+    for (key, entries), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
+        for file, strength in adapters[: len(entries)]:
             yield (
                 f"{key}: samples are generated with {len(file.modules)} modules of {file.source.path} at strength {strength:g}; training is "
                 "without them"
