@@ -45,6 +45,10 @@ class ShardedConformance:
                     tolerance = (
                         1e-2  # each rank rounds its part of a sum over tokens to bf16, and nf4 multiplies in bf16
                     )
+                elif "computed" in case.quantize:
+                    tolerance = (
+                        2e-3  # a number that is rounded to another of 255 codes, once sums differ in their last bits
+                    )
                 if world.context == 1:
                     assert found[0][0] == expected[0][0], "the first loss is of the same weights"
                 for step, (one, other) in enumerate(zip(expected, found, strict=True)):
