@@ -1,6 +1,7 @@
 """Exports are verified at every save, however the model that trains is divided, and the run is the same run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ditkit_core.adapters.inject import adapter_state
 from ditkit_core.adapters.read import initial_adapter, open_adapter
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.weight_at_use import weights_at_use
@@ -21,6 +23,8 @@ from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
+from ditkit_core.verification.exported import Exported, Result, waiting
+from ditkit_core.verification.verifier import Verifier
 
 NAMES = StateDictNames.renaming(to_native=lambda name: name, from_native={"diffusers": lambda name: name})
 FOUR = ("--save.every_steps", "2", "--save.keep_last", "9", "--sample.captions", "0", "--export.dtype", "fp32")
@@ -172,6 +176,50 @@ def test_what_a_killed_run_left_unverified_is_verified_when_it_continues(
     capsys.readouterr()
     assert world.train("run", 4, *FOUR) == 0, "a run that is complete"
     assert len(verify_of(world).seen) == 3
+
+
+def test_an_export_whose_save_is_gone_does_not_wait(world: World) -> None:
+    """Nothing could verify it, so that a run that waits for all exports would never end."""
+    assert world.train("run", 4, *FOUR) == 0
+    folder = RunFolder(world.folder / "run")
+    folder.verified.unlink()
+    assert {each.step for each in waiting(folder)} == {2, 4}
+    shutil.rmtree(folder.save(2))
+    assert {each.step for each in waiting(folder)} == {4}
+    (empty := folder.exports / "transformer_official").mkdir()
+    assert Result.of(Exported(path=empty, form="official", step=4)).num_bytes == 0, "a folder that is being removed"
+
+
+def test_a_result_counts_as_long_as_its_export_is_there_unchanged(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.spec = altered(world.spec, verify=refusing(("run-step-000002.safetensors", "run.safetensors")))
+    assert world.train("run", 2, *FOUR) == 1
+    folder = RunFolder(world.folder / "run")
+    run: Any = None  # nothing is compared
+    with pytest.raises(UserError, match="export it again"):
+        Verifier(run, folder, apart=False).wait()
+    (folder.exports / "run.safetensors").unlink()
+    capsys.readouterr()
+    verifier = Verifier(run, folder, apart=False)
+    verifier.wait()
+    verifier._give_up("it crashed when it was done")
+    assert not capsys.readouterr().err
+
+
+def test_an_old_export_that_is_open_elsewhere_stays_until_the_next_save(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def on_windows(path: Path, **options: bool) -> None:
+        if path.name == "run-step-000001.safetensors" and (path.parents[1] / "state" / "step-000003").exists() is False:
+            raise PermissionError(13, "it is open", str(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", on_windows)
+    assert world.train("run", 3, "--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0") == 0
+    assert not list((world.folder / "run" / "exports").glob("run-step-000001*"))
 
 
 def test_exports_of_removed_saves_are_forgotten(world: World) -> None:

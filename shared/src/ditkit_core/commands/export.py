@@ -3,6 +3,7 @@
 import filecmp
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -224,7 +225,10 @@ class Exporter(Callback):
     def _remove_stale(self, kept: Collection[Path] = ()) -> None:
         """Remove exports whose saves are gone, but those to be kept: with full fine-tuning each one is as large as the model."""
         for old in set(exports_without_save(self._folder)).difference(kept):
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+            with suppress(
+                OSError
+            ):  # Windows keeps a file that is open, as one that is verified is; the next save removes it
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     @property
     def _is_adapter(self) -> bool:

@@ -61,6 +61,8 @@ def waiting(folder: RunFolder) -> list[Exported]:
     results = read_results(folder)
     left = []
     for export in _exports(folder):
+        if not is_left(folder, export):
+            continue
         try:
             state = _state(export.path)
         except OSError:  # it was removed with its save meanwhile
@@ -69,6 +71,11 @@ def waiting(folder: RunFolder) -> list[Exported]:
         if known is None or (known.num_bytes, known.written_ns) != state:
             left.append((state[1], str(export.path), export))
     return [export for *_, export in sorted(left, key=lambda each: each[:2], reverse=True)]
+
+
+def is_left(folder: RunFolder, export: Exported) -> bool:
+    """Whether an export is there, and for an adapter the save that it is compared with."""
+    return export.path.exists() and (export.is_whole or folder.save(export.step).exists())
 
 
 def name_of(folder: RunFolder, export: Exported) -> str:
@@ -121,4 +128,4 @@ def _step(path: Path) -> int | None:
 def _state(path: Path) -> tuple[int, int]:
     """Bytes, and time of the last change."""
     files = [file.stat() for file in (path.iterdir() if path.is_dir() else [path])]
-    return sum(file.st_size for file in files), max(file.st_mtime_ns for file in files)
+    return sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)

@@ -102,8 +102,11 @@ class Verifier:
                 self.look()
                 if self._worker is None:  # another export may have come after it looked for the last time
                     self.start()
+        # A result stays in the file after its export was removed or replaced.
+        outdated = {name_of(self._folder, each) for each in waiting(self._folder)}
         for name, result in self._said.items():
-            if not result.agrees and is_finished(self._folder, name):
+            is_current = name not in outdated and (self._folder.exports / name).exists()
+            if is_current and not result.agrees and is_finished(self._folder, name):
                 raise UserError(result.line)
 
     def _left(self) -> list[str]:
@@ -111,7 +114,8 @@ class Verifier:
 
     def _give_up(self, reason: str) -> None:
         """Leave the exports that wait alone for the rest of this start."""
-        left = self._left()
+        if not (left := self._left()):  # it failed after it had verified all of them
+            return
         self._given_up.update(left)
         warn(f"not verified: {', '.join(left)}: {reason}")
 

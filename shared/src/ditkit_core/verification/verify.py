@@ -15,7 +15,7 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.read_at_use import read_at_use
 from ditkit_core.run.restore import load_trained
-from ditkit_core.verification.exported import Exported, Result, name_of, read_results, waiting, write_result
+from ditkit_core.verification.exported import Exported, Result, is_left, name_of, read_results, waiting, write_result
 
 
 def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] = ()) -> None:
@@ -45,7 +45,7 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
                         adapted = _model(run)
                     result = _compared(run, folder, export, about, adapted)
             except (UserError, OSError) as error:
-                if export.path.exists() and (export.is_whole or folder.save(export.step).exists()):
+                if is_left(folder, export):
                     failure = failure or error  # a damaged save leaves the others to be verified
                 gone.add(name_of(folder, export))  # or removed meanwhile, as each save is in its turn
                 continue
