@@ -15,6 +15,7 @@ from toy_world import World, equal
 from ditkit_core.data.media import image as still
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.config import PriorConfig
+from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader
 from ditkit_core.encoding.prior_preservation import PriorDataLoader
@@ -364,8 +365,8 @@ def test_steps_are_a_function_of_seed_and_step_whatever_is_accumulated():
 def test_all_samples_of_such_a_step_have_one_caption_and_one_weight(tmp_path: Path):
     samples = stored(tmp_path, "dog", 5)
     Cache(tmp_path).put("text", key("a class"), {"text": torch.full((2, 8), 7.0)}, {})
-    for text_key, caption in ((key("a class"), torch.full((2, 8), 7.0)), ("", torch.zeros(1, 8))):
-        steps = BaseSteps(share=0.5, accumulation=1, weight=0.3, text_key=text_key)
+    for name, caption in ((key("a class"), torch.full((2, 8), 7.0)), ("", torch.zeros(1, 8))):
+        steps = BaseSteps(share=0.5, accumulation=1, weight=0.3, text_key=name)
         data = TrainDataLoader(samples, seed=1, batch_size=BatchSize(samples=2), base_steps=steps)
         plain = TrainDataLoader(samples, seed=1, batch_size=BatchSize(samples=2))
         for index in range(20):
@@ -414,3 +415,22 @@ def test_a_run_reports_both_losses_apart_and_goes_on_bitwise(
     capsys.readouterr()
     assert world.train("full", 1, *flags, "--adapter.method", "full") == 1
     assert "adapter.method = full changes the base itself" in capsys.readouterr().err
+
+
+def test_the_caption_of_such_steps_is_encoded_again_if_it_is_damaged_and_is_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ditkit_core.encoding.cache_maintenance._SETTLED_SECONDS", -1)
+    world = World(tmp_path)
+    flags = ("--prior.match_base", "0.9", "--prior.prompt", "a class", "--sample.captions", "0")
+    folder = ("--run.folder", str(tmp_path / "run"))
+    assert world.run("encode", *folder, *flags) == 0
+    entry = Cache(tmp_path / "cache").path("text", text_key("a class", world.text))
+    assert world.run("encode", *folder, *flags, "--prune-cache", "unused") == 0 and entry.exists()
+    data = bytearray(entry.read_bytes())
+    data[-1] ^= 1
+    entry.write_bytes(data)
+    capsys.readouterr()
+    assert world.train("run", 2, *flags) == 0, capsys.readouterr().err
+    assert "is damaged: it is removed, and encoded again" in capsys.readouterr().err and entry.read_bytes() != data

@@ -17,6 +17,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.expert_runs import resolve_arch
+from ditkit_core.run.train_data import base_steps
 
 
 def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
@@ -61,6 +62,8 @@ def _verify_cache(run: RunContext) -> None:
 def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
     """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do those of every run in the same parent folder."""
     keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
+    if base := base_steps(run):
+        keep.add(base.text_key)
     if rule.unused:
         runs = Path(run.config.run.folder).absolute().parent
         # Two levels: a run of several experts contains a run folder for each.

@@ -120,7 +120,7 @@ def encode(
                 assemble=encoders.assemble,
                 mask_weight=encoders.mask_weight,
                 repeats=sample.repeats,
-                encode_again=partial(encode, [sample], encoders, cache),
+                encode_again=partial(encode, [sample], encoders, cache, extra_captions=extra_captions),
             )
         )
         captions += sample.captions

@@ -29,7 +29,7 @@ def training_data(
     config = run.config.train
     size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
     dropout = {"caption_dropout": config.caption_dropout, "control_dropout": config.control_dropout}
-    data = TrainDataLoader(samples, seed=config.seed, batch_size=size, base_steps=_base_steps(run), **dropout)
+    data = TrainDataLoader(samples, seed=config.seed, batch_size=size, base_steps=base_steps(run), **dropout)
     if data.num_shapes > 1:
         say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
     if not prior:
@@ -37,7 +37,8 @@ def training_data(
     return PriorDataLoader(data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight, **dropout)
 
 
-def _base_steps(run: RunContext) -> BaseSteps | None:
+def base_steps(run: RunContext) -> BaseSteps | None:
+    """The steps whose target is the base's own prediction; None for none."""
     prior = run.config.prior
     if not prior.match_base:
         return None
