@@ -16,15 +16,17 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.io import console
 from ditkit_core.planner import plan as plan_stage
-from ditkit_core.planner.autotune import best_first, fit, least_missing, levers
+from ditkit_core.planner.autotune import best_first, candidates, fit, least_missing, levers
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.partition_search import FitTask
+from ditkit_core.planner.update_search import levels as update_levels
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.training.trainer import check_fused_backward
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
@@ -347,6 +349,21 @@ def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
         not printed.out and "nothing fits: with everything recomputed and activations on the host, all" in printed.err
     )
     assert "changed: optim.name = adafactor (was adamw)" in printed.err
+
+
+def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward():
+    """A run refuses the two together, so neither levels nor their search may lead there."""
+    sections = {"adapter": {"method": "full"}, "model": {"dtype": "fp32", "preset": "tiny"}}
+    config = config_of(**sections, train={"accumulation": 4, "pipelined": True})
+    _, *fused = update_levels(config)
+    assert len(fused) == 5
+    for level in fused:
+        task = fit_stage.task_for(create_run(TOY, level.config), parse_gpus("24GiB,24GiB"))
+        task = replace(task, profile_of=made_full_profiles(level.config))
+        one, both = candidates(task, "full", "none")
+        assert len(one.setting.gpus) == 1 and len(both.setting.gpus) == 2
+        for train in (level.config.train, apply(level.config, both, ("cuda:0", "cuda:1")).train):
+            check_fused_backward(train, level.config.optim)
 
 
 FUSED = {"optim.fused_backward": "true", "train.clip_by": "last_step"}

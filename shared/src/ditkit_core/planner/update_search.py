@@ -96,6 +96,8 @@ def levels(config: RunConfig) -> Iterator[Level]:
     if config.adapter.method != "full" or optim.kind.estimates_rate:
         return
     if not optim.fused_backward:
+        # Searched anyway, and refused with it: `FitTask.overlaps`.
+        level = replace(level, config=replace(config, train=replace(config.train, pipelined=False)))
         level = level.then("optim", fused_backward=True)
         if config.train.clip_norm and config.train.clip_by == "step":
             level = level.then("train", clip_by="last_step")
