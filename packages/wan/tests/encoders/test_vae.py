@@ -205,7 +205,7 @@ def test_a_value_that_the_library_reads_only_in_use_is_found_when_loading(
 def test_decoding_goes_on_where_memory_lacks(
     narrow_vae: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the next way, and on the host after the last; what failed once is not tried again for the next sample."""
+    """In the next way, and on the host after the last; what failed once is not tried again until the weights are freed."""
     ways = decodings_of("auto", tiled=False)
     latents = torch.randn(16, 2, 40, 40, generator=torch.Generator().manual_seed(1))
     expected = {
@@ -234,6 +234,11 @@ def test_decoding_goes_on_where_memory_lacks(
         assert tried[failures:attempts] == tried[attempts:], "nothing fails twice"
         said = capfd.readouterr().err.splitlines()
         assert len(said) == failures and all("no room on cpu to decode a sample" in line for line in said)
+    encoder = lacking(1)
+    assert torch.equal(encoder.decode(latents), expected["in bf16"])
+    encoder.unload()
+    assert torch.equal(encoder.decode(latents), expected["whole"]), "later samples may have more room"
+    capfd.readouterr()
     encoder = lacking(3)
     on_host = encoder.decode(latents)
     assert tried[:3] == [fp32, bf16, bf16] and set(tried[3:]) == {fp32}

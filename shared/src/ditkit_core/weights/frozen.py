@@ -201,7 +201,7 @@ class FrozenModule:
     def _load(self, device: torch.device, dtype: torch.dtype) -> None:
         if self._loaded_as == (device, dtype):
             return
-        self.unload()
+        self._drop()
         module = build_frozen(self.make, self.config, self.source)
         load_frozen(
             module,
@@ -221,6 +221,10 @@ class FrozenModule:
 
     def unload(self) -> None:
         """Free the weights."""
+        self._drop()
+        self._failed = 0  # the next samples may find more room
+
+    def _drop(self) -> None:
         self.module, self._loaded_as = None, None
 
     def decode(
@@ -258,7 +262,7 @@ class FrozenModule:
                     raise
             # Here and not above: the error kept the tensors of the attempt alive.
             failed, self._failed = self._failed, self._failed + 1
-            self.module, self._loaded_as = None, None
+            self._drop()
             release_memory()
             following = ways[self._failed]
             where = "on the CPU" if following[0] != device else following[1].mode
