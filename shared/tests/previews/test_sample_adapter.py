@@ -189,12 +189,21 @@ def test_a_run_says_what_its_samples_have_and_that_a_file_has_changed(
     assert world.train("run", 1, "--sample.adapter", f"{file}@0.5") == 0
     assert "sample.adapter: samples are generated with 13 modules of" in capfd.readouterr().out
     about = json.loads((world.folder / "run" / "about.json").read_text())
-    assert set(about["model"]["sample_adapters"]) == {file.name}
+    assert set(about["model"]["sample_adapters"]) == {f"sample.adapter[0] {file.name}"}
     assert world.train("run", 2, "--sample.adapter", f"{file}@0.5") == 0
     assert "has changed" not in capfd.readouterr().err
     save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
     assert world.train("run", 3, "--sample.adapter", f"{file}@0.5") == 0
     assert f"{file.name} has changed since the last part of this run" in capfd.readouterr().err
+    other = world.folder / "other" / file.name
+    other.parent.mkdir()
+    other.write_bytes(file.read_bytes())
+    both = ("--sample.adapter", f'["{file}", "{other}"]')
+    assert world.train("run", 4, *both) == 0
+    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file)
+    capfd.readouterr()
+    assert world.train("run", 5, *both) == 0
+    assert f"sample.adapter: {file} has changed" in capfd.readouterr().err, "another file has the same name"
 
 
 def test_class_images_are_of_the_base_alone(world: World) -> None:

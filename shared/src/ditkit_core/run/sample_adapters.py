@@ -3,7 +3,6 @@ training is with and samples are without, `base.assistant`, which is added to th
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -139,19 +138,17 @@ def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], N
         folder: Its folder.
         warn: Called with one line for each such file.
     """
-    files = {
-        str(file.source.path): file.source.fingerprint()
-        for adapters in open_sample_adapters(run)
-        for file, _ in adapters
-    }
-    now = {Path(path).name: digest for path, digest in files.items()}
+    now: dict[str, str] = {}
     before = _recorded(folder)
-    for path in files:
-        name = Path(path).name
-        if before.get(name, now[name]) != now[name]:
-            warn(
-                f"sample.adapter: {path} has changed since the last part of this run; its samples cannot be compared with earlier ones"
-            )
+    for (key, _), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
+        for index, (file, _) in enumerate(adapters):
+            # With its place: files of one name in several folders are usual, as one for each expert.
+            path, name = file.source.path, f"{key}[{index}] {file.source.path.name}"
+            now[name] = file.source.fingerprint()
+            if before.get(name, now[name]) != now[name]:
+                warn(
+                    f"{key}: {path} has changed since the last part of this run; its samples cannot be compared with earlier ones"
+                )
     return {RECORD: now} if now else {}
 
 
