@@ -306,6 +306,9 @@ def test_what_pipelining_would_bring_is_estimated(tmp_path, capsys):
     assert without <= 1.0 + 1e-9 and with_ > without and orders["gain"] > 1 and orders["source"] == "estimated"
     assert "with train.pipelined" in plan(tmp_path, capsys, *flags)[1]
     assert json.loads(plan(tmp_path, capsys, "--json", "--gpus", "2x24GiB")[1])["pipelining"] is None
+    fused = ("--adapter.method", "full", "--model.dtype", "fp32", "--optim.fused_backward", "true")
+    refused = plan(tmp_path, capsys, "--json", *flags, *fused, "--train.clip_by", "block")
+    assert json.loads(refused[1])["pipelining"] is None, "a run refuses it there"
 
 
 def test_class_pictures_are_planned_where_they_are_missing(tmp_path, capsys):

@@ -115,3 +115,12 @@ def test_a_plan_counts_what_waits_on_the_host(
     (device,), host = found["1"]["devices"], found["1"]["host"]
     assert host["exchanged_expert"] == device["weights"] + device["adapters"] + host["streamed_weights"] > 0
     assert found["0"]["host"]["exchanged_expert"] == 0 and found["1"]["previews"]
+
+
+def test_a_plan_counts_nothing_where_ranks_divide_the_experts(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have no previews then."""
+    flags = ("--sample.captions", "1", "--sample.every_steps", "1", "--json", "--plan", "--gpus", "24GiB")
+    assert world.run("train", *flags, "--nproc", "2", "--ranks.shard", "2", "--train.accumulation", "2") == 0
+    assert json.loads(capsys.readouterr().out)["host"]["exchanged_expert"] == 0

@@ -92,6 +92,7 @@ def report_of(
     stages = (found.embed, *found.blocks, found.head)
     sample, is_cuda = run.config.sample, targets.kind == "cuda"
     previews = bool(sample.every_steps and not sample.device)
+    exchanges = previews and run.experts and run.config.ranks.shard == 1  # divided experts have no previews
     rank_step = None
     if layout is not None:
         gpu = targets.gpus[0] if targets.gpus else None
@@ -114,7 +115,7 @@ def report_of(
             per_machine=1 if layout is None else layout.nproc,
         ),
         previews=previews,
-        exchanged=streamed + sum(map(weights_on, plans)) if previews and run.experts and is_cuda else 0,
+        exchanged=streamed + sum(map(weights_on, plans)) if exchanges and is_cuda else 0,
         division=division,
         host=streamed,
         host_limit=targets.host,
@@ -129,7 +130,7 @@ def report_of(
             streamed + sum(plan.host for plan in plans),
             reads_whole=needs_whole_weights(run.config),
         ),
-        **_times(solution, targets.gpus, work),
+        **_times(solution, targets.gpus, work, overlaps=not run.config.optim.fused_backward),
     )
 
 
@@ -173,13 +174,13 @@ def _routes(run: RunContext, gpus: str, launch: PlannedLaunch) -> tuple[Route, .
     return parse_links(launch.link, layout)
 
 
-def _times(solution: Solution, gpus: Sequence[hardware.GPU], work: Workload) -> dict[str, Any]:
-    """The fields of a report about time; empty without GPUs, whose rates are known."""
+def _times(solution: Solution, gpus: Sequence[hardware.GPU], work: Workload, *, overlaps: bool) -> dict[str, Any]:
+    """The fields of a report about time; empty without GPUs, whose rates are known. Micro-batches may overlap or not."""
     if not gpus:
         return {}
     return {
         "seconds": step_seconds(solution.profile, solution.division, gpus, work).seconds,
-        "orders": both_orders(solution.profile, solution.division, gpus, work),
+        "orders": both_orders(solution.profile, solution.division, gpus, work) if overlaps else None,
         "rates": tuple(assumptions(gpus, work)),
     }
 
