@@ -13,12 +13,13 @@ from toy_training import toy_model
 from toy_world import World, equal
 
 from ditkit_core.data.media import image as still
+from ditkit_core.data.media.clip import write_image
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.config import PriorConfig
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader
-from ditkit_core.encoding.prior_preservation import PriorDataLoader
+from ditkit_core.encoding.prior_preservation import PriorDataLoader, count_media
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
@@ -249,6 +250,14 @@ def test_pictures_of_ones_own_count_and_only_the_rest_is_drawn(world: World) -> 
     assert [job.seed for job in world.sampler.jobs] == [0, 1]  # type: ignore[attr-defined]
     assert len(list((world.folder / "regular").glob("*.png"))) == 3
     assert not (world.folder / "run" / "prior").exists()
+
+
+def test_masks_of_class_images_are_no_class_images(world: World) -> None:
+    world.add("regular/mine.png", (16, 16), "pink", "a class of mine")
+    world.add("regular/a-mask.png", (16, 16), "pink", "a photo of a mask")
+    world.add("regular/a.png", (16, 16), "pink", "a face")
+    write_image(world.folder / "regular" / "mine-mask.png", torch.ones(3, 16, 16))
+    assert count_media(world.folder / "regular") == 3
 
 
 def test_the_prior_changes_what_is_learned_and_resuming_does_not(world: World) -> None:
