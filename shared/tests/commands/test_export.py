@@ -97,7 +97,9 @@ KILLS: dict[str, tuple[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]]] =
     "in a full fine-tune": (FULL, lambda patch: killed_at(patch, export, "export_merged", about(2), after=True)),
     "before stale ones go": (
         FLAGS,
-        lambda patch: killed_at(patch, export.Exporter, "_remove_stale", lambda self: self._folder.save(4).exists()),
+        lambda patch: killed_at(
+            patch, export.Exporter, "_remove_stale", lambda self, *_: self._folder.save(4).exists()
+        ),
     ),
     "before stale saves go": (
         FLAGS,

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from ditkit_core.io import allocator
+from ditkit_core.io import allocator, worker_process
 from ditkit_core.io.allocator import allocator_settings
-from ditkit_core.previews import manager
 
 SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
@@ -53,6 +52,6 @@ def test_the_process_of_previews_gets_it_too(monkeypatch):
 
     for name in allocator._NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert SET.items() <= manager._environment(torch.device("cpu")).items()
+    assert SET.items() <= worker_process._environment(torch.device("cpu")).items()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
-    assert "PYTORCH_ALLOC_CONF" not in manager._environment(torch.device("cpu"))
+    assert "PYTORCH_ALLOC_CONF" not in worker_process._environment(torch.device("cpu"))

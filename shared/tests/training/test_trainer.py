@@ -155,9 +155,9 @@ def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
     original = train_module.TrainState
 
     class Spy(original):
-        def __init__(self, model, parameters, *others):
+        def __init__(self, model, parameters, *others, **named):
             model_weights.update(parameters)
-            super().__init__(model, parameters, *others)
+            super().__init__(model, parameters, *others, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "TrainState", Spy)

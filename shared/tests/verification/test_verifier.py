@@ -104,7 +104,7 @@ def test_every_kept_save_is_verified_once_and_the_finished_file_is_that_of_the_l
 WAYS = {
     "streamed": ("--train.swap_blocks", "[2]", "--train.checkpointing", "full"),
     "int8": ("--base.quantize", "int8"),
-    "nf4 dora": ("--base.quantize", "nf4", "--adapter.use_dora", "true"),
+    "nf4 dora": ("--base.quantize", "nf4", "--adapter.use_dora", "true", "--export.forms", '["diffusers"]'),
     "average": ("--ema.decay", "0.5"),
     "schedule-free": ("--optim.name", "schedulefree_adamw"),
     "merged too": ("--export.merged", "true"),

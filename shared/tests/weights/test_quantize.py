@@ -389,7 +389,6 @@ def test_layers_of_other_sizes_keep_their_products_and_are_counted(tmp_path):
         (("--base.compute", "int8"), "base.compute = int8 multiplies the int8 codes of a quantized base, and this base is stored in model.dtype; set base.quantize = int8"),
         (("--base.compute", "fp8", "--base.quantize", "nf4"), "this base is stored in nf4; set base.quantize = fp8"),
         (("--base.compute", "int8", "--adapter.method", "full"), "adapter.method = full trains the base; leave base.compute out"),
-        (("--base.compute", "int8", "--base.quantize", "int8", "--train.compile", "true", "--train.checkpointing", "full"), "leave one of the two out"),
         (("--base.compute", "bf16"), "base.compute"),
     ],
 )  # fmt: skip

@@ -97,7 +97,7 @@ def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoi
     special = replace_fields(arch)
     for make in (
         special.auxiliary.media_encoder,
-        lambda *given: special.auxiliary.sampler(*given[:2], torch.float32, given[2]),
+        lambda *given: special.auxiliary.sampler(*given[:2], torch.float32, ()),
     ):
         with pytest.raises(UserError, match=r"wan2\.2_vae\.safetensors"):
             make(components, CPU, False)

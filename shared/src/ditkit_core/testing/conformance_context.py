@@ -54,6 +54,8 @@ class ContextConformance:
             limit = GRADIENTS[case.split("/")[2]]
             if where.endswith(" of 3"):  # a product with 3 is rounded, and so is the mean
                 limit *= 2
+            if "/lokr/" in case:  # a number of its first factor is in as many products as the second has
+                limit *= 4
             assert result["gradients"] <= limit, (where, case, result)
 
     def test_only_attention_among_tokens_is_exchanged_and_only_a_recompute_repeats_it(
