@@ -55,7 +55,7 @@ KEPT = {
 }
 """The media that are trained on, by the start of their names: their number changes how long a stage takes, not what it writes."""
 KILLS_PER_RUN = 8
-_OF_THE_START = (".lock", "about.json", "report.html", "metrics.jsonl", "state.json", "hashes.json")
+_OF_THE_START = (".lock", "about.json", "report.html", "metrics.jsonl", "state.json", "hashes.json", "verified.json")
 """Files whose bytes depend on when and where a run was started."""
 _HANGS_SECONDS = 1800.0
 

@@ -79,6 +79,9 @@ class SampleConfig:
                 "are generated on the devices that train"
             )
 
+        if not abs(self.seed) < 2**62:  # torch's generators take 64 bits; each image adds to it
+            raise UserError(f"sample.seed = {self.seed} is too large, 2**62 or more; set 0")
+
     def check(self, *, frame_step: int, size_step: int, takes_references: bool) -> None:
         """Refuse settings that the model cannot sample with.
 
