@@ -140,8 +140,9 @@ def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], N
     """
     now: dict[str, str] = {}
     before = _recorded(folder)
-    for (key, _), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
+    for (setting, entries), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
         for index, (file, _) in enumerate(adapters):
+            key = setting if index < len(entries) else "base.assistant"
             # With its place: files of one name in several folders are usual, as one for each expert.
             path, name = file.source.path, f"{key}[{index}] {file.source.path.name}"
             now[name] = file.source.fingerprint()
