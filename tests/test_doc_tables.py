@@ -8,7 +8,7 @@ import torch
 from ditkit_core.diagnostics.audit.audit import ACTING
 from ditkit_core.engine.ac_schedule import parse_schedule, words
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.attention.backends import BACKENDS
 from doc_planned import POLICIES, row
 from doc_precision import CASES, precision_of
 from doc_ranks import MACHINES, RUNS

@@ -21,8 +21,8 @@ from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.run_block import run_block
 from ditkit_core.models.precision import parse_dtype
-from ditkit_core.nn.attention import attend
-from ditkit_core.nn.attention_backends import BACKENDS, Backend
+from ditkit_core.nn.attention.attention import attend
+from ditkit_core.nn.attention.backends import BACKENDS, Backend
 
 BARE = "a bare torch.utils.checkpoint"
 POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul, attention)")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 ROWS = {
     "fp32": (torch.float32, "nearest"),

@@ -16,7 +16,7 @@ from ditkit_core.planner.memory import Budget, Partition, Profile, compose
 from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import profile
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS

@@ -16,7 +16,7 @@ from ditkit_core.diagnostics.audit.render import format_error
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import PLACES, Precision, PrecisionConfig, dtype_name, set_precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.testing.world import make_model
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2

@@ -40,7 +40,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.pinned_memory import PinnedPool, host_memory
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PrecisionConfig, set_precision
-from ditkit_core.nn.attention import attend
+from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.testing.conformance_quantized import make_quantized

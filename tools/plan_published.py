@@ -27,7 +27,7 @@ from ditkit_core.planner.profiler import profile
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.specs import altered
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.model.transformer import WanInputs

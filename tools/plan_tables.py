@@ -21,11 +21,11 @@ from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import least_missing, levers
 from ditkit_core.planner.gpus import GPU, parse_gpus
-from ditkit_core.planner.partition_search import Candidate, FitTask
+from ditkit_core.planner.search.autotune import least_missing, levers
+from ditkit_core.planner.search.partition_search import Candidate, FitTask
+from ditkit_core.planner.search.update_search import search
 from ditkit_core.planner.step_time import UTILISATION
-from ditkit_core.planner.update_search import search
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2

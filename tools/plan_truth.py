@@ -125,7 +125,7 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     from ditkit_core.models.precision import Precision, compute_fp32_in_fp32, parse_dtype
     from ditkit_core.run.prepare import build_on_meta
     from ditkit_core.training.config import EMAConfig, FlowConfig
-    from ditkit_core.training.optimizers import OptimConfig
+    from ditkit_core.training.optim.optimizers import OptimConfig
     from ditkit_core.training.train_model import TrainModel
     from ditkit_core.training.train_state import TrainState
     from ditkit_core.training.train_step import StepContext, training_step
@@ -197,7 +197,7 @@ def plan(case: Case, device: torch.device) -> int:
     from ditkit_core.planner.planned_step import StepJob as Job
     from ditkit_core.planner.profiler import profile
     from ditkit_core.training.config import EMAConfig, FlowConfig
-    from ditkit_core.training.optimizers import OptimConfig
+    from ditkit_core.training.optim.optimizers import OptimConfig
 
     spec, arch, adapter, items = described(case)
     job = Job(

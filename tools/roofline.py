@@ -29,7 +29,7 @@ from ditkit_core.planner.reduced_model import give_memory, reduced_model
 from ditkit_core.planner.step_time import SHARES, kernel_seconds
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS

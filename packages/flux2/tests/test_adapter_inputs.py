@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_flux2 import tiny_model
 from torch import Tensor, nn
 
-from ditkit_core.adapters.read import merge_into, open_adapter
+from ditkit_core.adapters.files.read import merge_into, open_adapter
 from ditkit_flux2.state_dict import NAMES
 
 RANK = 4

@@ -9,9 +9,9 @@ from adapted_flux2 import ADALN, Adapted
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ditkit_core.adapters.identify import find_adapter
+from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_state
-from ditkit_core.adapters.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_flux2.adapters import RULES

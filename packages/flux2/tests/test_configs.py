@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.adapters.export import check_export
+from ditkit_core.adapters.files.export import check_export
 from ditkit_core.config.resolve import resolve
 from ditkit_core.run.checks import check_run, check_training
 from ditkit_core.run.config import RunConfig

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.files.export import export_adapter
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers, initialise, inject
-from ditkit_core.adapters.read import open_adapter
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Decoding, GenerationRequest, decodings_of
 from ditkit_core.models.paths import ModelPaths

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.export import export_adapter, read_by
-from ditkit_core.adapters.identify import find_adapter, layers_of
+from ditkit_core.adapters.files.export import export_adapter, read_by
+from ditkit_core.adapters.files.identify import find_adapter, layers_of
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers
-from ditkit_core.adapters.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError

@@ -11,9 +11,9 @@ import torch
 
 from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.files.export import export_adapter
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers
-from ditkit_core.adapters.read import open_adapter
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator

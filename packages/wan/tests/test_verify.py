@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError

@@ -8,7 +8,7 @@ import torch
 from tiny_variants import IMAGE, SIZES, VARIANTS
 
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.export import export_adapter, read_by
+from ditkit_core.adapters.files.export import export_adapter, read_by
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain

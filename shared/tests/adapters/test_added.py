@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ditkit_core.adapters.added import AddedAdapter, AddedLora, added, added_bytes
-from ditkit_core.adapters.read import open_adapter
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.dora import DORA_METADATA
-from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.models.paths import ModelPaths

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_world import World
 
-from ditkit_core.adapters.export import VERIFIED, VERIFIED_LATER
+from ditkit_core.adapters.files.export import VERIFIED, VERIFIED_LATER
 from ditkit_core.commands import cli
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sampling_child import children
 from toy_world import World, equal
 
-from ditkit_core.adapters import export as adapters
+from ditkit_core.adapters.files import export as adapters
 from ditkit_core.commands import export
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.previews import callbacks, manager

@@ -16,12 +16,12 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.io import console
 from ditkit_core.planner import plan as plan_stage
-from ditkit_core.planner.autotune import best_first, candidates, fit, least_missing, levers
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import Workload
-from ditkit_core.planner.partition_search import FitTask
-from ditkit_core.planner.update_search import levels as update_levels
+from ditkit_core.planner.search.autotune import best_first, candidates, fit, least_missing, levers
+from ditkit_core.planner.search.partition_search import FitTask
+from ditkit_core.planner.search.update_search import levels as update_levels
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.specs import altered

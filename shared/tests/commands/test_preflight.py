@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.adapters.export_names import ExportName
+from ditkit_core.adapters.files.export_names import ExportName
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.preflight import check_paths
 from ditkit_core.config.resolve import resolve

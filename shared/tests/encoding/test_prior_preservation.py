@@ -29,8 +29,8 @@ from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToySampler, toy_ite
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import LossMask, NoisedBatch, matching_base, sample_noise, velocity_errors
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 

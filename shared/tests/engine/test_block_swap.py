@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toy_world import World, equal
 
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.export import export_merged
+from ditkit_core.adapters.files.export import export_merged
 from ditkit_core.adapters.inject import inject
 from ditkit_core.adapters.verify import base_in_form
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed

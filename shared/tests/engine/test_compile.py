@@ -15,7 +15,7 @@ from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig

@@ -21,7 +21,7 @@ from ditkit_core.engine.op_names import SETS
 from ditkit_core.engine.run_block import GeneratorHook, run_block
 from ditkit_core.engine.selective_ac import KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome

@@ -31,8 +31,8 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
 from ditkit_core.testing.world import make_model, outcome
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OPTIMIZERS, OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OPTIMIZERS, OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step

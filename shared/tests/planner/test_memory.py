@@ -16,7 +16,7 @@ from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import EMAConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step

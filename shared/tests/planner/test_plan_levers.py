@@ -12,7 +12,7 @@ from ditkit_core.planner.memory import Profile, StageCost, on_host
 from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.toy import ToyArch
 from ditkit_core.training.config import EMAConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 SMALL = {"arch": ToyArch(dim=256, depth=DEPTH), "size": (1, 32, 32)}
 """Of which a block's weights are more than what it keeps."""

@@ -15,7 +15,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.config import TrainConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 
 def run(*, context: int = 2, **sections: object):

@@ -12,7 +12,7 @@ from torch import nn
 from toy_world import World, equal
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import adapter_layers, is_adapter_name
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io import safetensors as safetensors_file

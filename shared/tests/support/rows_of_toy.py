@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.adapters.inject import canonical_name, trainable_parameters
-from ditkit_core.engine.division import Division
 from ditkit_core.engine.placement import place_blocks
-from ditkit_core.engine.shards import Shards
+from ditkit_core.engine.sharding.division import Division
+from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.inject import trainable_parameters
-from ditkit_core.engine.shards import Shards
+from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.replicas import SHARDED, Divided, forked, main

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.fsdp import reduce_whole, shard
+from ditkit_core.engine.sharding.fsdp import reduce_whole, shard
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.attention import kept
-from ditkit_core.nn.attention_backends import BACKENDS, Backend
+from ditkit_core.nn.attention.attention import kept
+from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.testing.sharded_steps import Calls, apart, differences, refused, step_of
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model

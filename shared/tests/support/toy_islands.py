@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.fsdp import shard
+from ditkit_core.engine.sharding.fsdp import shard
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.attention import attend
+from ditkit_core.nn.attention.attention import attend
 from ditkit_core.testing.sharded_steps import DTYPES, apart, differences, policies, step_of
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items
 from ditkit_core.testing.world import make_model

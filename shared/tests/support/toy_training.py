@@ -14,7 +14,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import DataLoader, MicroBatch, TrainModel
 from ditkit_core.training.trainer import Callback, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator

@@ -20,8 +20,8 @@ from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.reduced_model import materialise, reduced_model
 from ditkit_core.testing.plans import divided, planned
-from ditkit_core.training.clipping import Clipping, stages_of, total_norm
-from ditkit_core.training.fused_backward import OptimizerInBackward
+from ditkit_core.training.optim.clipping import Clipping, stages_of, total_norm
+from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, update

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.io.runtimes import runtime_of
-from ditkit_core.nn import attention_backends
-from ditkit_core.nn.attention_backends import BACKENDS, Backend
+from ditkit_core.nn.attention import backends as attention_backends
+from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.nn.context import device_current
 from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.pretend_devices import on_host

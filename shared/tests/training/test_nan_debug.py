@@ -11,13 +11,13 @@ from toy_training import ToyBatch
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention_backends import BACKENDS, Backend
+from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.nan_debug import find_first_nonfinite
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 

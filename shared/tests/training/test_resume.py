@@ -16,7 +16,7 @@ SUPPORT = str(Path(__file__).parents[1] / "support")
 
 from ditkit_core.training.checkpoint import latest, load_state
 from ditkit_core.training.config import EMAConfig, SaveConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 
 def silent(message):

@@ -18,8 +18,8 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training import tensor_stats
 from ditkit_core.training.config import FlowConfig, TrainConfig
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.tensor_stats import (
     BlockStats,
     DriftMonitor,

@@ -24,8 +24,8 @@ from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training.config import FlowConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch, prepare
-from ditkit_core.training.optimizer import NamedOptimizer, learning_rate
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer, learning_rate
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import MicroBatch, Prefetcher, TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.trainer import Callback

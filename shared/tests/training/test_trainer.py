@@ -24,7 +24,7 @@ from ditkit_core.training import trainer as train_module
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar
 from ditkit_core.training.validation import validation_loss

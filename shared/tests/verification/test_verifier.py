@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 from toy_world import World, equal
 
+from ditkit_core.adapters.files.read import initial_adapter, open_adapter
 from ditkit_core.adapters.inject import adapter_state
-from ditkit_core.adapters.read import initial_adapter, open_adapter
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder

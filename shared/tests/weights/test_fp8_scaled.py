@@ -12,7 +12,7 @@ from torch import nn
 from toy_world import World, equal
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.export import check_export, export_adapter, export_merged
+from ditkit_core.adapters.files.export import check_export, export_adapter, export_merged
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.export import check_adapted, export_adapter
+from ditkit_core.adapters.files.export import check_adapted, export_adapter
+from ditkit_core.adapters.files.read import AdapterFile, config_from_file, merge_into, open_adapter
+from ditkit_core.adapters.files.write import write_adapter
 from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
-from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into, open_adapter
-from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.state_dict import TensorSlice

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_world import World, equal
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.export import export_adapter, export_merged
+from ditkit_core.adapters.files.export import export_adapter, export_merged
 from ditkit_core.adapters.inject import adapter_layers, canonical_name
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError

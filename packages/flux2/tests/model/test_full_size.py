@@ -22,8 +22,8 @@ from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_flux2.presets import PRESETS, Flux2Arch

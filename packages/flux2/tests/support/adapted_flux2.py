@@ -9,10 +9,10 @@ from tiny_flux2 import tiny_model
 from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.export import method_of_all
+from ditkit_core.adapters.files.export import method_of_all
+from ditkit_core.adapters.files.write import write_adapter
+from ditkit_core.adapters.files.write_factored import trained_factors, write_factored
 from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
-from ditkit_core.adapters.write import write_adapter
-from ditkit_core.adapters.write_factored import trained_factors, write_factored
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain

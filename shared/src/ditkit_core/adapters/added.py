@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.read import AdapterFile
+from ditkit_core.adapters.files.read import AdapterFile
 
 
 class AddedAdapter(NamedTuple):

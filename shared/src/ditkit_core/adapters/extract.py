@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.identify import layers_of, parameters_of
+from ditkit_core.adapters.files.identify import layers_of, parameters_of
+from ditkit_core.adapters.files.write import Scaled
 from ditkit_core.adapters.svd import low_rank
-from ditkit_core.adapters.write import Scaled
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.spec import ModelSpec

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.export import base_tensors, method_of_all
+from ditkit_core.adapters.files.export import base_tensors, method_of_all
+from ditkit_core.adapters.files.keys import tensors_in_form
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers, method_of
-from ditkit_core.adapters.keys import tensors_in_form
-from ditkit_core.adapters.read import open_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths

@@ -29,7 +29,7 @@ from ditkit_core.io.signals import terminated_like_interrupted
 from ditkit_core.io.torchrun import complain_once, launched
 from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
-from ditkit_core.nn.attention_support import support_matrix
+from ditkit_core.nn.attention.support import support_matrix
 from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
 
 if TYPE_CHECKING:

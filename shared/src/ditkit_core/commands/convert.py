@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.convert import (
+from ditkit_core.adapters.dora import in_norm_of
+from ditkit_core.adapters.extract import extract
+from ditkit_core.adapters.files.convert import (
     adapter_dtype,
     add_missing_modules,
     check_finite,
@@ -20,15 +22,13 @@ from ditkit_core.adapters.convert import (
     reduce_rank,
     write_converted,
 )
-from ditkit_core.adapters.dora import in_norm_of
-from ditkit_core.adapters.export import export_merged, loaded_by, readers_of, whole_forms
-from ditkit_core.adapters.extract import extract
-from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
+from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms
+from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
+from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
+from ditkit_core.adapters.files.read import MAX_STRENGTH, merge_into
+from ditkit_core.adapters.files.write import Scaled, check_form
+from ditkit_core.adapters.files.write_factored import read_factors, write_factored
 from ditkit_core.adapters.inject import target_modules
-from ditkit_core.adapters.inspect import inspect_file, inspection_text
-from ditkit_core.adapters.read import MAX_STRENGTH, merge_into
-from ditkit_core.adapters.write import Scaled, check_form
-from ditkit_core.adapters.write_factored import read_factors, write_factored
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn

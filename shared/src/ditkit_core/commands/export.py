@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from ditkit_core.adapters.config import ExportConfig
-from ditkit_core.adapters.export import (
+from ditkit_core.adapters.files.export import (
     VERIFIED,
     VERIFIED_LATER,
     check_export,
@@ -22,7 +22,7 @@ from ditkit_core.adapters.export import (
     why_unverified,
     with_forms_of,
 )
-from ditkit_core.adapters.export_names import (
+from ditkit_core.adapters.files.export_names import (
     ExportName,
     copies_of_expert,
     exports_without_save,

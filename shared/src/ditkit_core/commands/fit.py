@@ -17,8 +17,21 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing, say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner import update_search
-from ditkit_core.planner.autotune import (
+from ditkit_core.planner.auxiliary import AuxiliaryRow
+from ditkit_core.planner.auxiliary_plan import plan_auxiliary
+from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
+from ditkit_core.planner.memory import Profile
+from ditkit_core.planner.partition import host_limit
+from ditkit_core.planner.plan import check_plannable, check_rates, num_gpus, planned_step
+from ditkit_core.planner.planned_step import work_of
+from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.rank_search import RankFit, fit_ranks
+from ditkit_core.planner.ranks.divided import profile_of_rank
+from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
+from ditkit_core.planner.ranks.links import parse_links
+from ditkit_core.planner.report import describe_shortfall
+from ditkit_core.planner.search import update_search
+from ditkit_core.planner.search.autotune import (
     POLICIES,
     Fit,
     Planned,
@@ -29,22 +42,9 @@ from ditkit_core.planner.autotune import (
     least_missing,
     levers,
 )
-from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.auxiliary_plan import plan_auxiliary
-from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
-from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask
-from ditkit_core.planner.plan import check_plannable, check_rates, num_gpus, planned_step
-from ditkit_core.planner.planned_step import work_of
-from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.rank_search import RankFit, fit_ranks
-from ditkit_core.planner.ranks.divided import profile_of_rank
-from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
-from ditkit_core.planner.ranks.links import parse_links
-from ditkit_core.planner.report import describe_shortfall
+from ditkit_core.planner.search.partition_search import PRICE, Candidate, FitTask
+from ditkit_core.planner.search.update_search import Level
 from ditkit_core.planner.step_time import BUFFERS, assumptions
-from ditkit_core.planner.update_search import Level
 from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config

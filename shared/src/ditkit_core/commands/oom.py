@@ -16,7 +16,6 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import is_host_allocation, process_peak_bytes
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import SuggestedChange, fit, levers
 from ditkit_core.planner.gpus import RESERVE_BYTES, default_reserve, gpus_here, keeping_reserves
 from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.partition import host_limit
@@ -24,9 +23,10 @@ from ditkit_core.planner.plan import make_report, planned_step
 from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import PlanReport, print_measured_plan
+from ditkit_core.planner.search.autotune import SuggestedChange, fit, levers
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
-from ditkit_core.training.optimizers import optimizers_that
+from ditkit_core.training.optim.optimizers import optimizers_that
 
 UNDER_THE_PLAN = 0.9
 """If the plan fitted but memory ran out: the share of the planned peak that a change may need. The plan is then too optimistic by an

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ditkit_core.adapters.export_names import finished_adapters
+from ditkit_core.adapters.files.export_names import finished_adapters
 from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.diagnostics.report.page import write_report

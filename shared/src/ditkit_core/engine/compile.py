@@ -37,7 +37,7 @@ from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
 from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.selective_ac import KeptOps, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention_backends import BACKENDS, MOST_GRAPHS
+from ditkit_core.nn.attention.backends import BACKENDS, MOST_GRAPHS
 from ditkit_core.nn.context import BlockSettings, calls_in_force, traced_settings
 
 KEY = "train.compile"

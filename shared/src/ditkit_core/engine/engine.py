@@ -26,8 +26,8 @@ from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, offloading
 from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner, timed
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
-from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.run_block import EagerRunner
+from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled, compute_fp32_in_fp32

@@ -303,7 +303,7 @@ class Ranks:
 
 
 def world() -> Ranks | None:
-    """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`engine/fsdp.py`)."""
+    """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`engine/sharding/fsdp.py`)."""
     dist = distributed()
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ditkit_core.training.gradient_sum import num_waiting_sums
+from ditkit_core.training.optim.gradient_sum import num_waiting_sums
 
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and

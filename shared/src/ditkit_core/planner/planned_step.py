@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.read import config_from_file, open_adapter
+from ditkit_core.adapters.files.read import config_from_file, open_adapter
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
@@ -26,7 +26,7 @@ from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.prepare import arch_here, build_on_meta
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.weights.quantize import check_scaled
 
 Size = tuple[int, int, int]

@@ -19,8 +19,8 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import call_before_backward
-from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.memory import Profile, Rows, StageCost, behind, mixed
@@ -28,8 +28,8 @@ from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.ranks.recorded import RecordedRanks
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
-from ditkit_core.training.clipping import Clipping, stages_of, total_norm
-from ditkit_core.training.fused_backward import OptimizerInBackward
+from ditkit_core.training.optim.clipping import Clipping, stages_of, total_norm
+from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, update

@@ -7,12 +7,12 @@ nothing fits without that: the exchanges of tokens cost time, and fewer samples 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ditkit_core.planner.autotune import HARDLY_LONGER, fit, least_missing
-from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask
 from ditkit_core.planner.ranks.divided import work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
+from ditkit_core.planner.search.autotune import HARDLY_LONGER, fit, least_missing
+from ditkit_core.planner.search.partition_search import PRICE, Candidate, FitTask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.shards import Shards
+    from ditkit_core.engine.sharding.shards import Shards
 
 
 def num_missing_class_images(run: RunContext, *, started: bool) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ditkit_core.adapters.export import check_export
+from ditkit_core.adapters.files.export import check_export
 from ditkit_core.config.sizes import per_device
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.encode import clip_inputs_of
@@ -15,13 +15,13 @@ from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.torchrun import launched
-from ditkit_core.nn.attention_backends import check_backend
+from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
-from ditkit_core.training.optimizers import optimizers_that
+from ditkit_core.training.optim.optimizers import optimizers_that
 from ditkit_core.training.trainer import check_fused_backward, check_swap
 from ditkit_core.weights.quantize import check_compute, check_compute_on, check_quantize
 

@@ -15,7 +15,7 @@ from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 Number = TypeVar("Number", int, float)
 

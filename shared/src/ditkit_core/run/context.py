@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ditkit_core.adapters.export import with_forms_of
+from ditkit_core.adapters.files.export import with_forms_of
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.read import parse_merge
+from ditkit_core.adapters.files.read import parse_merge
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert, ModelSpec

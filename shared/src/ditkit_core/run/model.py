@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import ditkit_core
-from ditkit_core.adapters.export import check_adapted
+from ditkit_core.adapters.files.export import check_adapted
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name, module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
-from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
+from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.io.console import say
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
@@ -26,7 +26,7 @@ from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights, loaded_dtype
-from ditkit_core.training.optimizer import check_rates
+from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
@@ -56,8 +56,8 @@ def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ran
     in_turn = ranks.first_rank_first if run.config.base.quantized_cache else _at_once
     if ranks.shard == 1:
         return in_turn(lambda: load_model(run, unloaded, placement))
-    from ditkit_core.engine.division import Division  # imports parts of torch that take seconds
-    from ditkit_core.engine.shards import Shards
+    from ditkit_core.engine.sharding.division import Division  # imports parts of torch that take seconds
+    from ditkit_core.engine.sharding.shards import Shards
 
     device, division = run.devices[0], None
     if needs_whole_weights(run.config):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.adapters.identify import presets_of
-from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
-from ditkit_core.adapters.read import (
+from ditkit_core.adapters.files.identify import presets_of
+from ditkit_core.adapters.files.read import (
     AdapterFile,
     config_from_file,
     initial_adapter,
@@ -25,6 +24,7 @@ from ditkit_core.adapters.read import (
     open_adapter,
     parse_merge,
 )
+from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import shapes_of
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
@@ -55,8 +55,8 @@ from ditkit_core.weights.quantize import (
 )
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.division import Division
-    from ditkit_core.engine.shards import Shards
+    from ditkit_core.engine.sharding.division import Division
+    from ditkit_core.engine.sharding.shards import Shards
 
 _MAX_PARAMETERS = 20_000  # of a foreign config.json; the largest transformers that are known have about 2,000 tensors
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ditkit_core.adapters.card import Card, CardFile, CardSample, name_of
-from ditkit_core.adapters.identify import find_adapter
+from ditkit_core.adapters.files.card import Card, CardFile, CardSample, name_of
+from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.files import read_json_object, read_text, write_text

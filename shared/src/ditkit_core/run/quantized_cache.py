@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
-from ditkit_core.adapters.read import AdapterFile
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, remove_unfinished
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors

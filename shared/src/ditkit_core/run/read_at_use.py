@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.files.read import merge_into
 from ditkit_core.adapters.inject import adapter_layers, canonical_name, initialise, trainable_parameters
-from ditkit_core.adapters.read import merge_into
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ditkit_core.adapters.export_names import ExportName, finished_adapters
+from ditkit_core.adapters.files.export_names import ExportName, finished_adapters
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.added import AddedAdapter
-from ditkit_core.adapters.read import open_adapter, parse_merge
+from ditkit_core.adapters.files.read import open_adapter, parse_merge
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.run.context import RunContext

@@ -34,8 +34,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.models.protocol import StagedModel, run_plain
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn import attention
-from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.attention import attention
+from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.run.prepare import check_item
 from ditkit_core.testing.carries import check_carry

@@ -24,7 +24,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.op_names import SETS
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn import attention
+from ditkit_core.nn.attention import attention
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.observer import Observer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.export import export_merged
+from ditkit_core.adapters.files.export import export_merged
 from ditkit_core.adapters.inject import canonical_name, initialise, inject, is_adapter_name
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import place_blocks

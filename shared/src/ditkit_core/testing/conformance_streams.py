@@ -19,8 +19,8 @@ from ditkit_core.testing.conformance_swap import train_streamed
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, offloadable
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss

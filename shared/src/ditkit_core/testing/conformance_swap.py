@@ -22,7 +22,7 @@ from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, StepResult, training_step

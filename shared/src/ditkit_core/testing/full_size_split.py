@@ -25,9 +25,9 @@ from ditkit_core.planner.partition import choose_split_points, weights_profile
 from ditkit_core.planner.reduced_model import materialise
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.observer import Observer
-from ditkit_core.training.clipping import Clipping, total_norm
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.clipping import Clipping, total_norm
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, update

@@ -21,7 +21,7 @@ from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
 from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 

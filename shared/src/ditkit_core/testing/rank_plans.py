@@ -18,9 +18,9 @@ from torch import Tensor
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.shards import Shards
+from ditkit_core.engine.sharding.context_parallel import ContextParallel
+from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Budget, Partition, Workload, compose
@@ -34,7 +34,7 @@ from ditkit_core.planner.ranks.traffic import RankStep
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.replicas import forked
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.context_parallel import ContextParallel
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.shards import Shards
+from ditkit_core.engine.sharding.context_parallel import ContextParallel
+from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.precision import Precision
@@ -33,7 +33,7 @@ from ditkit_core.testing.world import ADAPTERS, Items, make_model
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.trainer import Trainer, TrainerConfig

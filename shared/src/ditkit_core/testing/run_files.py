@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ditkit_core.adapters.export import check_export
+from ditkit_core.adapters.files.export import check_export
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_toml
 from ditkit_core.models.paths import is_hub_id

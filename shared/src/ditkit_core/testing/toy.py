@@ -33,7 +33,7 @@ from ditkit_core.models.spec import (
 )
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.models.token_streams import TokenStreams
-from ditkit_core.nn.attention import attend
+from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask

@@ -21,8 +21,8 @@ from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import to_device
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss

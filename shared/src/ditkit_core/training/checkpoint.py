@@ -26,7 +26,7 @@ from ditkit_core.io.files import file_hash, flush, json_hash, temporary_path
 from ditkit_core.training.config import SaveConfig
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.shards import Shards
+    from ditkit_core.engine.sharding.shards import Shards
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
 _INDEX = "state.json"

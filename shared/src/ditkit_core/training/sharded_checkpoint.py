@@ -24,7 +24,7 @@ from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.safetensors import write_safetensors
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.shards import Shards
+    from ditkit_core.engine.sharding.shards import Shards
 
 Part = Mapping[str, tuple[Tensor, int]]
 """Of a state: tensors on the host by `group/key`, each with its first row in the whole tensor."""

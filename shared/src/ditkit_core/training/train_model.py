@@ -21,7 +21,7 @@ from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.shards import Shards
+    from ditkit_core.engine.sharding.shards import Shards
 
 Prepared = TypeVar("Prepared")
 

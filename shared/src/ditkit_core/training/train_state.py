@@ -15,12 +15,12 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.parameters import copy_values, swapped
 from ditkit_core.training.checkpoint import State
 from ditkit_core.training.config import EMAConfig
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.validation import ValidationHistory
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.shards import Shards
+    from ditkit_core.engine.sharding.shards import Shards
 
 
 class EMA:

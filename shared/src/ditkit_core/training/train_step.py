@@ -17,13 +17,13 @@ from ditkit_core.io.rng import seed_of
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.training.clipping import Clipping, joined_norm, stages_of, total_norm
 from ditkit_core.training.config import ClipBy, FlowConfig
 from ditkit_core.training.flow_matching import PreparedBatch, matching_base, prepare, velocity_errors
-from ditkit_core.training.fused_backward import OptimizerInBackward
-from ditkit_core.training.gradient_sum import GradientSum
 from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
-from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optim.clipping import Clipping, joined_norm, stages_of, total_norm
+from ditkit_core.training.optim.fused_backward import OptimizerInBackward
+from ditkit_core.training.optim.gradient_sum import GradientSum
+from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 

@@ -28,8 +28,8 @@ from ditkit_core.training.checkpoint import latest, load_state, prune_saves, sav
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch
 from ditkit_core.training.metrics import LogConfig, MetricsLog, NoMetrics
-from ditkit_core.training.optimizer import learning_rate
-from ditkit_core.training.optimizers import OptimConfig, optimizers_that
+from ditkit_core.training.optim.optimizer import learning_rate
+from ditkit_core.training.optim.optimizers import OptimConfig, optimizers_that
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
 from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, TrainModel, with_clock
 from ditkit_core.training.train_state import TrainState

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ditkit_core.adapters.export import NO_READER, VERIFIED
-from ditkit_core.adapters.export_names import ExportName
+from ditkit_core.adapters.files.export import NO_READER, VERIFIED
+from ditkit_core.adapters.files.export_names import ExportName
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash, write_text
 from ditkit_core.io.run_dir import RunFolder

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.attention import attend
+from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
 from ditkit_core.nn.remat import recompute_boundaries, recompute_boundary
 from ditkit_flux2.model.carry import Flux2DoubleCarry, Flux2SingleCarry

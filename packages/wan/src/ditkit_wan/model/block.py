@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.attention import attend
+from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import affine_norm, gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
 from ditkit_core.nn.remat import recompute_boundary
 from ditkit_wan.model.carry import WanCarry

@@ -24,7 +24,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.precision import PLACES, Precision, autocast_disabled, dtype_name, set_precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.quantized_linear import products_in_dtype, quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.training.flow_matching import LossMask, to_device, velocity_target

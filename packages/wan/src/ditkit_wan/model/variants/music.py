@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.attention import attend
+from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.functional import affine_norm
 from ditkit_core.nn.rope import axis_angles, rotate
 from ditkit_wan.model.rope import THETA

@@ -1,0 +1,257 @@
+"""Converts adapters to other names or another rank. Each file is read again and its products are compared before it gets its name."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.files.export import VERIFIED
+from ditkit_core.adapters.files.identify import FoundAdapter, Shapes
+from ditkit_core.adapters.files.read import AdapterFile
+from ditkit_core.adapters.files.write import Scaled, write_matrices, zero_adapter
+from ditkit_core.adapters.svd import reduce_product, relative_difference
+from ditkit_core.errors import UserError
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.fused_tensors import LoraMatrices
+from ditkit_core.weights.load import first_ten
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""Largest relative difference of a product (of norms) that rounding to a dtype explains: twice its epsilon, with a margin."""
+
+_HASHES = re.compile(r"sshs_|modelspec\.hash|ss_network_(dim|alpha)$|ss_new_vae_hash")
+"""Header keys that depend on the old file's bytes, rank or scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """An adapter file that was written and read again."""
+
+    path: Path
+    worst: float
+    """The largest relative difference of a module's product from the intended one, caused by rounding."""
+    exact: bool
+    """Whether every module is bitwise identical: its matrices and its scale."""
+    ranks: tuple[int, ...]
+    """The modules' ranks, each once."""
+
+
+def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
+    """Read every module's adapter in fp32. Modules with zeros in both matrices, which fill a form's gaps, are left out.
+
+    Raises:
+        UserError: If a value is not finite, with the names of the modules.
+    """
+    if other := [name for name, module in found.file.modules.items() if module.method != "lora"]:
+        raise UserError(f"{found.path} mixes LoKr or LoHa ({other[0]}) with LoRA; merge it")
+    read = {name: Scaled(found.file.read(name), module.scale) for name, module in found.file.modules.items()}
+    if broken := [name for name, adapter in read.items() if not is_finite(adapter)]:
+        raise UserError(
+            f"{found.path}: values of {len(broken)} of {len(read)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
+            "it was damaged in training, take an earlier save"
+        )
+    # Zeros fill a form's gaps; a file of nothing but zeros is an adapter that was never trained.
+    # Only if both matrices are zero: a new adapter has B = 0 and a random A, and is worth keeping.
+    used = {name: adapter for name, adapter in read.items() if adapter.matrices.down.any() or adapter.matrices.up.any()}
+    return used or read
+
+
+def check_finite(found: FoundAdapter) -> None:
+    """Refuse a file with values that are not finite.
+
+    Raises:
+        UserError: With the names of the modules.
+    """
+    if found.layout.method == "lora":
+        read_adapter(found)
+        return
+    modules = found.file.modules
+    factored = [name for name, module in modules.items() if module.method != "lora"]
+    if broken := [name for name in factored if not bool(found.file.change_of(name).isfinite().all())]:
+        raise UserError(
+            f"{found.path}: values of {len(broken)} of {len(modules)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
+            "it was damaged in training, take an earlier save"
+        )
+
+
+def is_finite(adapter: Scaled) -> bool:
+    """Whether every value of an adapter, its scale included, is finite."""
+    matrices = adapter.matrices
+    tensors = (matrices.down, matrices.up, *([] if matrices.magnitude is None else [matrices.magnitude]))
+    return math.isfinite(adapter.scale) and all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def reduce_rank(
+    adapters: Mapping[str, Scaled], rank: int | None, energy: float, path: Path
+) -> tuple[dict[str, Scaled], dict[str, float]]:
+    """Find the nearest adapters of a lower rank, by the singular values of each module's product.
+
+    Args:
+        adapters: Adapters by our name of the module.
+        rank: The rank; modules of this rank or less stay as they are. None: the lowest rank per module that keeps `energy`.
+        energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
+        path: The file, for messages.
+
+    Returns:
+        The adapters, and the share that each module keeps.
+
+    Raises:
+        UserError: If no module has a higher rank, or an adapter has a magnitude.
+    """
+    largest = max(len(adapter.matrices.down) for adapter in adapters.values())
+    if rank is not None and rank >= largest:
+        raise UserError(
+            f"--rank {rank}: {path} has rank {largest} at most, and a rank can only be reduced; give a lower one"
+        )
+    if any(adapter.matrices.magnitude is not None for adapter in adapters.values()):
+        raise UserError(
+            f"--rank: {path} has DoRA magnitudes, which belong to its complete product; merge it, then --extract"
+        )
+    smaller, kept = {}, {}
+    for name, adapter in adapters.items():
+        # A module of a lower rank than the wanted one stays as it is: no rank is ever raised.
+        smaller[name], kept[name] = adapter, 1.0
+        if rank is None or len(adapter.matrices.down) > rank:
+            found = reduce_product(adapter.matrices.down, adapter.matrices.up, rank=rank, energy=energy)
+            smaller[name], kept[name] = replace(adapter, matrices=LoraMatrices(found.down, found.up)), found.kept
+    return smaller, kept
+
+
+def add_missing_modules(
+    adapters: Mapping[str, Scaled], spec: ModelSpec, form: str, layers: Shapes, path: Path
+) -> dict[str, Scaled]:
+    """Add zeros for modules without an adapter that readers of a form require.
+
+    Args:
+        adapters: Adapters by our name of the module.
+        spec: The family.
+        form: One of `ADAPTER_FORMS`.
+        layers: Known shapes of layers.
+        path: The file, for messages.
+
+    Returns:
+        All adapters.
+
+    Raises:
+        UserError: If the shape of such a layer is unknown.
+    """
+    wanted = [name for name in spec.adapters.rules.fillers(form, list(adapters)) if name not in adapters]
+    # Layers of one kind have one shape in all blocks, so an adapter of one block gives the shape for another.
+    shape_by_kind = {module_kind(name): (len(a.matrices.up), a.matrices.down.shape[1]) for name, a in adapters.items()}
+    shapes = {name: layers.get(name) or shape_by_kind.get(module_kind(name)) for name in wanted}
+    if unknown := [name for name, shape in shapes.items() if shape is None]:
+        raise UserError(
+            f"{path}: readers of the {form} form need all layers of a block, and the shapes of {first_ten(unknown)} are unknown; "
+            "give --base or model.preset, or choose another form"
+        )
+    return {**adapters, **{name: zero_adapter(shape) for name, shape in shapes.items() if shape is not None}}
+
+
+def module_kind(module: str) -> str:
+    """A module's name with `*` for its block's number."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", module, count=1)
+
+
+def write_converted(
+    adapters: Mapping[str, Scaled],
+    spec: ModelSpec,
+    path: Path,
+    *,
+    form: str,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+) -> Written:
+    """Write adapters in a form, read the file again and compare the product of each module.
+
+    Args:
+        adapters: Adapters by our name of the module.
+        spec: The family.
+        path: The file, which does not exist yet.
+        form: One of `ADAPTER_FORMS`.
+        dtype: The dtype of the matrices.
+        metadata: Strings for the header.
+
+    Returns:
+        The file, with the differences that rounding made.
+
+    Raises:
+        UserError: If the form cannot represent the adapter, the file cannot be written, or it differs when it is read.
+    """
+    # Before anything is written: readers of this form may ignore or misread some modules.
+    spec.adapters.check(form, list(adapters))
+    worst: list[float] = [0.0]
+    exact: list[bool] = [True]
+    # kohya's header keys, for the forms that kohya's tools read.
+    if ADAPTER_FORMS[form].alpha:
+        metadata = {**metadata, **_network(adapters)}
+
+    def check(file: AdapterFile) -> None:
+        for name, adapter in adapters.items():
+            if name not in file.modules:
+                # It shares a tensor with others and is zero, so that no column of that tensor belongs to it.
+                read, scale = zero_adapter((len(adapter.matrices.up), adapter.matrices.down.shape[1])).matrices, 1.0
+            else:
+                read, scale = file.read(name), file.modules[name].scale
+            difference = relative_difference(
+                (adapter.matrices.down, adapter.matrices.up.double() * adapter.scale),
+                (read.down, read.up.double() * scale),
+            )
+            worst[0] = max(worst[0], difference)
+            exact[0] = exact[0] and _same_bits(adapter, Scaled(read, scale))
+        if not worst[0] <= TOLERANCE[dtype]:
+            raise UserError(
+                f"{path}: after reading it again, a module's product differs by {worst[0]:.1e} (rounding explains {TOLERANCE[dtype]:.0e}); "
+                "give --dtype fp32"
+            )
+
+    write_matrices(path, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata, check=check)
+    ranks = tuple(sorted({len(adapter.matrices.down) for adapter in adapters.values()}))
+    return Written(path=path, worst=worst[0], exact=exact[0], ranks=ranks)
+
+
+def _same_bits(one: Scaled, other: Scaled) -> bool:
+    """Whether two adapters have bitwise identical products: the same A, and the same B times scale without rounding."""
+    if one.matrices.up.shape != other.matrices.up.shape:
+        return False
+    # In fp64: a form may have moved the scale into B, and fp32 would round the product.
+    ups = [adapter.matrices.up.double() * adapter.scale for adapter in (one, other)]
+    return torch.equal(one.matrices.down, other.matrices.down) and torch.equal(*ups)
+
+
+def _network(adapters: Mapping[str, Scaled]) -> dict[str, str]:
+    """Header keys for kohya's tools, which show rank and alpha; empty where modules differ."""
+    shapes = {(len(adapter.matrices.down), adapter.scale) for adapter in adapters.values()}
+    if len(shapes) > 1:
+        return {}
+    ((rank, scale),) = shapes
+    return {"ss_network_dim": str(rank), "ss_network_alpha": f"{scale * rank:g}"}
+
+
+def derived_metadata(source: Mapping[str, str], **made: object) -> dict[str, str]:
+    """The header of a file that is made from another: whatever is still true of the other's header, and how the file was made.
+
+    Args:
+        source: The other file's header.
+        made: What was done, for `made_from`.
+
+    Returns:
+        The new header.
+    """
+    stale = [key for key in source if key in ("format", DIFFUSERS_METADATA, VERIFIED) or _HASHES.match(key)]
+    kept = {key: value for key, value in source.items() if key not in stale}
+    return {**kept, "made_from": json.dumps(made, sort_keys=True)}
+
+
+def adapter_dtype(found: FoundAdapter) -> torch.dtype:
+    """A dtype for every matrix of a file: the file's own, fp32 if it has several, bf16 if they are narrower than 16 bits."""
+    pieces = [piece for module in found.file.modules.values() for piece in module.pieces if piece is not None]
+    keys = [key for piece in pieces for kind, key in piece.adapter.keys.items() if kind != "alpha"]
+    dtypes = {found.file.source.tensors[key].dtype for key in keys}
+    if len(dtypes) > 1 or not dtypes <= set(TOLERANCE):
+        return torch.bfloat16 if all(dtype.itemsize == 1 for dtype in dtypes) else torch.float32
+    return dtypes.pop()

@@ -1,0 +1,433 @@
+"""Exports a run for other programs: its adapter, or the complete transformer with the adapter merged in."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
+from ditkit_core.adapters.files.export_names import adapter_file
+from ditkit_core.adapters.files.keys import tensors_in_form
+from ditkit_core.adapters.files.write import check_form, check_stacks, write_adapter
+from ditkit_core.adapters.files.write_factored import check_one_to_one, trained_factors, write_factored
+from ditkit_core.adapters.inject import adapter_layers, adapter_state, canonical_name, is_adapter_name, method_of
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import atomic_write, write_text
+from ditkit_core.io.safetensors import write_safetensors
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, NO_FACTORED
+from ditkit_core.models.precision import parse_dtype
+from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.state_dict import TensorSlice
+from ditkit_core.nn.factored import parts_of, weight_change
+from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
+from ditkit_core.weights.fp8_scaled import About, in_scaled_8_bits, open_weights
+from ditkit_core.weights.fused_tensors import rows_of
+from ditkit_core.weights.load import match
+from ditkit_core.weights.metadata import redact_description
+
+SHARD_BYTES = 5_000_000_000
+"""Maximum bytes in one file of a transformer, as on the hub."""
+
+VERIFIED = "ditkit.verified"
+"""Key in the header of an exported file: what verifies it, or that nothing can."""
+NO_READER = "no reader: "
+"""Start of that header where nothing can."""
+VERIFIED_LATER = "loaded in diffusers after it was written; the result is in verified.json of the run"
+"""That header where something does: the file need not change afterwards."""
+
+_Tensors = Mapping[str, About]
+"""Shape and dtype of the tensors of a file, by name."""
+
+
+def _dtype_of(config: ExportConfig) -> torch.dtype:
+    """The dtype of all tensors that are not in 8 bits."""
+    return torch.bfloat16 if config.scaled else parse_dtype(config.dtype)
+
+
+def with_forms_of(config: ExportConfig, adapter: AdapterConfig, spec: ModelSpec) -> ExportConfig:
+    """The section, in place of the default with what the trained adapter needs: a DoRA a file for ComfyUI and one for diffusers, because no
+    file is for both, and a LoKr or LoHa the form that has a name for each layer."""
+    if config.forms != ExportConfig().forms or adapter.method == "full":
+        return config
+    if adapter.method != "lora":
+        return replace(config, forms=(spec.adapters.rules.one_to_one,))
+    return replace(config, forms=("official", "diffusers")) if adapter.use_dora else config
+
+
+def has_magnitudes(layers: Mapping[str, Any]) -> bool:
+    """Whether a model's layers with adapters are those of a DoRA."""
+    return any(method_of(layer) == "lora" and layer.lora_magnitude_vector for layer in layers.values())
+
+
+def method_of_all(layers: Mapping[str, Any]) -> str:
+    """The method of a model's layers with adapters, which is one."""
+    return next(map(method_of, layers.values()), "lora")
+
+
+def needs_base(config: ExportConfig, adapter: AdapterConfig) -> bool:
+    """Whether the adapter's files need the base's weights: those of a DoRA whose magnitudes are over their norm."""
+    return adapter.use_dora and any(ADAPTER_FORMS[form].dora == "base" for form in config.forms)
+
+
+def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
+    """Refuse, before training, a configuration that could not be exported after it.
+
+    Raises:
+        UserError: If a form is unknown, or form or dtype cannot represent what will be trained.
+    """
+    if config.scaled and adapter.method != "full" and not config.merged:
+        raise UserError(
+            f"export.dtype = {FP8_SCALED} is for complete transformers, and an adapter of rank {adapter.rank} gains nothing from it; "
+            "set export.merged = true (--merge), or export.dtype = bf16"
+        )
+    for form in config.forms:
+        check_form(form, spec.architecture.names, use_dora=adapter.use_dora and adapter.method == "lora")
+    if config.merged or adapter.method == "full":
+        whole_forms(spec, config)
+
+
+def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
+    """The configured forms in which complete transformers are written.
+
+    Raises:
+        UserError: If there is none.
+    """
+    known = spec.architecture.names.from_native
+    forms = [form for form in config.forms if form in known]
+    if not forms:
+        raise UserError(
+            f"export.forms = {list(config.forms)}: a whole transformer has none of these forms; add one of {', '.join(known)}"
+        )
+    return forms
+
+
+def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> None:
+    """Refuse, before training, an adapter that a form's readers would ignore or misread.
+
+    Args:
+        spec: The model's family.
+        config: The forms.
+        model: The model with its adapter, if it has one.
+
+    Raises:
+        UserError: If a form has such readers.
+    """
+    layers = adapter_layers(model)
+    method, use_dora = method_of_all(layers), has_magnitudes(layers)
+    for form in config.forms if layers else ():
+        check_stacks(form, spec.architecture.names, layers, use_dora=use_dora)
+        if method != "lora":
+            check_one_to_one(form, spec.architecture.names, layers)
+        spec.adapters.check(form, layers)
+
+
+def read_by(spec: ModelSpec, form: str, model: StagedModel) -> Mapping[str, str]:
+    """For each program that reads adapter files: its problem with a model's adapter in a form, empty if it loads all of it."""
+    layers = adapter_layers(model)
+    method, use_dora = method_of_all(layers), has_magnitudes(layers)
+    fillers = spec.adapters.rules.fillers(form, list(layers)) if method == "lora" else ()
+    return readers_of(spec, form, [*layers, *fillers], use_dora=use_dora, method=method)
+
+
+def readers_of(
+    spec: ModelSpec, form: str, modules: Collection[str], *, use_dora: bool, method: str = "lora"
+) -> Mapping[str, str]:
+    """`read_by` for a file with adapters of these modules."""
+    layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora, method=method)
+    return spec.adapters.rules.readers(layout, modules)
+
+
+def why_unverified(spec: ModelSpec, config: ExportConfig, form: str, model: StagedModel, *, whole: bool = False) -> str:
+    """Why diffusers cannot compare an export with ours, as the predicate of a sentence about it; empty if it can.
+
+    Args:
+        spec: The model's family.
+        config: The `[export]` section.
+        form: The form of the export.
+        model: The model, with its adapter if it has one.
+        whole: Whether it is a whole transformer.
+    """
+    if whole:
+        if spec.adapters.verify_whole is None:
+            return "has no such model"
+        return "does not read scaled 8 bits" if config.scaled else spec.adapters.whole_unread.get(form, "")
+    limit = read_by(spec, form, model).get("diffusers", "")
+    if limit == NO_FACTORED:  # compared with peft's layers in diffusers' model
+        limit = ""
+    return limit or "has no such model" * (spec.adapters.verify is None)
+
+
+def _no_reader(limit: str) -> dict[str, str]:
+    """What a file's header says where nothing verifies it."""
+    return {VERIFIED: f"{NO_READER}diffusers {limit}"} if limit else {}
+
+
+def loaded_by(read: Mapping[str, str]) -> str:
+    """One line about the programs that load a file, from the result of `AdapterRules.readers`."""
+    loading = ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
+    others = "; ".join(f"{reader} {said}" for reader, said in read.items() if said)
+    return f"loaded whole by {loading}" + f" ({others})" * bool(others)
+
+
+def export_adapter(
+    model: StagedModel,
+    spec: ModelSpec,
+    folder: Path,
+    stem: str,
+    config: ExportConfig,
+    *,
+    metadata: Mapping[str, str],
+    exact: bool = False,
+) -> list[Path]:
+    """Write the adapter in each form.
+
+    Args:
+        model: The model with its adapter; its base can be read where `needs_base` says so.
+        spec: The model's family.
+        folder: The folder to write to.
+        stem: First part of the file names, as for `adapter_file`.
+        config: Forms and dtype.
+        metadata: Strings for the headers: base, data hash, config, versions.
+        exact: Append nothing, because there is only one form.
+
+    Returns:
+        The files, in the order of the forms. Each was read back and compared before it got its name.
+
+    Raises:
+        UserError: If a form cannot represent the adapter, or a file cannot be written.
+    """
+    layers = adapter_layers(model)
+    assert layers, "the model has no adapter"
+    check_adapted(spec, config, model)
+    if (method := method_of_all(layers)) != "lora":
+        paths = [adapter_file(folder, stem, "official" if exact else form) for form in config.forms]
+        for form, path in zip(config.forms, paths, strict=True):
+            factors, names = trained_factors(layers, method), spec.architecture.names
+            header = {**metadata, **_no_reader(why_unverified(spec, config, form, model))}
+            write_factored(path, factors, names, form=form, dtype=_dtype_of(config), metadata=header)
+        return paths
+    scaling = {module: float(layer.scaling["default"]) for module, layer in layers.items()}
+    state, files = adapter_state(model), []
+    base = base_tensors(model)
+    for form in config.forms:
+        path = adapter_file(folder, stem, "official" if exact else form)
+        fillers = {
+            module: tuple(base[f"{module}.weight"].shape) for module in spec.adapters.rules.fillers(form, list(layers))
+        }
+        write_adapter(
+            path,
+            state,
+            scaling,
+            spec.architecture.names,
+            form=form,
+            dtype=_dtype_of(config),
+            metadata={**metadata, **_no_reader(why_unverified(spec, config, form, model))},
+            fillers=fillers,
+            base_weight=lambda module: dense_weight(layers[module].get_base_layer()),
+        )
+        files.append(path)
+    return files
+
+
+def export_merged(
+    model: StagedModel,
+    spec: ModelSpec,
+    folder: Path,
+    config: ExportConfig,
+    *,
+    metadata: Mapping[str, str],
+    original: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+    config_json: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write the complete transformer in each form, with an adapter merged in. For a full fine-tune this is the export.
+
+    Where the base is quantized, the adapter is merged into the original weights. Users of the adapter add it to those, and the result is
+    nearer to what was learnt than weights that are rounded twice.
+
+    Args:
+        model: The model; it is not changed.
+        spec: The model's family; its fp32 parameters stay fp32 in the file.
+        folder: Afterwards contains one folder `transformer_<form>` per form.
+        config: Forms and dtype.
+        metadata: Strings for the headers.
+        original: From name and shape to a base parameter's values before it was quantized; by default the model's own approximation is
+            written. For a model on `meta` it gives every parameter, one after the other.
+        config_json: The base's config.json, copied next to the diffusers form, whose readers need it.
+        shard_bytes: Maximum bytes per file.
+
+    Returns:
+        The folders, in the order of the forms. A folder with more than one file and no index was never finished.
+
+    Raises:
+        UserError: If a form is unknown, or a file cannot be written or read back with every name of the model in it.
+    """
+    folders = []
+    for form in whole_forms(spec, config):
+        target = folder / f"transformer_{form}"
+        shapes, tensor_of = _transformer_in_form(model, spec, form, config, original)
+        limit = why_unverified(spec, config, form, model, whole=True)
+        _write_shards(target, shapes, tensor_of, {**metadata, **_no_reader(limit)}, shard_bytes)
+        ours = {name: tuple(tensor.shape) for name, tensor in base_tensors(model).items()}
+        # Read back by the reader of bases, so that the export can be a base itself.
+        match(open_weights(target), spec.architecture.names, ours)
+        if form == "diffusers" and config_json is not None:
+            with atomic_write(target / "config.json") as temporary:
+                temporary.write_bytes(redact_description(config_json.read_bytes()))
+        folders.append(target)
+    return folders
+
+
+def _transformer_in_form(
+    model: StagedModel,
+    spec: ModelSpec,
+    form: str,
+    config: ExportConfig,
+    original: Callable[[str, tuple[int, ...]], Tensor] | None,
+) -> tuple[_Tensors, Callable[[str], Tensor]]:
+    """Shapes and dtypes of a file's tensors in this form, and a function that makes one: no two of them need to be in memory at once."""
+    tensors, coarse = base_tensors(model), quantized_weights(model)
+    fused = tensors_in_form(tensors, spec.architecture.names.from_native[form])
+    natives = fused.complete
+    assert len(natives) == len(fused.found), "the form has rows that the model does not"
+
+    # Shapes are read off views: no quantized weight is dequantized for them.
+    def about(parts: Sequence[TensorSlice]) -> tuple[tuple[int, ...], torch.dtype]:
+        pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
+        # One fp32 part makes the tensor fp32: rounding it would lose what the model keeps.
+        wide = any(spec.precision.keep_fp32(part.name) for part in parts)
+        return _stacked_shape(pieces), torch.float32 if wide else _dtype_of(config)
+
+    shapes = {key: about(parts) for key, parts in natives.items()}
+    layers = adapter_layers(model)
+
+    # The last one is kept: a form that splits our parameter into several tensors asks for it several times in a row.
+    @lru_cache(maxsize=1)
+    def base_of(name: str) -> Tensor:
+        if name not in coarse and not tensors[name].is_meta:
+            return tensors[name]
+        return dense_weight(coarse[name]) if original is None else original(name, tuple(tensors[name].shape))
+
+    def tensor_of(key: str) -> Tensor:
+        pieces = []
+        for part in natives[key]:
+            module = part.name.removesuffix(".weight")
+            if module in layers and module != part.name:
+                rows = merged_weight(layers[module], base_of(part.name), part.index, part.of)
+            else:
+                rows = rows_of(base_of(part.name), part.index, part.of)
+            # Rounded once, after the merge in fp32.
+            pieces.append(rows.detach().to("cpu", dtype_of(key)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def dtype_of(key: str) -> torch.dtype:
+        return torch.float32 if key in scaled else shapes[key][1]
+
+    scaled: Collection[str] = ()
+    if not config.scaled:
+        return shapes, tensor_of
+    # Only the blocks' matrices: embedding and head keep 16 bits, as under base.quantize.
+    matrices = _matrices_of_blocks(model)
+    scaled = {key for key, parts in natives.items() if _can_scale(parts, matrices, spec)}
+    return in_scaled_8_bits(shapes, tensor_of, scaled)
+
+
+def _write_shards(
+    folder: Path,
+    shapes: _Tensors,
+    tensor_of: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    shard_bytes: int,
+) -> None:
+    """Write files of at most `shard_bytes`, and an index if there are several."""
+    shards, stem = list(_shards(shapes, shard_bytes)), "diffusion_pytorch_model"
+    # Names contain the number of files, so files of an earlier export with another number would stay among the new ones.
+    for old in folder.glob(f"{stem}*.safetensors*"):
+        old.unlink()
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / name, shard, tensor_of, metadata)
+        where |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(_num_bytes(*about) for about in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        # The index comes last: a folder with several files and no index was never finished.
+        write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _matrices_of_blocks(model: StagedModel) -> set[str]:
+    """The weights of the blocks' Linear layers, by canonical name."""
+    inside = {id(module) for block in model.blocks() for module in block.modules()}
+    weights = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
+    }
+    return {canonical_name(name) for name in weights if not is_adapter_name(name)}
+
+
+def _can_scale(parts: Sequence[TensorSlice], matrices: Collection[str], spec: ModelSpec) -> bool:
+    """Whether a tensor consists only of the blocks' matrices, none of which stays in fp32."""
+    return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
+
+
+def base_tensors(model: StagedModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of the model without its adapter, by canonical name. Quantized weights have only their shape."""
+    state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
+    return without_scales(state, model)
+
+
+def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
+    first, *others = pieces
+    return (sum(len(piece) for piece in pieces), *first.shape[1:]) if others else tuple(first.shape)
+
+
+def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
+    """The fp32 weight of an adapted layer with the adapter merged in.
+
+    Args:
+        layer: The layer.
+        base: Its weight without the adapter.
+        index: Index of the part of its rows.
+        of: Number of equal parts.
+
+    Returns:
+        These rows of the merged weight.
+    """
+    weight = rows_of(base.detach(), index, of).float()
+    if (method := method_of(layer)) != "lora":
+        parts = {part: tensor.detach().to(weight.device).float() for part, tensor in parts_of(layer, method).items()}
+        return weight + rows_of(weight_change(parts, layer.scaling["default"]), index, of)
+    down, up = layer.lora_A["default"].weight.detach(), rows_of(layer.lora_B["default"].weight.detach(), index, of)
+    down, up = down.to(weight.device), up.to(weight.device)  # a streamed weight is read on the host
+    merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])
+    if layer.lora_magnitude_vector:
+        # DoRA's norm is per row, so a part of the rows can be merged without the others.
+        norm = torch.linalg.vector_norm(merged, dim=1)
+        magnitude = rows_of(layer.lora_magnitude_vector["default"].weight.detach(), index, of)
+        merged *= (magnitude.to(norm.device) / norm)[:, None]
+    return merged
+
+
+def _shards(shapes: _Tensors, shard_bytes: int) -> Iterator[dict[str, About]]:
+    """Split tensors, in their order, into files of at most `shard_bytes`. A larger tensor gets a file of its own."""
+    shard: dict[str, About] = {}
+    size = 0
+    for name, about in shapes.items():
+        if shard and size + _num_bytes(*about) > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = about
+        size += _num_bytes(*about)
+    yield shard
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,169 @@
+"""LoKr and LoHa in files: what their keys mean, and training on from them.
+
+| key behind a module's name | meaning |
+|---|---|
+| `.lokr_w1`, or `.lokr_w1_a` and `.lokr_w1_b` | the first factor of the Kronecker product, whole or as a low-rank product |
+| `.lokr_w2`, or `.lokr_w2_a` and `.lokr_w2_b` | the second factor |
+| `.hada_w1_a`, `.hada_w1_b`, `.hada_w2_a`, `.hada_w2_b` | the two low-rank products whose elementwise product is the change |
+| `.alpha` | as ComfyUI and LyCORIS have it: over the rank of the last low-rank factor, and without effect where none is |
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.files.alpha import AlphaHeader
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.state_dict import TensorSlice
+from ditkit_core.weights.factored import (
+    METHOD_OF_PART,
+    FactoredMatrices,
+    is_complete,
+    low_rank_of,
+    rank_of_parts,
+    shape_of_parts,
+)
+
+_MOST_WEIGHTS = 2**29
+"""Weights of a layer, above the largest of known models (340 million): a small file may stand for a change of any size."""
+
+
+class MixedAdapter(UserError):
+    """A file that can be merged but not trained further: of several methods, or in a shape that no configuration has."""
+
+
+@dataclass(frozen=True)
+class FactoredAdapter:
+    """The LoKr or LoHa of one module in a file, which may be several modules of ours."""
+
+    name: str
+    keys: Mapping[str, str]
+    """The file's key by part, perhaps `alpha`."""
+    parts: tuple[TensorSlice, ...]
+    """The parts of our modules that make up its rows."""
+    rank: int
+    scale: float
+    method: str
+
+    def matrices(self, source: SafetensorsSource, index: int) -> FactoredMatrices:
+        """Read the adapter, for one of its parts."""
+        tensors = {part: source.read(key).float() for part, key in self.keys.items() if part in METHOD_OF_PART}
+        return FactoredMatrices(tensors, index, len(self.parts))
+
+
+def understand_factored(
+    source: SafetensorsSource,
+    keys: Mapping[str, str],
+    parts: tuple[TensorSlice, ...],
+    modules: Mapping[str, tuple[int, ...]],
+    header: AlphaHeader,
+    names: Sequence[str],
+) -> FactoredAdapter:
+    """Understand the keys of one module of a file; its tensors are not read.
+
+    Raises:
+        UserError: If they are not a LoKr or LoHa of the module.
+    """
+    shapes = {part: tuple(source.tensors[key].shape) for part, key in keys.items() if part in METHOD_OF_PART}
+    first = keys[next(iter(shapes))]
+    layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])
+    if others := keys.keys() - METHOD_OF_PART.keys() - {"alpha"}:
+        raise UserError(
+            f"{source.path}: {keys[min(others)]} next to {first} is of another method; merge that file with the program that made it"
+        )
+    fits = is_complete(shapes) and shape_of_parts(shapes) == layer and math.prod(layer) <= _MOST_WEIGHTS
+    if not fits or ("alpha" in keys and source.tensors[keys["alpha"]].shape not in ((), (1,))):
+        shown = ", ".join(f"{part} {list(shape)}" for part, shape in shapes.items())
+        raise UserError(
+            f"{source.path}: {first}: {shown} are not a LoKr or LoHa of the layer's {list(layer)}; name an adapter of this model"
+        )
+    if any(key.startswith("base_model.model.") for key in keys.values()):
+        raise UserError(
+            f"{source.path}: {first} has peft's own names, whose scale depends on a rank that is not in the file; merge it with peft"
+        )
+    rank = low_rank_of(shapes)
+    scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys and rank is not None else 1.0
+    return FactoredAdapter(names[0], keys, parts, rank_of_parts(shapes), scale, METHOD_OF_PART[next(iter(shapes))])
+
+
+def factored_config(
+    config: AdapterConfig, source: SafetensorsSource, modules: Mapping[str, Any]
+) -> tuple[AdapterConfig, str]:
+    """The configuration of adapters that have the shapes of a file's, and one line about it.
+
+    Args:
+        config: The configuration, whose targets are kept if it has any.
+        source: The file.
+        modules: Its modules, by our name.
+
+    Raises:
+        MixedAdapter: If no configuration has these shapes.
+    """
+    path, methods = source.path, {found.method for found in modules.values()}
+    cannot = f"adapter.init = {path} cannot be trained further"
+    if len(methods) > 1:
+        raise MixedAdapter(f"{cannot}: it mixes {' and '.join(sorted(methods))}; merge it with base.merge")
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, found in modules.items():
+        (piece,) = found.pieces if len(found.pieces) == 1 else (None,)
+        if piece is None or len(piece.adapter.parts) > 1:
+            raise MixedAdapter(f"{cannot}: {name} shares its factors with other layers; merge it with base.merge")
+        keys = piece.adapter.keys.items()
+        shapes[name] = {part: tuple(source.tensors[key].shape) for part, key in keys if part in METHOD_OF_PART}
+    (method,) = methods
+    if config.dropout or config.use_rslora or config.use_dora:
+        raise UserError(
+            f"adapter.init = {path} is a {method}, which has no adapter.dropout, use_rslora or use_dora; leave them out"
+        )
+    ranks = {name: found.rank for name, found in modules.items()}
+    rank = max(ranks.values())
+    started = AdapterConfig(
+        method=method,
+        rank=rank,
+        rank_pattern=tuple(f"^{name}={each}" for name, each in ranks.items() if each != rank),
+        alpha_pattern=tuple(f"^{name}={found.scale * found.rank!r}" for name, found in modules.items()),
+        targets=config.targets or tuple(modules),
+        init=config.init,
+    )
+    if min(found.scale for found in modules.values()) <= 0:
+        raise MixedAdapter(f"{cannot}: its scale is not above 0; merge it with base.merge")
+    if method == "lokr":
+        started = _with_factors_of(started, shapes, cannot)
+    return started, f"adapter.init: {started.name}, rank {rank} and {len(modules)} modules from {path}"
+
+
+def _with_factors_of(
+    config: AdapterConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], cannot: str
+) -> AdapterConfig:
+    """The configuration of a LoKr with the sizes of factors that make these shapes."""
+    sizes = {side for parts in shapes.values() for side in parts.get("lokr_w1", (0, 0))}
+    sizes |= {
+        size
+        for parts in shapes.values()
+        if "lokr_w1_a" in parts
+        for size in (parts["lokr_w1_a"][0], parts["lokr_w1_b"][1])
+    }
+    for factor in (-1, *sorted(sizes - {0}, reverse=True)):
+        tried = replace(
+            config, decompose_factor=factor, decompose_both=any("lokr_w1_a" in parts for parts in shapes.values())
+        )
+        layers = {name: shape_of_parts(parts) for name, parts in shapes.items()}
+        if all(lokr_shapes(tried, name, layers[name]) == dict(parts) for name, parts in shapes.items()):
+            return tried
+    raise MixedAdapter(f"{cannot}: no adapter.decompose_factor makes its factors; merge it with base.merge")
+
+
+def lokr_shapes(config: AdapterConfig, module: str, layer: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a LoKr's parts that peft makes for a layer's weight [out, in]."""
+    from peft.tuners.lokr.layer import factorization  # peft takes seconds to import
+
+    rank = config.rank_of(module)
+    (a, b), (c, d) = (factorization(size, config.decompose_factor) for size in layer)
+    first = {"lokr_w1": (a, c)}
+    if config.decompose_both and rank < max(a, c) / 2:
+        first = {"lokr_w1_a": (a, rank), "lokr_w1_b": (rank, c)}
+    second = {"lokr_w2_a": (b, rank), "lokr_w2_b": (rank, d)} if rank < max(b, d) / 2 else {"lokr_w2": (b, d)}
+    return {**first, **second}

@@ -1,0 +1,217 @@
+"""Identifies an adapter file before any model is known: its form, its modules, and the architectures that it fits."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditkit_core.adapters.dora import is_over_base
+from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.files.keys import KnownNames, has_adapter_keys, shapes_in
+from ditkit_core.adapters.files.read import AdapterFile, understand_adapter
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import parse_json_object
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.factored import METHOD_OF_PART
+from ditkit_core.weights.load import first_ten, fits_shapes, known_prefix
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes by our name: for layers that of the weight [out, in], for parameters their own."""
+
+SECOND = "transformer_2"
+"""The component of the second of two adapters in one file; diffusers puts its name in front of the keys."""
+
+_OTHER_METHODS = {
+    "a LoKr or LoHa of convolutions": re.compile(r"\.(lokr_t2|hada_t[12])$"),
+    "OFT": re.compile(r"\.oft_|\.boft"),
+    "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
+    "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
+    "differences of whole weights": re.compile(r"\.diff(_b)?$|\.(set_weight|reshape_weight)$"),
+}
+"""Other methods, by the keys that they have besides or in place of low-rank matrices."""
+
+_OTHER_PARTS = {
+    r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|(post_)?quant_conv)\.": "a VAE's",
+    r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.": "a text encoder's",
+    r"^(vision_model\.)?embeddings\.(class|patch|position)_embedding|^visual\.": "an image encoder's",
+}
+"""A model's other files, by the names in them. Users give them by mistake, because they are in folders next to the transformer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundAdapter:
+    """An adapter file, understood by its names."""
+
+    path: Path
+    file: AdapterFile
+    layout: AdapterLayout
+    shapes: Shapes
+    """Shapes of the layers that it adapts, according to its matrices."""
+    presets: tuple[str, ...]
+    """Presets with all these layers in these shapes."""
+
+
+@lru_cache(maxsize=64)
+def layers_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
+    """The Linear layers of an architecture: their weights' shapes."""
+    # Cached, because every file is compared with all presets of the family.
+    with torch.device("meta"):
+        model = build(arch, Precision())
+    return {name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+@lru_cache(maxsize=64)
+def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
+    """The parameters and persistent buffers of an architecture: their shapes."""
+    with torch.device("meta"):
+        model = build(arch, Precision())
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
+    """The presets that a complete transformer fits, by names and shapes. Several may fit, if they differ in something without weights."""
+    return tuple(
+        name
+        for name, arch in spec.architecture.presets.items()
+        if fits_shapes(source, spec.architecture.names, parameters_of(spec.architecture.build, arch))
+    )
+
+
+def find_adapter(path: Path, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None) -> FoundAdapter:
+    """Open an adapter file and understand it (`adapter_in`)."""
+    return adapter_in(SafetensorsSource.open(path), spec, part=part, layers=layers)
+
+
+def adapter_in(
+    whole: SafetensorsSource, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None
+) -> FoundAdapter:
+    """Understand an adapter file by its names alone.
+
+    Args:
+        whole: The file.
+        spec: Its family.
+        part: The expert to choose in a file with an adapter for each; None if the file has one adapter.
+        layers: Linear layers of an architecture that is not a preset, whose names are known too.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        UserError: If the file is not an adapter of this family, or has two adapters and none was chosen.
+    """
+    source, path = part_of(whole, part), whole.path
+    # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.
+    presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
+    known = KnownNames.of(
+        spec.architecture.names, dict.fromkeys(name for each in (layers or {}, *presets.values()) for name in each)
+    )
+    parsed = {name: known.parse(name) for name in source.tensors}
+    keys = [key for key in parsed.values() if key is not None]
+    unknown = [name for name, key in parsed.items() if key is None]
+    if not any(key.kind == "down" or key.kind in METHOD_OF_PART for key in keys):
+        raise _not_an_adapter(source, spec)
+    # Before the message on unknown keys: a known method tells the user more than a list of names.
+    if others := _other_methods(unknown):
+        unread = [name for named in others.values() for name in named]
+        raise UserError(
+            f"{path} contains {' and '.join(others)} besides low-rank matrices ({first_ten(unread)}), which is not supported; merge it with "
+            "the program that made it"
+        )
+    if unknown:
+        raise UserError(
+            f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this model{_likeness(unknown, spec)}: "
+            f"{first_ten(unknown)}; name a LoRA of this model"
+        )
+    shapes = shapes_in(source, known)
+    file, layout = understand_adapter(source, known, shapes), known.layout(keys)
+    layout = replace(layout, dora_over_base=layout.use_dora and is_over_base(source.metadata))
+    # A subset, because an adapter need not adapt every layer.
+    fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
+    return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting)
+
+
+def parts_in(source: SafetensorsSource) -> tuple[str, ...]:
+    """The components that a file has adapters for."""
+    second = sum(name.startswith(f"{SECOND}.") for name in source.tensors)
+    return tuple(name for name, number in (("transformer", len(source.tensors) - second), (SECOND, second)) if number)
+
+
+def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
+    """The adapter of one expert in a file, with names as if it were the only one.
+
+    Raises:
+        UserError: If the file has two and none is chosen, or lacks the chosen one.
+    """
+    parts = parts_in(source)
+    if part is None and len(parts) > 1:
+        raise UserError(
+            f"{source.path} has an adapter for each of {' and '.join(parts)}; choose one with --part, then the other"
+        )
+    chosen = part or next(iter(parts), "transformer")
+    if source.tensors and chosen not in parts and part != parts[0]:
+        raise UserError(f"{source.path} has no adapter for {chosen}, only for {parts[0]}; leave out --part")
+    second = chosen == SECOND
+    # Renamed like the first, so that all later code needs to know only one prefix.
+    tensors = {
+        f"transformer.{name.removeprefix(f'{SECOND}.')}" if second else name: stored
+        for name, stored in source.tensors.items()
+        if name.startswith(f"{SECOND}.") == second
+    }
+    metadata = dict(source.metadata)
+    if DIFFUSERS_METADATA in metadata and len(parts) + second > 1:
+        config = parse_json_object(metadata[DIFFUSERS_METADATA], f"{source.path}: the header's {DIFFUSERS_METADATA}")
+        chosen_keys = {key: value for key, value in config.items() if key.startswith(f"{SECOND}.") == second}
+        metadata[DIFFUSERS_METADATA] = json.dumps(
+            {key.replace(f"{SECOND}.", "transformer.", 1): value for key, value in chosen_keys.items()}
+        )
+    # The rest of the module sees an ordinary file with one adapter.
+    return replace(source, tensors=tensors, metadata=metadata)
+
+
+def _other_methods(names: Collection[str]) -> dict[str, list[str]]:
+    """The other methods that a file's names belong to, each with these names."""
+    found = {method: [name for name in names if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()}
+    return {method: named for method, named in found.items() if named}
+
+
+def is_transformer(source: SafetensorsSource, spec: ModelSpec) -> bool:
+    """Whether a file's names are those of a transformer of this family."""
+    # Half, because a complete checkpoint may have a VAE or a text encoder next to its transformer.
+    return known_prefix(source, spec.architecture.names)[1] > len(source.tensors) / 2
+
+
+def _not_an_adapter(source: SafetensorsSource, spec: ModelSpec) -> UserError:
+    """The error for a file without an adapter of this model: the likeliest mistake, and what to give instead."""
+    path = source.path
+    if not source.tensors:
+        return UserError(f"{path} is empty; name a LoRA file")
+    if is_transformer(source, spec):
+        return UserError(
+            f"{path} is a whole transformer, not an adapter; extract its difference to another with --extract {path} --base BASE --rank N"
+        )
+    likeness = _likeness(source.tensors, spec)
+    methods = _other_methods(source.tensors)
+    # A file of another model is that first, whatever its method.
+    if not likeness and methods:
+        return UserError(
+            f"{path} contains {' and '.join(methods)}, which is not supported; merge it with the program that made it"
+        )
+    what = "a LoRA of another model" if has_adapter_keys(source) else "not a LoRA"
+    return UserError(f"{path} is {what}{likeness}: {first_ten(list(source.tensors)[:3])} …; name a LoRA of this model")
+
+
+def _likeness(names: Collection[str], spec: ModelSpec) -> str:
+    """The other model that names look like, as the end of a sentence; empty if they look like none that is known."""
+    for pattern, what in {**_OTHER_PARTS, **spec.adapters.rules.strangers}.items():
+        if any(re.search(pattern, name) for name in names):
+            return f" (its names look like {what})"
+    return ""

@@ -1,0 +1,449 @@
+"""Reads adapter files in every supported form of names.
+
+A file's modules are found by listing the names of each Linear layer of the model in each form, and looking up the file's names in that
+list (`keys.py`).
+
+| form | key |
+|---|---|
+| official (ComfyUI) | `diffusion_model.` + official name + `.lora_A.weight` or `.lora_down.weight`, perhaps `.alpha` |
+| diffusers | `transformer.` + diffusers name + `.lora_A.weight`, alpha in the header |
+| kohya, musubi | `lora_unet_` + official name with underscores + `.lora_down.weight`, `.alpha` |
+| OneTrainer | as kohya, or `lora_transformer_` + diffusers name with underscores |
+| peft | `base_model.model.` + official or diffusers name + `.lora_A.weight`, alpha in `adapter_config.json` next to the file |
+| DiffSynth | official name + `.lora_A.default.weight` |
+
+A form may have several of our modules in one tensor, or one of ours in several: `weights/fused_tensors.py` converts adapters between them.
+
+The scale alpha / rank belongs to a module here, never to a file: `scale`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.dora import base_norm, is_over_base
+from ditkit_core.adapters.files.alpha import AlphaHeader
+from ditkit_core.adapters.files.factored import FactoredAdapter, MixedAdapter, factored_config, understand_factored
+from ditkit_core.adapters.files.keys import KnownNames
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.weights.factored import METHOD_OF_PART, FactoredMatrices
+from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
+from ditkit_core.weights.load import first_ten
+
+
+@dataclass(frozen=True)
+class FileAdapter:
+    """The adapter of one module in the file, which may be several modules of ours."""
+
+    name: str
+    """The module's name in the file."""
+    keys: Mapping[str, str]
+    """The file's key by part: `down`, `up`, perhaps `alpha`, `magnitude`."""
+    parts: tuple[TensorSlice, ...]
+    """The parts of our modules that make up its rows."""
+    rank: int
+    scale: float
+    """The factor of up·down."""
+
+    def rows(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> LoraMatrices:
+        """Read the adapter of one of its parts.
+
+        Args:
+            source: The file.
+            index: The part.
+            columns: Indices of the columns of B, and rows of A, to read; None for all.
+        """
+
+        def read(part: str) -> Tensor:
+            return source.read(self.keys[part], index=index, of=len(self.parts)).float()
+
+        down, up = source.read(self.keys["down"]).float().flatten(1), read("up").flatten(1)
+        if columns is not None:
+            down, up = down[columns], up[:, columns]
+        magnitude = read("magnitude").flatten() if "magnitude" in self.keys else None
+        return LoraMatrices(down, up, magnitude, magnitude is not None and is_over_base(source.metadata))
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Some rows of a module of ours in a file."""
+
+    adapter: "FileAdapter | FactoredAdapter"
+    index: int
+    """Index among the adapter's parts."""
+    columns: Tensor | None
+    """The columns of the adapter's B that belong to our module; None for all."""
+
+
+@dataclass(frozen=True)
+class FileModule:
+    """A file's adapter of one module of ours."""
+
+    pieces: tuple[FilePiece | None, ...]
+    """Pieces of equal size, from the first row on; None where the file has no adapter."""
+    rank: int
+    scale: float
+    """The factor of up·down."""
+    use_dora: bool
+    """Whether it has a magnitude for each row."""
+    method: str = "lora"
+    """`lora`, `lokr` or `loha`."""
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter file whose names are understood, but whose matrices are not read yet."""
+
+    source: SafetensorsSource
+    modules: Mapping[str, FileModule]
+    """Its modules, by our name."""
+
+    def read_factored(self, module: str) -> FactoredMatrices:
+        """Read a module's LoKr or LoHa.
+
+        Raises:
+            UserError: If the file has it in several pieces.
+        """
+        pieces = self.modules[module].pieces
+        adapter = pieces[0].adapter if pieces[0] is not None and len(pieces) == 1 else None
+        if not isinstance(adapter, FactoredAdapter):
+            raise UserError(
+                f"{self.source.path}: {module} is in {len(pieces)} pieces, which a LoKr or LoHa of one layer is not; merge it"
+            )
+        assert pieces[0] is not None
+        return adapter.matrices(self.source, pieces[0].index)
+
+    def read(self, module: str) -> LoraMatrices:
+        """Read a module's A, B and perhaps magnitudes."""
+        found = self.modules[module]
+        return _read_pieces(self.source, found.pieces, found.scale)
+
+    def change(self, module: str, weight: Tensor, strength: float) -> None:
+        """Merge the adapter at a strength into the fp32 weight [out, in] of a module, in place."""
+        if self.modules[module].method != "lora":
+            weight.add_(self.change_of(module), alpha=strength)
+            return
+        scale, read = self.modules[module].scale, self.read(module)
+        if read.magnitude is None:
+            weight.addmm_(read.up, read.down, alpha=strength * scale)
+            return
+        # DoRA's result is not linear in the scale, so a strength blends the weight with the merged one instead.
+        merged = torch.addmm(weight, read.up, read.down, alpha=scale)
+        merged *= (read.magnitude / (base_norm(weight) if read.over_base else torch.linalg.vector_norm(merged, dim=1)))[
+            :, None
+        ]
+        weight.lerp_(merged, strength)
+
+    def change_of(self, module: str) -> Tensor:
+        """The change of a module's weight by a LoKr or LoHa, with its scale.
+
+        A tensor of the file may be several modules of ours, or some rows of one.
+        """
+        changes = []
+        for piece in self.modules[module].pieces:
+            assert piece is not None and isinstance(piece.adapter, FactoredAdapter), (
+                "`_assemble_factored` refuses others"
+            )
+            changes.append(piece.adapter.matrices(self.source, piece.index).change() * piece.adapter.scale)
+        return torch.cat(changes) if len(changes) > 1 else changes[0]
+
+
+def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> LoraMatrices:
+    def read(piece: FilePiece) -> tuple[str, LoraMatrices]:
+        assert isinstance(piece.adapter, FileAdapter)
+        read = piece.adapter.rows(source, piece.index, piece.columns)
+        if piece.adapter.scale != scale:
+            read = replace(read, up=read.up * (piece.adapter.scale / scale))
+        return piece.adapter.name, read
+
+    return join([None if piece is None else read(piece) for piece in pieces])
+
+
+def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[int, ...]]) -> AdapterFile:
+    """Open an adapter file and find each of its keys in the model, with rank and scale.
+
+    Matrices are read only where the form fuses modules that the model has apart: their columns of zeros in B tell modules apart.
+
+    Args:
+        path: The file.
+        names: The model's names.
+        modules: Weight shapes [out, in] of the model's Linear layers, by our name.
+
+    Returns:
+        The adapter file.
+
+    Raises:
+        UserError: If this is not a safetensors file, has no adapter, or has keys that do not fit the model; with the first ten.
+    """
+    return understand_adapter(SafetensorsSource.open(path), KnownNames.of(names, modules), modules)
+
+
+def understand_adapter(
+    source: SafetensorsSource, known: KnownNames, modules: Mapping[str, tuple[int, ...]]
+) -> AdapterFile:
+    """`open_adapter` for a file that is open.
+
+    Args:
+        source: The file.
+        known: Names of these Linear layers, and perhaps of others.
+        modules: Weight shapes [out, in], by our name, of all layers that the file adapts.
+
+    Returns:
+        The adapter file.
+
+    Raises:
+        UserError: As `open_adapter`.
+    """
+    path = source.path
+    if not source.tensors:
+        raise UserError(f"{path} is empty; name a LoRA file")
+    keys: dict[tuple[TensorSlice, ...], dict[str, str]] = {}
+    unmatched = []
+    for key in source.tensors:
+        parsed = known.parse(key)
+        # A second key of one kind, as in a file that has a module in two forms: which of them counts is unknown.
+        if parsed is None or parsed.kind in keys.get(parsed.parts, {}):
+            unmatched.append(key)
+        else:
+            keys.setdefault(parsed.parts, {})[parsed.kind] = key
+    fused = FusedTensors()
+    file_names = {parts: known.forms[parts][0] for parts in keys}
+    unmatched += [
+        key for parts, name in file_names.items() if not fused.add(name, parts) for key in keys[parts].values()
+    ]
+    if unmatched:
+        raise UserError(
+            f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this model: "
+            f"{first_ten(unmatched)}; name a LoRA of this model"
+        )
+    # Only now, because an unreadable header of a file of another model is not the problem to report.
+    header = AlphaHeader.of(source)
+    adapters: dict[str, FileAdapter | FactoredAdapter] = {
+        name: (understand_factored if keys[parts].keys() & METHOD_OF_PART.keys() else _understand)(
+            source, keys[parts], parts, modules, header, known.forms[parts]
+        )
+        for parts, name in file_names.items()
+    }
+    # Fused tensors tell their modules apart only by values, so these are the only matrices that are read
+    # here.
+    columns = {name: _columns(source, adapter) for name, adapter in adapters.items()}
+    found: dict[str, FileModule] = {}
+    for module in modules:
+        pieces: list[FilePiece | None] = []
+        for part in fused.found.get(module, ()):
+            if part is None or module not in columns[part.name]:
+                pieces.append(None)
+            else:
+                pieces.append(FilePiece(adapters[part.name], part.index, columns[part.name][module]))
+        if any(pieces):
+            found[module] = _assemble_module(source, module, tuple(pieces))
+    return AdapterFile(source, found)
+
+
+def _columns(source: SafetensorsSource, adapter: FileAdapter | FactoredAdapter) -> dict[str, Tensor | None]:
+    """The columns of an adapter's B that belong to each of our modules; None for all."""
+    owners = [part.name for part in adapter.parts]
+    if len(set(owners)) == 1 or isinstance(adapter, FactoredAdapter):
+        return dict.fromkeys(owners)
+    up = source.read(adapter.keys["up"]).float().flatten(1)
+    columns: dict[str, Tensor | None] = dict(columns_of_owners(up, owners))
+    if "magnitude" in adapter.keys:  # a magnitude changes its rows even if B is zero there
+        columns = {owner: columns.get(owner) for owner in owners}
+    return columns
+
+
+def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+    given = [piece for piece in pieces if piece is not None]
+    if any(isinstance(piece.adapter, FactoredAdapter) for piece in given):
+        return _assemble_factored(source, module, pieces)
+    with_magnitude = [piece for piece in given if "magnitude" in piece.adapter.keys]
+    if with_magnitude and len(with_magnitude) < len(pieces):
+        raise UserError(
+            f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some outputs of {module}, but the "
+            "other outputs have none; merge that file with the program that made it"
+        )
+    scales = {piece.adapter.scale for piece in given}
+    # Pieces with different scales are read with their scale in B, so that the module has a single scale: 1.
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    one = len({piece.adapter.name for piece in given}) == 1 and given[0].columns is None
+    rank = given[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
+    return FileModule(pieces, rank, scale, bool(with_magnitude))
+
+
+def _assemble_factored(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+    adapters = [None if piece is None else piece.adapter for piece in pieces]
+    methods = {each.method if isinstance(each, FactoredAdapter) else "lora" for each in adapters if each is not None}
+    first = adapters[0]
+    if len(methods) > 1 or None in adapters or first is None:
+        raise UserError(
+            f"{source.path}: some rows of {module} have a {' or '.join(sorted(methods))}, and others another or none; merge that file with "
+            "the program that made it"
+        )
+    return FileModule(pieces, first.rank, first.scale, False, methods.pop())
+
+
+def _understand(
+    source: SafetensorsSource,
+    keys: Mapping[str, str],
+    parts: tuple[TensorSlice, ...],
+    modules: Mapping[str, tuple[int, ...]],
+    header: AlphaHeader,
+    names: Sequence[str],
+) -> FileAdapter:
+    for kind in ("down", "up"):
+        if kind not in keys:
+            there, ours = ", ".join(keys.values()), ", ".join(dict.fromkeys(part.name for part in parts))
+            raise UserError(f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again")
+    # The layer's shape in the file's form: fused modules have one A and the rows of all.
+    layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])
+    shapes = {kind: source.tensors[key].shape for kind, key in keys.items()}
+    down, up = shapes["down"], shapes["up"]
+    rank = down[0] if down else 0
+    fits = rank > 0 and (*up[:1], math.prod(up[1:]), math.prod(down[1:])) == (layer[0], rank, layer[1])
+    if not fits or shapes.get("alpha", ()) not in ((), (1,)):
+        raise UserError(
+            f"{source.path}: {keys['down']} {list(down)} and {keys['up']} {list(up)} do not fit the layer's "
+            f"{list(layer)}; name a LoRA of this model"
+        )
+    if "magnitude" in keys and shapes["magnitude"] not in ((layer[0],), (layer[0], 1)):
+        raise UserError(
+            f"{source.path}: {keys['magnitude']} is not one norm per output of the layer; "
+            "merge that file with the program that made it"
+        )
+    # Without any alpha the scale is 1, as for every reader of such files.
+    scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys else header.scale(rank, names)
+    return FileAdapter(names[0], keys, parts, rank, scale)
+
+
+MAX_STRENGTH = 100
+"""Largest magnitude of a strength in `base.merge`. Beyond it no adapter makes sense; it is a typing error."""
+
+
+def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
+    """Parse `FILE@strength`, or `FILE` with a strength of 1, of a setting.
+
+    Raises:
+        UserError: If the text behind the last @ is not a number, and the complete entry is not a file.
+    """
+    # A file whose own name has an @ counts as a file.
+    file, at, strength = entry.rpartition("@")
+    if not at or Path(entry).is_file():
+        return local_path(entry), 1.0
+    try:
+        value = float(strength)
+    except ValueError as error:
+        raise UserError(f"{key}: {entry!r} is not FILE@strength; write a number after the @") from error
+    if not abs(value) <= MAX_STRENGTH:
+        raise UserError(f"{key}: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
+    return local_path(file), value
+
+
+def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable[[Tensor], None]]:
+    """The `edits` of `load_into` that merge adapter files, each at a strength, into the base's weights."""
+    modules = {module for file, _ in files for module in file.modules}
+
+    def edit(module: str) -> Callable[[Tensor], None]:
+        def change(weight: Tensor) -> None:
+            for file, strength in files:
+                if module in file.modules:
+                    file.change(module, weight, strength)
+
+        return change
+
+    return {f"{module}.weight": edit(module) for module in modules}
+
+
+def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterConfig, str]:
+    """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from.
+
+    Args:
+        config: The configuration.
+        file: The adapter to start from.
+
+    Returns:
+        The new configuration, and one line about the values from the file.
+
+    Raises:
+        MixedAdapter: If only some of the file's modules are DoRA.
+        UserError: If patterns or another method are configured too, or a module could not be trained, because its scale is not positive.
+    """
+    path, modules = file.source.path, file.modules
+    if config.rank_pattern or config.alpha_pattern:
+        raise UserError(
+            f"adapter.init = {path} decides ranks and alphas by layer; leave adapter.rank_pattern and adapter.alpha_pattern out"
+        )
+    methods = {found.method for found in modules.values()}
+    if config.method not in ("lora", *methods):  # `lora` is the default, which a file replaces
+        has = " and ".join(sorted(methods))
+        raise UserError(
+            f"adapter.init = {path} has a {has}, which adapter.method = {config.method} cannot start from; leave adapter.method out, or merge "
+            "the file with base.merge"
+        )
+    if methods != {"lora"}:
+        return factored_config(config, file.source, modules)
+    doras = [name for name, found in modules.items() if found.use_dora]
+    if 0 < len(doras) < len(modules):
+        other = next(name for name in modules if name not in doras)
+        raise MixedAdapter(
+            f"adapter.init = {path} mixes DoRA ({doras[0]}) and LoRA ({other}); start from a file of one of them, or merge it with base.merge"
+        )
+    shapes = {name: (found.rank, found.scale) for name, found in modules.items()}
+    (rank, scale), _ = Counter(shapes.values()).most_common(1)[0]
+    if (least := min(scale for _, scale in shapes.values())) <= 0:  # alpha = 0 means alpha = rank in our configuration
+        raise UserError(f"adapter.init = {path} has scale {least:g}, so nothing could be trained")
+
+    def alpha_of(rank: int, scale: float) -> float:
+        return scale * (math.sqrt(rank) if config.use_rslora else rank)
+
+    alpha = alpha_of(rank, scale)
+    others = {name: each for name, each in shapes.items() if each != (rank, scale)}
+    started = replace(
+        config,
+        rank=rank,
+        alpha=alpha,
+        rank_pattern=tuple(f"^{name}={other}" for name, (other, _) in others.items()),
+        alpha_pattern=tuple(f"^{name}={alpha_of(*each)!r}" for name, each in others.items()),
+        use_dora=config.use_dora or bool(doras),
+        targets=config.targets or tuple(modules),
+    )
+    said = f"adapter.init: rank {rank}, alpha {alpha:g} and {len(modules)} modules from {path}"
+    return started, said + f", of which {len(others)} have another rank or alpha" * bool(others)
+
+
+def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
+    """A `start` for `inject.initialise` that reads a file. Modules that the file lacks start like new ones.
+
+    Args:
+        file: The adapter to start from.
+        adapted: Names of the modules with an adapter.
+
+    Raises:
+        UserError: If the file adapts a module without an adapter.
+    """
+    if dropped := [module for module in file.modules if module not in adapted]:
+        raise UserError(
+            f"adapter.init = {file.source.path} has modules that adapter.targets leaves out: {first_ten(dropped)}; "
+            "leave adapter.targets empty to take the file's"
+        )
+
+    def start(module: str) -> dict[str, Tensor]:
+        if module not in file.modules:
+            return {}
+        if file.modules[module].method != "lora":
+            return dict(file.read_factored(module).parts)
+        read = file.read(module)
+        given = {"lora_A.weight": read.down, "lora_B.weight": read.up}
+        if read.magnitude is None:
+            return given
+        return {**given, "dora_scale" if read.over_base else "lora_magnitude_vector.weight": read.magnitude}
+
+    return start

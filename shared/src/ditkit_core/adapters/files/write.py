@@ -1,0 +1,317 @@
+"""Writes adapters to files that other programs load. Each file is read back and compared before it gets its name."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ditkit_core.adapters.dora import DORA_METADATA, OVER_BASE, in_norm_of
+from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.files.keys import modules_in_form
+from ditkit_core.adapters.files.read import AdapterFile, open_adapter
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import write_safetensors
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, join
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One module's adapter, and the factor of its product."""
+
+    matrices: LoraMatrices
+    scale: float = 1.0
+
+
+def write_adapter(
+    path: Path,
+    state: Mapping[str, Tensor],
+    scaling: float | Mapping[str, float],
+    names: StateDictNames,
+    *,
+    form: str,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+    fillers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    base_weight: Callable[[str], Tensor] | None = None,
+) -> None:
+    """Write a model's adapter, and compare it name by name and value by value before the file gets its name.
+
+    Args:
+        path: The file.
+        state: The adapters by canonical name, from `inject.adapter_state`.
+        scaling: The factor of B·A in the model, of all modules or by module.
+        names: The model's names.
+        form: One of `ADAPTER_FORMS`.
+        dtype: The dtype of the tensors in the file.
+        metadata: Strings for the header: base, data hash, config, versions.
+        fillers: Weight shapes of modules without an adapter that are written as zeros, by our name.
+        base_weight: Returns the base's weight of a module; needed for a DoRA in a form whose magnitudes are over its norm.
+
+    Raises:
+        UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
+    """
+    adapters = {
+        module: Scaled(matrices, scaling[module] if isinstance(scaling, Mapping) else scaling)
+        for module, matrices in _adapters(state).items()
+    }
+    if base_weight is not None:
+        adapters = {
+            module: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(base_weight, module)))
+            for module, each in adapters.items()
+        }
+    adapters |= {module: zero_adapter(shape) for module, shape in fillers.items()}
+    write_matrices(path, adapters, names, form=form, dtype=dtype, metadata=metadata)
+
+
+def zero_adapter(shape: tuple[int, ...]) -> Scaled:
+    """An adapter of rank 1 that changes nothing, for a layer with this weight shape [out, in]."""
+    return Scaled(LoraMatrices(torch.zeros(1, shape[1]), torch.zeros(shape[0], 1)))
+
+
+def write_matrices(
+    path: Path,
+    adapters: Mapping[str, Scaled],
+    names: StateDictNames,
+    *,
+    form: str,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+    check: Callable[[AdapterFile], None] = lambda file: None,
+) -> None:
+    """Write adapters, and read them back before the file gets its name.
+
+    In a form without alpha the scale is folded into B. Then alpha = rank, which every reader assumes for a file without alpha. A form with
+    alpha keeps B as it is, unless modules that it fuses into one tensor differ in scale: then all scales are folded.
+
+    Args:
+        path: The file.
+        adapters: Adapters by our name of the module.
+        names: The model's names.
+        form: One of `ADAPTER_FORMS`.
+        dtype: The dtype of the tensors in the file.
+        metadata: Strings for the header.
+        check: Checks the written file before it gets its name; it may raise.
+
+    Raises:
+        UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
+    """
+    use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
+    check_form(form, names, use_dora=use_dora)
+    check_stacks(form, names, adapters, use_dora=use_dora)
+    over_base = use_dora and ADAPTER_FORMS[form].dora == "base"
+    assert all(
+        each.matrices.over_base == over_base for each in adapters.values() if each.matrices.magnitude is not None
+    )
+    metadata = {key: value for key, value in metadata.items() if key != DORA_METADATA}
+    metadata |= {DORA_METADATA: OVER_BASE} if over_base else {}
+    stacks = fused_modules(adapters, names, form).found
+    # A tensor of the file has one alpha. If the modules fused in it differ in scale, the scale can only go into B.
+    kept = ADAPTER_FORMS[form].alpha and all(
+        len({adapters[part.name].scale for part in parts if part is not None}) == 1 for parts in stacks.values()
+    )
+    written = {module: _rounded(adapter, dtype, kept=kept) for module, adapter in adapters.items()}
+    fused = {name: _join_parts(parts, written) for name, parts in stacks.items()}
+    tensors = _file_tensors(fused, form, dtype)
+    if form == "diffusers":
+        metadata = {**metadata, DIFFUSERS_METADATA: _diffusers_metadata(fused, use_dora=use_dora)}
+
+    def read_back(temporary: Path) -> None:
+        check(_compare(temporary, written, names, form))
+
+    shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    # The file has a temporary name until `check` returns, so a file that fails it never exists under its
+    # own.
+    write_safetensors(path, shapes, tensors.__getitem__, metadata, check=read_back)
+
+
+def forms_of(names: StateDictNames) -> list[str]:
+    """The forms in which adapters of a model can be written."""
+    return [form for form in ADAPTER_FORMS if _naming(form, names) in names.from_native]
+
+
+def _naming(form: str, names: StateDictNames) -> str:
+    return ADAPTER_FORMS[form].naming or names.bare
+
+
+def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
+    """Refuse a form that cannot represent the adapter: before training, and again when it is written.
+
+    DoRA is written in the forms of diffusers and ComfyUI, whose norms are known (`dora.py`).
+
+    Raises:
+        UserError: If the model has no such form, or its readers would make another adapter of it.
+    """
+    forms = forms_of(names)
+    if form not in forms:
+        hint = f"; did you mean {nearest_form(form)}?" if nearest_form(form) in forms else ""
+        raise UserError(f"export.forms: {form!r} is not a form of this model; choose one of {', '.join(forms)}{hint}")
+    if use_dora and not ADAPTER_FORMS[form].dora:
+        able = [name for name in forms if ADAPTER_FORMS[name].dora]
+        raise UserError(
+            f"export.forms: programs that read the {form} form do not reproduce DoRA; set export.forms = {able}, or adapter.use_dora = false"
+        )
+
+
+def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, use_dora: bool) -> None:
+    """Refuse DoRA for a module that a form fuses into one tensor with modules without an adapter.
+
+    Raises:
+        UserError: If there is one: an adapter does not have the magnitudes of the other modules' rows.
+    """
+    if not use_dora:
+        return
+    for name, parts in fused_modules(modules, names, form).found.items():
+        if None in parts:
+            ours = next(part.name for part in parts if part is not None)
+            raise UserError(
+                f"export.forms: the {form} form has {ours} in {name} with modules that have no adapter, which DoRA cannot represent; "
+                f"add them to adapter.targets, or set adapter.use_dora = false, or leave {form} out of export.forms"
+            )
+
+
+def fused_modules(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
+    """A form's modules, assembled from these of ours."""
+    return modules_in_form(modules, names.from_native[_naming(form, names)])
+
+
+def _adapters(state: Mapping[str, Tensor]) -> dict[str, LoraMatrices]:
+    """A model's adapters by module, in fp32 on the CPU."""
+
+    def plain(name: str) -> Tensor:
+        return state[name].detach().to("cpu", torch.float32)
+
+    adapters = {}
+    for name in state:
+        module, part = re.split(r"\.(?=lora_(?:A|B|magnitude_vector)\.weight$)", name)
+        if part == "lora_A.weight":
+            magnitude = f"{module}.lora_magnitude_vector.weight"
+            norms = plain(magnitude) if magnitude in state else None
+            adapters[module] = LoraMatrices(plain(name), plain(f"{module}.lora_B.weight"), norms)
+    assert len(state) == sum(2 + (adapter.magnitude is not None) for adapter in adapters.values()), "names are unknown"
+    return adapters
+
+
+def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
+    """An adapter as the file has it: rounded to its dtype, with the scale in B unless the form has an alpha (`kept`)."""
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).float()
+
+    matrices, magnitude = adapter.matrices, adapter.matrices.magnitude
+    up = matrices.up if kept else matrices.up * adapter.scale
+    return Scaled(
+        replace(
+            matrices,
+            down=rounded(matrices.down),
+            up=rounded(up),
+            magnitude=None if magnitude is None else rounded(magnitude),
+        ),
+        adapter.scale if kept else 1.0,
+    )
+
+
+def _join_parts(parts: Sequence[TensorSlice | None], adapters: Mapping[str, Scaled]) -> Scaled:
+    """The adapter of one of the form's modules, whose parts have one scale."""
+
+    def rows(part: TensorSlice | None) -> tuple[str, LoraMatrices] | None:
+        return None if part is None else (part.name, adapters[part.name].matrices.rows(part.index, part.of))
+
+    (scale,) = {adapters[part.name].scale for part in parts if part is not None}
+    return Scaled(join([rows(part) for part in parts]), scale)
+
+
+def _file_tensors(fused: Mapping[str, Scaled], form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The file's tensors, by key."""
+    tensors: dict[str, Tensor] = {}
+    for name, adapter in fused.items():
+        keys, matrices = ADAPTER_FORMS[form].keys(name), adapter.matrices
+        tensors[keys["down"]] = matrices.down.to(dtype)
+        tensors[keys["up"]] = matrices.up.to(dtype)
+        if matrices.magnitude is not None:  # ComfyUI tells an output's norm from an input's by the shape
+            shape = (-1, 1) if matrices.over_base else (-1,)
+            tensors[keys["magnitude"]] = matrices.magnitude.to(dtype).view(shape)
+        if ADAPTER_FORMS[form].alpha:  # in fp32, because for a single number precision is free
+            tensors[keys["alpha"]] = torch.tensor(adapter.scale * len(matrices.down), dtype=torch.float32)
+    return tensors
+
+
+def _diffusers_metadata(fused: Mapping[str, Scaled], *, use_dora: bool) -> str:
+    """peft's configuration for diffusers, without keys that another version of peft may not know.
+
+    diffusers reads ranks from the header, not from the tensors, so each fused module with another rank is listed.
+    """
+    ranks = {name: len(adapter.matrices.down) for name, adapter in fused.items()}
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    # Escaped, because peft matches them as patterns; anchored, so that no longer name fits that ends like one of them.
+    others = {f"^{re.escape(name)}": own for name, own in sorted(ranks.items()) if own != rank}
+    config = {
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(ranks),
+        "use_dora": use_dora,
+        "use_rslora": False,
+        **({"rank_pattern": others, "alpha_pattern": others} if others else {}),
+    }
+    return json.dumps({f"transformer.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
+
+
+def _compare(path: Path, adapters: Mapping[str, Scaled], names: StateDictNames, form: str) -> AdapterFile:
+    """Compare a file, as our own reader sees it, with the adapters.
+
+    Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: If a module, a scale or a value differs.
+    """
+    file = open_adapter(path, names, _layer_shapes(adapters, names, form))
+    for module, expected in adapters.items():
+        found = file.modules.get(module)
+        read = None if found is None else file.read(module)
+        same_scale = found is None or math.isclose(found.scale, expected.scale, rel_tol=1e-6, abs_tol=1e-30)
+        if not same_scale or not _is_equal(read, expected.matrices):
+            raise UserError(f"{path} could not be read back as it was written ({module}); check the disk")
+    return file
+
+
+def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the layers with an adapter, and of those that the form fuses with them."""
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (len(one.matrices.up), one.matrices.down.shape[1]) for name, one in adapters.items()
+    }
+    for name, parts in fused_modules(adapters, names, form).found.items():
+        if None in parts:
+            adapted = next(part for part in parts if part is not None)
+            num_out, width = shapes[adapted.name]
+            for part in names.to_native(f"{name}.weight") or ():
+                module = part.name.removesuffix(".weight")
+                shapes.setdefault(module, (num_out // adapted.of * part.of, width))
+    return shapes
+
+
+def _is_equal(read: LoraMatrices | None, expected: LoraMatrices) -> bool:
+    if read is None:
+        return not expected.up.any() and expected.magnitude is None
+    if (read.magnitude is None, read.over_base) != (expected.magnitude is None, expected.over_base):
+        return False
+    # If the reader attributed columns of zeros to another module, the ranks differ. Then only columns with other values are compared.
+    if read.down.shape == expected.down.shape:
+        pairs = [(read.down, expected.down), (read.up, expected.up)]
+    else:
+        used, expected_used = (matrices.up.any(0) for matrices in (read, expected))
+        pairs = [(read.down[used], expected.down[expected_used]), (read.up[:, used], expected.up[:, expected_used])]
+    if read.magnitude is not None and expected.magnitude is not None:
+        pairs.append((read.magnitude, expected.magnitude))
+    return all(torch.equal(one, other) for one, other in pairs)

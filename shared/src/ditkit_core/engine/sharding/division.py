@@ -1,0 +1,134 @@
+"""Divides the rows of a model's parameters over ranks, before or after it has values.
+
+A model on `meta` is divided first, and then each rank reads its own rows (`weights/load.py: Division`): no host ever has the whole model.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ditkit_core.engine.sharding.fsdp import check_reduced, divide, reduce_whole
+from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks, distributed
+from ditkit_core.models.precision import Precision, precision_of
+from ditkit_core.models.protocol import StagedModel
+
+
+class Rows(NamedTuple):
+    """The part of a weight's rows that a rank has: all ranks but the last ones have equally many."""
+
+    first: int
+    number: int
+    of: int
+    """Rows of the whole weight."""
+
+
+class Division:
+    """How the rows of a model's parameters are divided; it divides the model when it is made.
+
+    Attributes:
+        paths: The model's own name of each trained parameter.
+        replicas: How often the divided model is there.
+        group: The ranks that divide it.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        trained: Mapping[str, nn.Parameter],
+        precision: Precision,
+        ranks: Ranks,
+        device: torch.device,
+    ):
+        """Divide a model, module by module, so that the device never has more than one of them whole.
+
+        Args:
+            model: The model, adapters included, on `meta`, the host or the device; on `meta` in the dtypes that it will have.
+            trained: Its trained parameters, by name.
+            precision: Its precision: gradients are summed over ranks in `precision.reduction`.
+            ranks: The processes that train; `ranks.shard` of them divide the weights.
+            device: This rank's, where the rows go.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.paths = {name: names[id(parameter)] for name, parameter in trained.items()}
+        self._accumulation, self._reduction = precision_of(model.embed).accumulation, precision.reduction
+        for parameter in trained.values():
+            self._set_grad_dtype(parameter)  # before FSDP2 takes over: it casts the sum over ranks to this dtype
+        self.replicas = ranks.size // ranks.shard
+        mesh = mesh_of(device.type, self.replicas, ranks.shard)
+        self._model, self._ranks, self.group = model, ranks, mesh.get_group("shard")
+        self._mesh = mesh if self.replicas > 1 else mesh["shard"]
+        self._whole = [
+            names[id(parameter)] for parameter in divide(model, precision, self._mesh, sum_over=ranks.context)
+        ]
+
+    def _set_grad_dtype(self, parameter: nn.Parameter) -> None:
+        wide = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+        parameter.grad_dtype = self._accumulation or wide
+
+    def finish(self) -> None:
+        """Have the gradients of what stayed whole summed over ranks, once the model has values."""
+        parameters = dict(self._model.named_parameters())
+        whole = [parameters[path] for path in self._whole]
+        for parameter in whole:
+            self._set_grad_dtype(parameter)
+        if whole:
+            reduce_whole(whole, self._mesh, self._reduction)
+        check_reduced(self._model)
+
+    def rows_of(self, parameter: DTensor) -> Rows:
+        """FSDP2 gives each rank equally many rows, rounded up, so that the last ranks may have fewer or none."""
+        each, of = self.rows_each(parameter), len(parameter)
+        first = min(of, distributed().get_rank(self.group) * each)
+        local = len(parameter.to_local())
+        assert local == min(each, of - first), (local, first, of)
+        return Rows(first, local, of)
+
+    def rows_each(self, parameter: Tensor) -> int:
+        """How many rows of a parameter each rank has, but for the last ones that have any."""
+        return -(-len(parameter) // self._ranks.shard)
+
+    def rows(self, parameter: Tensor | None) -> range | None:
+        """The rows of a parameter that this rank has; None if it has all, or it is no parameter."""
+        if not isinstance(parameter, DTensor):
+            return None
+        first, number, _ = self.rows_of(parameter)
+        return range(first, first + number)
+
+    def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
+        """Give a divided parameter its rows."""
+        old = module._parameters[leaf]
+        assert isinstance(old, DTensor) and rows.dtype == old.dtype, (leaf, rows.dtype)
+        value = DTensor.from_local(
+            rows.contiguous(), old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=old.requires_grad)
+
+    def put_whole(self, module: nn.Module, leaf: str, value: Tensor) -> None:
+        """Give a parameter its values, of which this rank keeps its rows if it is divided."""
+        old = module._parameters[leaf]
+        assert old is not None and old.shape == value.shape
+        if (rows := self.rows(old)) is None:
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=old.requires_grad)
+        else:
+            self.put(module, leaf, value[rows.start : rows.stop].clone())
+
+    def gather(self, values: Tensor, first: int, count: int) -> Tensor:
+        """All `count` rows of values of which this rank has those from the first on; each rank calls it for the same."""
+        found = values.new_zeros(count, *values.shape[1:])
+        found[first : first + len(values)] = values
+        return self._ranks.all_reduce(found, self.group)
+
+
+def mesh_of(kind: str, replicas: int, shard: int) -> DeviceMesh:
+    """Ranks by replica and by part of the weights, in groups whose exchanges wait however long, as all of a run do."""
+    mesh = init_device_mesh(kind, (replicas, shard), mesh_dim_names=("replicate", "shard"))
+    # torch gives groups of a mesh its default limit of 30 minutes. Earlier versions have the function under another name.
+    set_timeout = getattr(distributed(), "set_timeout", None) or distributed_c10d._set_pg_timeout
+    for name in ("replicate", "shard"):
+        set_timeout(WITHOUT_LIMIT, mesh.get_group(name))
+    return mesh

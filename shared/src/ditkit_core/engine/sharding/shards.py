@@ -1,0 +1,260 @@
+"""A model whose weights are divided over ranks, as a training loop sees it: each rank trains its rows, as plain tensors.
+
+FSDP2 gathers a block's weights while it runs, and leaves each rank the sum of the gradients of its rows. Everything else (optimizer, average,
+clipping, saves) would have to know of DTensors, so it gets the rows themselves, which share the DTensors' memory.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ditkit_core.engine.sharding.division import Division, Rows, mesh_of
+from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks, distributed
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import StagedModel
+
+
+class Shards:
+    """The rows of a model's weights that this rank has; it divides the model when it is made, unless that is done.
+
+    Attributes:
+        trained: The trained parameters by name as the model has them: divided ones are DTensors.
+        local: The trained parameters by name: the rows of this rank, or the whole tensor where every rank has it.
+        rows: By name, which rows those are, of the divided ones.
+        for_files: The ranks, as a thread that writes files may use them while training goes on.
+    """
+
+    def __init__(
+        self,
+        model: StagedModel,
+        trained: Mapping[str, nn.Parameter],
+        precision: Precision,
+        ranks: Ranks,
+        device: torch.device,
+        division: Division | None = None,
+    ):
+        """Divide a model, unless that is done, and move to the device what is not divided.
+
+        Args:
+            model: The model, adapters included, on the host or the device.
+            trained: Its trained parameters, by name.
+            precision: Its precision: gradients are summed over ranks in `precision.reduction`.
+            ranks: The processes that train; `ranks.shard` of them divide the weights.
+            device: This rank's, where the rows go.
+            division: The model's, if it is divided.
+        """
+        self._division = division or Division(model, trained, precision, ranks, device)
+        self._division.finish()
+        root: Any = model
+        # Samples of other ranks may have conditions whose layers those of this one do not use. torch 2.11 may not know this yet.
+        if (reduce_unused := getattr(root, "set_reduce_scatter_unused_params", None)) is not None:
+            reduce_unused(True)
+        for tensor in (*root.parameters(), *root.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)  # FSDP2 moves only what it divides
+        self._root, self._ranks, self._group = root, ranks, self._division.group
+        # Files are written from the host, over a group of their own: nothing else may be exchanged on it.
+        self._mesh = mesh_of("cpu", self._division.replicas, ranks.shard)
+        self.for_files = replace(
+            ranks,
+            channel=distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT),
+            seconds_waited=0.0,
+            bytes_sent=0,
+        )
+        # A block may return a part of the carry that it was given, which nothing writes into: FSDP2 warns of each.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for index, unit in enumerate(self._units):
+            unit.register_forward_pre_hook(partial(self._announce, index), prepend=True)
+        self._weights = dict(model.named_parameters())
+        self.trained: dict[str, Any] = {name: self._weights[path] for name, path in self._division.paths.items()}
+        self.local: dict[str, nn.Parameter] = {}
+        self.rows: dict[str, Rows] = {}
+        for name, parameter in self.trained.items():
+            self.local[name] = parameter
+            if isinstance(parameter, DTensor):
+                self.rows[name] = self._division.rows_of(parameter)
+                self.local[name] = nn.Parameter(parameter.to_local().detach())
+                self.local[name].grad_dtype = parameter.grad_dtype
+
+    def elements(self, name: str) -> tuple[int, int]:
+        """The place of this rank's first element in the whole parameter, and the number of elements of that."""
+        rows = self.rows.get(name)
+        if rows is None:
+            return 0, self.local[name].numel()
+        width = self.trained[name].numel() // rows.of
+        return rows.first * width, rows.of * width
+
+    def begin(self, *, last: bool) -> None:
+        """Prepare a backward of a step. Gradients are summed over ranks in the last one of a step, if adapters are trained.
+
+        Those of a full fine-tune are summed in each: until they are, every rank has the gradients of all weights.
+        """
+        frozen = len(self.trained) < len(self._weights)
+        self._root.set_requires_gradient_sync(last or not frozen)
+
+    def take_gradients(self) -> None:
+        """Give `local` the gradients that the backwards left, summed over ranks."""
+        for name in self.rows:
+            parameter = self.trained[name]
+            self.local[name].grad = None if parameter.grad is None else parameter.grad.to_local().detach()
+            parameter.grad = None
+        # Whole ones are averaged, because that can be repeated in each backward of a step.
+        factor = self._ranks.size // self._ranks.context
+        for name, parameter in self.local.items():
+            if name not in self.rows and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def drop_gradients(self) -> None:
+        """Free what a step that failed left."""
+        self._root.zero_grad(set_to_none=True)
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The norm of all gradients together, from the local ones by name."""
+        squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float64)).square()
+        divided = torch.tensor([name in self.rows for name in gradients], device=squares.device)
+        mine = torch.where(divided, squares, 0).sum()
+        total = self._ranks.all_reduce(mine, self._group) + torch.where(divided, 0, squares).sum()
+        return total.sqrt().float()
+
+    def changed(self) -> None:
+        """Have the next forward gather weights again: values of `local` were exchanged outside of a step."""
+        for unit in self._units:
+            unit.reshard()
+
+    def whole(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Tensors of a state, by group and `parameter` or `parameter|entry`, with all rows; on the first rank's host, others get none of those."""
+        return {group: dict(self._gathered(tensors)) for group, tensors in groups.items()}
+
+    def read(self, key: str, file: Any) -> Tensor:
+        """The rows of this rank of a tensor of a state, from its open `safetensors` file."""
+        part = file.get_slice(key)
+        rows = self._rows_of_state(key, part.get_shape())
+        found: Tensor = file.get_tensor(key) if rows is None else part[rows.first : rows.first + rows.number]
+        return found.clone()
+
+    def part(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, int]]:
+        """Copies on the host of what this rank writes of a state, by `group/key`, each with its first row in the whole.
+
+        Replicas of the rows, and what all ranks have, are written by one rank each, so that these share the work.
+        """
+        replica, found = self._ranks.rank // self._ranks.shard, dict[str, tuple[Tensor, int]]()
+        paths = (
+            (f"{group}/{key}", key, tensor) for group, tensors in groups.items() for key, tensor in tensors.items()
+        )
+        for place, (path, key, tensor) in enumerate(paths):
+            rows = self._rows_of_local(key, tensor)
+            if rows is None and place % self._ranks.size == self._ranks.rank:
+                found[path] = tensor.detach().to("cpu", copy=True), 0
+            elif rows is not None and rows.number and place % self._division.replicas == replica:
+                found[path] = tensor.detach().to("cpu", copy=True), rows.first
+        return found
+
+    def place_for(self, key: str, whole: Tensor) -> Tensor:
+        """Host memory for a tensor of a state that torch.distributed.checkpoint reads; `whole` is on `meta`."""
+        rows = self._rows_of_state(key, whole.shape)
+        if rows is None:
+            return torch.empty_like(whole, device="cpu")
+        return self._dtensor(torch.empty((rows.number, *whole.shape[1:]), dtype=whole.dtype), whole.shape)
+
+    @staticmethod
+    def rows_in(tensor: Tensor) -> Tensor:
+        """The memory of what `place_for` made."""
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def _dtensor(self, rows: Tensor, shape: Sequence[int]) -> DTensor:
+        stride = torch.empty(shape, device="meta").stride()
+        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
+        # On the host's mesh: files are read and written there.
+        return DTensor.from_local(
+            rows.cpu(), self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _rows_of_local(self, key: str, tensor: Tensor) -> Rows | None:
+        """Which rows a tensor of this rank's state has; None if it is whole, as a count of steps is."""
+        name = key.partition("|")[0]
+        return self.rows[name] if name in self.rows and tensor.shape == self.local[name].shape else None
+
+    def _rows_of_state(self, key: str, shape: Sequence[int]) -> Rows | None:
+        """Which rows this rank needs of a saved tensor; None if it needs the whole."""
+        name = key.partition("|")[0]
+        return self.rows[name] if name in self.rows and tuple(shape) == tuple(self.trained[name].shape) else None
+
+    def _gathered(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for key, tensor in tensors.items():
+            rows = self._rows_of_local(key, tensor)
+            found = tensor if rows is None else self._gather(tensor.detach(), rows)
+            if found is not None:
+                yield key, found
+
+    def _gather(self, tensor: Tensor, rows: Rows) -> Tensor | None:
+        """All rows of a tensor, on the first rank's host; None on others."""
+        if self._ranks.rank >= self._ranks.shard:
+            return None  # a replica of the first ranks
+        most = -(-rows.of // self._ranks.shard)
+        # As bytes: gloo and NCCL know few of the dtypes of quantized weights.
+        flat = tensor.contiguous().view(torch.uint8).reshape(-1)
+        width = math.prod(tensor.shape[1:]) * tensor.element_size()
+        padded = flat.new_zeros(most * width)
+        padded[: flat.numel()] = flat
+        found = [torch.empty_like(padded) for _ in range(self._ranks.shard)] if self._ranks.is_first else None
+        self._ranks.gather(padded, found, self._group)
+        if found is None:
+            return None
+        joined = torch.cat(found)[: rows.of * width].cpu()
+        return joined.view(tensor.dtype).reshape(rows.of, *tensor.shape[1:])
+
+    @contextmanager
+    def readable(self, *, base: bool = False) -> Iterator[None]:
+        """Inside the block the first rank's model has whole weights on the host, to read and not to run; the trained ones, or all.
+
+        The first rank calls it in work that the others help with (`Ranks.on_first`).
+        """
+        self._ranks.ask("all weights" if base else "trained weights")
+        before = []
+        for path, found in self._gather_weights(base=base):
+            module, _, attribute = path.rpartition(".")
+            owner = self._root.get_submodule(module)
+            divided = owner._parameters[attribute]
+            before.append((owner, attribute, divided))
+            owner._parameters[attribute] = nn.Parameter(found, requires_grad=divided.requires_grad)
+        try:
+            yield
+        finally:
+            for owner, attribute, parameter in before:
+                owner._parameters[attribute] = parameter
+
+    def help(self, request: str) -> None:
+        """Take part in what the first rank does alone: gather the weights of a module for its forward, or all for a file."""
+        if request.startswith("unit "):
+            unit = self._units[int(request.removeprefix("unit "))]
+            unit.reshard()
+            unit.unshard()
+            unit.reshard()
+        else:
+            for _ in self._gather_weights(base=request == "all weights"):
+                raise AssertionError("only the first rank has them")
+
+    def _announce(self, index: int, unit: Any, given: Any) -> None:
+        """Have the other ranks take part in gathering a module's weights, where only the first rank runs a forward."""
+        if self._ranks.leads:
+            unit.reshard()
+            self._ranks.ask(f"unit {index}")
+
+    def _gather_weights(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
+        self.changed()
+        trained = {id(parameter) for parameter in self.trained.values()}
+        for path, weight in self._weights.items():
+            if isinstance(weight, DTensor) and (base or id(weight) in trained):
+                found = self._gather(weight.to_local().detach(), self._division.rows_of(weight))
+                if found is not None and self._ranks.is_first:
+                    yield path, found

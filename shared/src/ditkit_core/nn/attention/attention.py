@@ -1,0 +1,102 @@
+"""All attention of all models: one function, with the mark that checkpointing policies read.
+
+A model calls `attend(q, k, v, name="self")` and nothing else. The engine's settings (`context.py`) decide which kernel runs
+(`attention_backends.py`) and whether a checkpoint keeps what the call saves.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch_remat as remat
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.nn.attention.backends import BACKENDS, Backend
+from ditkit_core.nn.context import settings_in_force
+
+
+def attend(
+    q: Float[Tensor, "batch queries heads head_dim"],
+    k: Float[Tensor, "batch keys heads head_dim"],
+    v: Float[Tensor, "batch keys heads head_dim"],
+    *,
+    name: str,
+    padding_mask: Bool[Tensor, "batch keys"] | None = None,
+    dropout: float = 0.0,
+) -> Float[Tensor, "batch queries heads head_dim"]:
+    """Scaled dot-product attention through the current backend.
+
+    Args:
+        q: Queries, in the matmuls' dtype.
+        k: Keys; k and v may be longer or shorter than q.
+        name: Unique within a block (`self`, `cross`); a checkpoint recognises the call by it.
+        padding_mask: True where a key may be attended to; None if all may.
+        dropout: Probability of dropping an attention weight, 0 to 1.
+
+    Returns:
+        One row per query, in the dtype of q.
+
+    Raises:
+        UserError: If the current backend does not support a mask, dropout, this dtype or this device; or if a call that
+            a policy keeps would run again.
+    """
+    settings = settings_in_force()
+    backend = BACKENDS[settings.backend]
+    _check(settings.backend, backend, q, padding_mask, dropout)
+    if settings.calls is not None and not settings.recomputing and torch.is_grad_enabled():
+        # Not in a recompute: it would count a call twice, and only those that are not kept.
+        settings.calls.made[name] += 1
+    kernel = backend.kernel
+    if settings.exchange is not None and name in settings.exchange.calls:
+        kernel = partial(settings.exchange.attend, kernel)
+    if not settings.keeps(name):
+        return kernel(q, k, v, padding_mask, dropout)
+    return _kept(kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
+
+
+def kept(function: Callable[..., Tensor], name: str, *given: Any) -> Tensor:
+    """Call a function that must not run again where attention is kept, such as a collective between ranks behind an MLP.
+
+    Policies that keep attention also keep what this call saves and returns, whatever names of attention they list.
+    Other policies treat it as any other part of the block.
+
+    Args:
+        function: Returns one tensor. It takes all tensors that it needs as arguments, and closes over none.
+        name: Unique within a block, among the names of attention as well.
+    """
+    if settings_in_force().keep is None:
+        return function(*given)
+    return _kept(function, f"the call {name!r}", name, *given)
+
+
+def _kept(function: Callable[..., Tensor], what: str, name: str, *given: Any) -> Tensor:
+    # A checkpoint that keeps the call never runs the function in the recompute. If it does run, the checkpoint has missed the region, and
+    # the failure must be loud: the numbers would be right, at the full cost of a recompute.
+    called = partial(_refuse, what) if settings_in_force().recomputing else function
+    out: Tensor = remat.region(called, name, recompute=False)(*given)
+    remat.recompute_needs_tensor(out)  # the operations behind it are recomputed from it
+    return out
+
+
+def _refuse(what: str, *given: object) -> NoReturn:
+    raise UserError(
+        f"{what} should have been kept but is computed again: the checkpoint around the block does not see its mark. "
+        "Write train.checkpointing = full to recompute everything, and report this policy"
+    )
+
+
+def _check(name: str, backend: Backend, q: Tensor, padding_mask: Tensor | None, dropout: float) -> None:
+    # At the call, because a mask depends on the micro-batch: `check_backend` cannot know of it before.
+    if padding_mask is not None and not backend.takes_mask:
+        raise UserError(f"attention backend {name!r} takes no mask: batch samples of one size only, or use sdpa")
+    if dropout and not backend.takes_dropout:
+        raise UserError(f"attention backend {name!r} has no dropout: set it to 0, or use sdpa")
+    if backend.half_only and q.dtype not in (torch.float16, torch.bfloat16):
+        raise UserError(f"attention backend {name!r} runs in bf16 or fp16 only, not {q.dtype}; use sdpa")
+    if backend.devices and q.device.type not in backend.devices:
+        raise UserError(
+            f"attention backend {name!r} runs on {' and '.join(backend.devices)} only, not on {q.device.type}; use sdpa"
+        )

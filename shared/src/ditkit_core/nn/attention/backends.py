@@ -1,0 +1,209 @@
+"""The attention backends: the kernel of each.
+
+Kernels are called by the public names of their libraries: `torch.nn.functional`, `torch.nn.attention`, `flash_attn` (2),
+`flash_attn_interface` (3), `flash_attn.cute` (4), `sageattention`. A library is imported when its kernel first runs.
+"""
+
+import threading
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ditkit_core.errors import UserError
+from ditkit_core.nn.attention.reference import exact_attention
+from ditkit_core.nn.attention.support import SUPPORT, Support
+from ditkit_core.nn.context import device_current
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+"""(q, k, v [batch, tokens, heads, head_dim], padding mask [batch, keys] or None, dropout) to the result, shaped like q."""
+
+MOST_GRAPHS = 64
+"""Graphs that torch's compiler may make of one function, such as one kind of block under one policy on one device; more is an error. A block
+that reads a sample's grid, as blocks with music do, needs some for each number of samples in a micro-batch; other blocks do not."""
+
+_KERNEL_LOCK = threading.Lock()
+"""torch's choice of a kernel belongs to the process, not to a thread: two devices that recompute at once would restore each other's."""
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    mask = None if padding_mask is None else padding_mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout
+    )
+    return out.transpose(1, 2)
+
+
+def _pinned(
+    name: str, which: SDPBackend, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+) -> Tensor:
+    if torch.compiler.is_compiling():  # the graph records the choice; a lock cannot be traced
+        with sdpa_kernel(which):
+            return _sdpa(q, k, v, padding_mask, dropout)
+    try:
+        with _KERNEL_LOCK, sdpa_kernel(which):
+            return _sdpa(q, k, v, padding_mask, dropout)
+    except RuntimeError as error:
+        # By its words: torch raises a plain RuntimeError for this and for everything else, such as a lack
+        # of memory.
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        raise UserError(
+            f"attention backend {name!r} cannot run q {tuple(q.shape)} {q.dtype} with k {tuple(k.shape)} on this {q.device.type}; use sdpa"
+        ) from error
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # In eager mode it would compute the full matrix of scores. Without `fullgraph` it silently does so beyond the limit of graphs.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    # A score modification costs no memory; a block mask would be built from a full matrix [queries, keys].
+    hide = (
+        None
+        if padding_mask is None
+        else (lambda score, b, head, query, key: torch.where(padding_mask[b, key], score, -float("inf")))
+    )
+    # In a compiled block this is part of the block's graph, whose number `run_compiled` limits.
+    limit = nullcontext() if torch.compiler.is_compiling() else torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
+    with limit:
+        out: Tensor = _compiled_flex()(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=hide)
+    return out.transpose(1, 2)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # All samples are packed into one sequence; the bounds say where each begins.
+    batch, num_queries, num_keys = *q.shape[:2], k.shape[1]
+
+    def bounds(length: int) -> Tensor:
+        return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+
+    keys, values, key_bounds = k.flatten(0, 1), v.flatten(0, 1), bounds(num_keys)
+    if padding_mask is not None:
+        # nonzero waits for the device, because the number of keys decides a shape
+        seen = padding_mask.flatten().nonzero().squeeze(1)
+        keys, values = keys.index_select(0, seen), values.index_select(0, seen)
+        key_bounds = F.pad(padding_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    # Queries of padding are computed like the rest, as in other backends; nobody reads their rows.
+    out = varlen_attn(q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys)
+    assert isinstance(out, Tensor)
+    return out.view(batch, num_queries, *out.shape[1:])
+
+
+def _first(out: Any) -> Tensor:
+    """The attention result. Some releases of flash-attn return it alone, others in a tuple with the log-sum-exp."""
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _flash2(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v, dropout_p=dropout))
+
+
+def _flash3(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    from flash_attn_interface import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v))
+
+
+def _flash4(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    from flash_attn.cute import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v))
+
+
+def _sage(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    from sageattention import sageattn
+
+    # Our layout [batch, tokens, heads, head_dim] is NHD there; its default has heads first.
+    out: Tensor = sageattn(q, k, v, tensor_layout="NHD", is_causal=False)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend(Support):
+    """A kernel for attention, and what it supports."""
+
+    kernel: Kernel
+
+
+def _on_its_device(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+) -> Tensor:
+    with device_current(q):
+        return kernel(q, k, v, padding_mask, dropout)
+
+
+_KERNELS: dict[str, Kernel] = {
+    "sdpa": _sdpa,
+    "sdpa_flash": partial(_pinned, "sdpa_flash", SDPBackend.FLASH_ATTENTION),
+    "sdpa_efficient": partial(_pinned, "sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa_cudnn": partial(_pinned, "sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+    "sdpa_math": partial(_pinned, "sdpa_math", SDPBackend.MATH),
+    "exact": exact_attention,
+    "flex": _flex,
+    "varlen": _varlen,
+    "flash2": partial(_on_its_device, _flash2),
+    "flash3": partial(_on_its_device, _flash3),
+    "flash4": partial(_on_its_device, _flash4),
+    "sage": partial(_on_its_device, _sage),
+}
+BACKENDS = {name: Backend(kernel=_KERNELS[name], **vars(support)) for name, support in SUPPORT.items()}
+"""By the names for `train.attention`."""
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a backend's module can be imported.
+
+    Installed alone, flash-attn 4 leaves a folder `flash_attn` that is not a package. Version 2 is then not installed.
+    """
+    if module is None:
+        return True
+    try:
+        found = find_spec(module)
+    except ImportError:  # the package that contains it is missing
+        return False
+    return found is not None and found.origin is not None
+
+
+def check_backend(name: str, *, training: bool, devices: Collection[str] = ()) -> None:
+    """Refuse, before the first step, a backend that is unknown, not installed, or does not run on these types of device.
+
+    One without a backward is refused for training. Without `devices`, no device is checked.
+
+    Raises:
+        UserError: With the names of the backends that would work.
+    """
+    if name in BACKENDS and (reason := _obstacle(name, training, devices)) is None:
+        return
+    # Only what would run here: a message that suggests a library which is not installed helps nobody.
+    usable = ", ".join(other for other in BACKENDS if _obstacle(other, training, devices) is None)
+    if name not in BACKENDS:
+        raise UserError(f"unknown attention backend {name!r}; usable here: {usable}")
+    raise UserError(f"attention backend {name!r} {reason}; usable here: {usable}")
+
+
+def _obstacle(name: str, training: bool, devices: Collection[str]) -> str | None:
+    backend = BACKENDS[name]
+    if training and not backend.has_backward:
+        return "has no backward and cannot train"
+    if not is_installed(backend.module):
+        return f"needs {backend.module}, not installed"
+    if backend.devices and (others := [kind for kind in devices if kind not in backend.devices]):
+        return f"runs on {' and '.join(backend.devices)} only, not on {others[0]}"
+    return None

@@ -1,0 +1,330 @@
+"""The settings that let a run fit its GPUs and slow it down least.
+
+The search covers the checkpointing policy, the format of the frozen weights, the GPUs to use, the split points, the number of streamed
+blocks on each GPU, and whether micro-batches overlap.
+
+Only quantization changes the training result, so it has a price: 8-bit weights are chosen only if the fastest exact setting takes more than
+`PRICE` times as long, and 4 bits by the same rule against 8 bits.
+
+If no settings fit, `levers` lists changes of the run itself, or of the GPUs. Each is planned, none is guessed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from ditkit_core.config.sizes import GIB
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.gpus import GPU, of_size
+from ditkit_core.planner.memory import Partition, StageCost
+from ditkit_core.planner.search.partition_search import PRICE, Candidate, FitTask, Search
+from ditkit_core.planner.search.schedule_search import ScheduleSearch
+from ditkit_core.planner.step_time import step_seconds
+from ditkit_core.run.config import RunConfig
+
+POLICIES = ("full", "attn_only", "none")
+"""From the smallest to the fastest: if one does not fit, the later ones need even more memory."""
+SMALLEST = "full+offload"
+"""Tried only if none of them fits, because it uses host memory and may wait for copies."""
+SELF_ONLY = "attn_only(self)"
+"""Between the first two, for blocks with more than one attention: tried where blocks may have different policies."""
+HARDLY_LONGER = 0.03
+"""Share of the fastest step's time that may be given up for GPUs with room to spare, less host memory for streamed weights, fewer GPUs, and
+emptier GPUs (`_least_effort`). The estimate of time is no more accurate than that."""
+ROOM = 0.05
+"""Share of a GPU's available memory that stays free if that costs no time: the error that a plan may have."""
+
+GPU_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
+"""GiB of GPUs on the market."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The result of a search."""
+
+    chosen: Candidate | None
+    """None if nothing fits."""
+    others: dict[str, Candidate]
+    """Other settings that fit, by their advantage."""
+    passed_over: tuple[str, ...] = ()
+    """Quantizations that were not tried, because an exact setting is fast enough."""
+
+
+def fit(task: FitTask) -> Fit:
+    """Find the settings that fit and slow the run down least, prices of quantization included."""
+    found: list[Candidate] = []
+    passed_over: list[str] = []
+    for quantize in task.quantizations:
+        # No quantized setting is faster than its arithmetic alone. If that loses with its price, skip its profiles, which take seconds each.
+        if found and min(each.score for each in found) <= shortest_seconds(task) * PRICE[quantize]:
+            passed_over.append(quantize)
+            continue
+        for policy in _policies(task, quantize):
+            # Sorted by memory, so if this policy does not fit, no later one does.
+            if not (fitting := list(candidates(task, policy, quantize))):
+                break
+            found += fitting
+    if task.schedules:
+        found += scheduled(task, found)
+    if not found:
+        # Now everything is tried, whatever its price.
+        passed_over.clear()
+        # Sorted from exact to coarse, so the first quantization that fits is the most exact.
+        found = next(filter(None, ([*candidates(task, SMALLEST, quantize)] for quantize in task.quantizations)), [])
+    if not found:
+        return Fit(chosen=None, others={})
+    fastest = min(found, key=_rank)
+    limit = fastest.score * (1 + HARDLY_LONGER)
+    about_as_fast = [each for each in found if each.score <= limit]
+    # A plan may be off by a few percent, so settings with room to spare win over equally fast full ones.
+    roomy = [each for each in map(_with_room, about_as_fast) if each is not None and each.score <= limit]
+    chosen = _evened_out(_least_effort(roomy or about_as_fast), limit)
+    exact = [each for each in found if each.setting.quantize == "none"]
+    others = {
+        **({"fastest with exact weights": min(exact, key=_rank)} if exact else {}),
+        "least memory": _smallest(found),
+        "fastest": min(found, key=lambda each: (each.time.seconds, *_rank(each))),
+    }
+    # Others are printed for comparison: one that differs only in its split points is no choice.
+    known = {(chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap)}
+    for name, each in list(others.items()):
+        key = (each.setting.policy, each.setting.quantize, each.setting.swap)
+        if key in known or each.setting == fastest.setting:
+            del others[name]
+        known.add(key)
+    return Fit(chosen=chosen, others=others, passed_over=tuple(passed_over))
+
+
+def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
+    first, *others = POLICIES
+    names = task.profile_of(first, quantize).attention if task.schedules else ()
+    return (first, *([SELF_ONLY] if "self" in names and len(names) > 1 else []), *others)
+
+
+def scheduled(task: FitTask, found: Sequence[Candidate]) -> list[Candidate]:
+    """The best schedule for each division of these candidates, where blocks of different policies recompute less than those of one."""
+    tried: dict[Any, Candidate] = {}
+    for each in found:
+        key = (each.setting.gpus, each.division, each.setting.pipelined, each.setting.quantize)
+        if key not in tried or each.time.seconds < tried[key].time.seconds:
+            tried[key] = each
+    made = [(each, ScheduleSearch(task, each).fastest(each.setting.gpus)) for each in tried.values()]
+    return [each for like, each in made if each is not None and each.time.seconds < like.time.seconds]
+
+
+def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
+    """For each choice of GPUs, with and without overlapping micro-batches, the fastest split that fits."""
+    for pipelined in (False, True) if task.work.micro_batches > 1 and task.overlaps else (False,):
+        search = Search(task, policy, quantize, pipelined=pipelined)
+        for chosen in _choices(task.gpus):
+            if (len(chosen) > 1 or not pipelined) and (found := search.fastest(chosen)) is not None:
+                yield found
+
+
+def least_missing(task: FitTask) -> int:
+    """Bytes that the fullest GPU lacks under the smallest of all settings, or else the host; 0 if they fit."""
+    missing = min(map(_smallest_search(task, SMALLEST).least_missing, _choices(task.gpus)))
+    if missing or task.host is None:
+        return missing
+    needed = least_host(task)
+    assert needed is not None, "it fits the GPUs"
+    return max(0, needed - task.host)
+
+
+def least_host(task: FitTask) -> int | None:
+    """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if they do not."""
+    # Of the two policies the first has less on the host where it fits.
+    searches = [_smallest_search(task, policy) for policy in (POLICIES[0], SMALLEST)]
+    each = [search.least_host(chosen) for search in searches for chosen in _choices(task.gpus)]
+    return min((needed for needed in each if needed is not None), default=None)
+
+
+def _smallest_search(task: FitTask, policy: str) -> Search:
+    return Search(task, policy, task.quantizations[-1])
+
+
+def shortest_seconds(task: FitTask) -> float:
+    """A lower bound of a step's seconds: the fastest GPU without recompute, streaming or conversion, divided by the GPUs that can overlap."""
+    profile = task.profile_of(POLICIES[0], "none")
+
+    def without_recompute(stage: StageCost) -> StageCost:
+        return replace(stage, flops_backward=max(0, stage.flops_backward - stage.flops_forward))
+
+    profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
+    whole = Partition(devices=(0,) * len(profile.blocks))
+    work = replace(task.work, pipelined=False, quantize="none")
+    fastest = min(step_seconds(profile, whole, [gpu], work).seconds for gpu in task.gpus)
+    return fastest / (len(task.gpus) if task.work.micro_batches > 1 else 1)
+
+
+def _with_room(candidate: Candidate) -> Candidate | None:
+    """The fastest split that leaves `ROOM` free, with the candidate's other settings."""
+    return candidate.search.fastest(candidate.setting.gpus, 1 - ROOM)
+
+
+def _evened_out(best: Candidate, limit: float) -> Candidate:
+    """Settings that stream no more and score no worse than `limit`, with the fullest GPU as empty as possible."""
+    return _emptiest(best, lambda each: each.score <= limit and each.host <= best.host)
+
+
+def _smallest(found: Sequence[Candidate]) -> Candidate:
+    """Settings with the fullest GPU as empty as possible, however slow, and with the most exact weights that fit."""
+    policies = [each for each in found if each.setting.policy in (POLICIES[0], SMALLEST) and not each.setting.pipelined]
+    return _emptiest(
+        min(policies, key=lambda each: (PRICE[each.setting.quantize], -len(each.setting.gpus))), lambda each: True
+    )
+
+
+def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candidate:
+    # By bisection: how full the fullest GPU is depends on which blocks are streamed, and there are too many choices to try all.
+    low = 0.0
+    for _ in range(8):
+        share = (low + best.fullness) / 2
+        found = best.search.fastest(best.setting.gpus, share)
+        if found is not None and accepted(found):
+            best = found
+        else:
+            low = share
+    return best
+
+
+def _least_effort(candidates: Sequence[Candidate]) -> Candidate:
+    """Of about equally fast candidates the one with fewest GPUs, then least host memory. More GPUs are used if that saves a quarter of
+    the host memory."""
+    ordered = sorted(candidates, key=lambda each: (len(each.setting.gpus), *_effort(each)))
+    best = ordered[0]
+    for each in ordered:
+        if each.host <= 0.75 * best.host and each.host < best.host:
+            best = each
+    return best
+
+
+def _rank(candidate: Candidate) -> tuple[Any, ...]:
+    """Sort key: the fastest comes first, prices included."""
+    return candidate.score, *_effort(candidate)
+
+
+def _effort(candidate: Candidate) -> tuple[Any, ...]:
+    """Sort key of equally fast candidates: least host memory first, then fewest GPUs, then the emptiest."""
+    setting = candidate.setting
+    return candidate.host, setting.pipelined, len(setting.gpus), candidate.fullness
+
+
+def _choices(gpus: Sequence[GPU]) -> list[tuple[int, ...]]:
+    """All choices of GPUs, in their order; of choices with equal GPUs only the first."""
+    found: dict[tuple[GPU, ...], tuple[int, ...]] = {}
+    for count in range(1, len(gpus) + 1):
+        for chosen in combinations(range(len(gpus)), count):
+            found.setdefault(tuple(gpus[i] for i in chosen), chosen)
+    return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuggestedChange:
+    """One changed setting, or other GPUs."""
+
+    words: str
+    """The new value, and the present one."""
+    lost_share: float
+    """Share of the configured run that is lost, in [0, 1]; above 1 it costs money."""
+    config: RunConfig
+    gpus: tuple[GPU, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A change with its plan."""
+
+    change: SuggestedChange
+    missing: int
+    """Bytes that the fullest GPU still lacks under the smallest settings, or else the host; 0 if they fit."""
+
+
+def levers(spec: ModelSpec, config: RunConfig, gpus: tuple[GPU, ...]) -> Iterator[list[SuggestedChange]]:
+    """Possible changes; each list is about one setting, the mildest change first.
+
+    Args:
+        spec: The model's family, whose sizes have steps.
+        config: Completed with the model's own sizes.
+        gpus: The present GPUs; empty leaves out changes of GPUs.
+    """
+    for found in (_batches(config), _frames(spec, config), _sizes(spec, config), _ranks(config)):
+        yield [
+            SuggestedChange(words=words, lost_share=lost, config=_with(config, section, **values), gpus=gpus)
+            for words, lost, section, values in found
+        ]
+    if gpus:
+        yield _larger_gpus(config, gpus)
+        yield [_one_more(config, gpus)]
+
+
+def best_first(planned: Sequence[Planned]) -> list[Planned]:
+    """Sort changes: first those with which the run fits, the least costly first; then the others, by missing bytes."""
+    return sorted(planned, key=lambda each: (each.missing, each.change.lost_share))
+
+
+_Changed = tuple[str, float, str, dict[str, Any]]
+"""Words, lost share, section of the configuration, and its new values."""
+
+
+def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    changed: dict[str, Any] = {section: replace(getattr(config, section), **values)}
+    return replace(config, **changed)
+
+
+def _batches(config: RunConfig) -> Iterator[_Changed]:
+    now = config.train.batch_size
+    if now > 1:
+        # Accumulation keeps the number of samples in a step, so training stays the same and only slows down.
+        fewer = {"batch_size": 1, "accumulation": config.train.accumulation * now}
+        words = f"train.batch_size = 1 (now {now}) with train.accumulation = {fewer['accumulation']}: as many samples in a step"
+        yield words, 0.0, "train", fewer
+
+
+def _frames(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
+    now, step = config.data.frames, spec.data.frame_step
+    if step and now > 1:
+        for frames in dict.fromkeys(1 + int((now - 1) * share) // step * step for share in (0.8, 0.65, 0.5, 0.3)):
+            if 1 < frames < now:
+                yield f"data.frames = {frames} (now {now})", 1 - frames / now, "data", {"frames": frames}
+
+
+def _sizes(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
+    data, step = config.data, spec.data.size_step
+    now = data.height * data.width
+    for share in (0.85, 0.7, 0.5):
+        height, width = (max(step, int(side * share) // step * step) for side in (data.height, data.width))
+        if height * width < now:
+            words = f"data.height = {height} and width = {width} (now {data.height} and {data.width})"
+            yield words, 1 - height * width / now, "data", {"height": height, "width": width}
+
+
+def _ranks(config: RunConfig) -> Iterator[_Changed]:
+    adapter = config.adapter
+    if adapter.method in ("lora", "loha") and not adapter.init:
+        for rank in dict.fromkeys((adapter.rank // 2, adapter.rank // 4)):
+            if rank >= 1:
+                yield f"adapter.rank = {rank} (now {adapter.rank})", 1 - rank / adapter.rank, "adapter", {"rank": rank}
+
+
+def _larger_gpus(config: RunConfig, gpus: tuple[GPU, ...]) -> list[SuggestedChange]:
+    """Larger GPUs instead of the smallest ones, or of all if they are equal."""
+    smallest = min(gpu.total for gpu in gpus)
+    count = sum(gpu.total == smallest for gpu in gpus)
+    changes = []
+    for size in GPU_SIZES:
+        if size * GIB > smallest * 1.1:
+            # Published sizes instead of the next byte: the suggestion has to be a GPU that can be bought.
+            larger = tuple(of_size(size * GIB, f"{size}GiB") if gpu.total == smallest else gpu for gpu in gpus)
+            words = f"{'a GPU' if count == 1 else f'{count} GPUs'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
+            changes.append(SuggestedChange(words=words, lost_share=1.0 + size / 1000, config=config, gpus=larger))
+    return changes
+
+
+def _one_more(config: RunConfig, gpus: tuple[GPU, ...]) -> SuggestedChange:
+    largest = max(gpus, key=lambda gpu: gpu.total)
+    words = f"one more GPU of {largest.total / GIB:.3g} GiB"
+    return SuggestedChange(
+        words=words, lost_share=1.0 + largest.total / GIB / 1000, config=config, gpus=(*gpus, largest)
+    )

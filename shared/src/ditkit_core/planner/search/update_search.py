@@ -1,0 +1,171 @@
+"""What a full fine-tune may change so that it fits: how its weights are stored and updated, in the order of what changes numbers least.
+
+`autotune.fit` searches what changes no number. Only if that finds nothing for the run as it is configured, one lever after the other is
+added here, each to those before it, until something fits. Among the settings of one such level the fastest are chosen. The next level
+that would be faster, or need less host memory, is printed too, because its price is the user's to judge.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ditkit_core.errors import UserError
+from ditkit_core.planner.memory import Profile
+from ditkit_core.planner.search.autotune import Fit, candidates, fit
+from ditkit_core.planner.search.partition_search import Candidate, FitTask
+from ditkit_core.run.config import RunConfig
+
+_FASTER, _LESS_HOST = 0.9, 0.75
+"""Shares of the choice's seconds and host memory from which on a later level is worth a line."""
+_QUICK = "full"
+"""The policy with which later levels are planned: each of them takes seconds."""
+
+COSTS = {
+    "optim.fused_backward": "each weight is updated as soon as its gradient exists, and can be streamed with its optimizer state; no number changes",
+    "train.clip_by": "gradients are clipped by the norm of the step before, and those of the first step not at all",
+    "model.dtype": "activations and matmuls of the blocks are bf16, where they were fp32",
+    "optim.rounding = split": "nothing more: 2 more bytes per weight keep what bf16 drops, so updates are those of fp32 weights",
+    "optim.rounding = stochastic": "weights are bf16, and each update is rounded up or down at random: right on average, with noise",
+    "optim.name = adamw8bit": "both averages of AdamW are rounded to 8 bits",
+    "optim.name = adafactor": "another optimizer, with averages of rows and columns: choose optim.lr anew",
+}
+"""What each lever costs besides time, which the plan has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed:
+    """A key that has another value than the run file's."""
+
+    key: str
+    value: str
+    before: str
+
+    def __str__(self) -> str:
+        cost = COSTS.get(f"{self.key} = {self.value}") or COSTS[self.key]
+        return f"{self.key} = {self.value} (was {self.before}): {cost}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A run with some levers more than configured."""
+
+    config: RunConfig
+    changed: tuple[Changed, ...] = ()
+
+    @property
+    def short(self) -> str:
+        """The changed values alone."""
+        return ", ".join(f"{each.key} = {each.value}" for each in self.changed)
+
+    def then(self, section: str, **values: Any) -> "Level":
+        """The next level: these values of a section too. A key that was changed before counts once."""
+        old: Any = getattr(self.config, section)
+        sections: dict[str, Any] = {section: replace(old, **values)}
+        first = {each.key: each.before for each in self.changed}
+        kept = [each for each in self.changed if each.key not in {f"{section}.{name}" for name in values}]
+        more = [
+            Changed(
+                key=(key := f"{section}.{name}"), value=_text(value), before=first.get(key, _text(getattr(old, name)))
+            )
+            for name, value in values.items()
+        ]
+        return Level(config=replace(self.config, **sections), changed=(*kept, *more))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateFit:
+    """The level that was chosen, or the last one if nothing fits."""
+
+    level: Level
+    task: FitTask
+    fit: Fit
+    later: tuple[tuple[Level, Candidate], ...] = ()
+    """The next level that changes more and is faster, or needs less host memory; empty if there is none."""
+
+
+def levels(config: RunConfig) -> Iterator[Level]:
+    """The run as it is, then with one lever more each time."""
+    level = Level(config=config)
+    yield level
+    optim = config.optim
+    if config.adapter.method != "full" or optim.kind.estimates_rate:
+        return
+    if not optim.fused_backward:
+        # Searched anyway, and refused with it: `FitTask.overlaps`.
+        level = replace(level, config=replace(config, train=replace(config.train, pipelined=False)))
+        level = level.then("optim", fused_backward=True)
+        if config.train.clip_norm and config.train.clip_by == "step":
+            level = level.then("train", clip_by="last_step")
+        yield level
+    if not optim.kind.one_by_one:
+        return
+    if config.model.dtype == "fp32":
+        level = level.then("model", dtype="bf16").then("optim", rounding="split")
+        yield level
+    if level.config.optim.rounding == "split":
+        level = level.then("optim", rounding="stochastic")
+        yield level
+    smaller = {"adamw": ("adamw8bit", "adafactor"), "adamw8bit": ("adafactor",), "muon": ("adafactor",)}
+    for name in smaller.get(optim.name, ()):
+        yield (level := level.then("optim", name=name))
+
+
+def search(config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, later: bool = True) -> UpdateFit:
+    """The first level with which something fits.
+
+    Args:
+        config: The run.
+        task_of: The search problem of a run with another configuration; cached.
+        later: Whether levels behind the chosen one are planned too.
+    """
+    following = levels(config)
+    level = next(following)  # what the run itself refuses is raised
+    tried = [UpdateFit(level=level, task=(task := task_of(level.config)), fit=_fit(task))]
+    for level, task in _accepted(following, task_of):
+        if tried[-1].fit.chosen is not None:
+            break
+        tried.append(UpdateFit(level=level, task=task, fit=_fit(task)))
+    best = tried[-1]
+    if best.fit.chosen is None or not later:
+        return best
+    passed = {each.level for each in tried}
+    others = (pair for pair in _accepted(levels(config), task_of) if pair[0] not in passed)
+    return replace(best, later=tuple(_better(best.fit.chosen, others)))
+
+
+def _accepted(every: Iterator[Level], task_of: Callable[[RunConfig], FitTask]) -> Iterator[tuple[Level, FitTask]]:
+    """The levels that do not contradict other settings of the run, with their search problems."""
+    for level in every:
+        with suppress(UserError):
+            yield level, task_of(level.config)
+
+
+def _fit(task: FitTask) -> Fit:
+    return Fit(chosen=None, others={}) if _cannot_fit(task) else fit(task)
+
+
+def _better(best: Candidate, others: Iterator[tuple[Level, FitTask]]) -> Iterator[tuple[Level, Candidate]]:
+    """The first later level that is faster or needs less host memory: those behind it are not planned."""
+    for level, task in others:
+        one = min(candidates(task, _QUICK, "none"), key=lambda each: each.time.seconds, default=None)
+        if one is not None and (one.time.seconds <= _FASTER * best.time.seconds or one.host < _LESS_HOST * best.host):
+            yield level, one
+            return
+
+
+def _cannot_fit(task: FitTask) -> bool:
+    """Whether the weights, gradients and optimizer state alone are more than all GPUs have, and none of it can be streamed."""
+    if task.adapts or task.streams_trained:  # frozen weights can be streamed too
+        return False
+    return state_bytes(task.profile_of("full", "none")) > sum(gpu.budget.available for gpu in task.gpus)
+
+
+def state_bytes(profile: Profile) -> int:
+    """Bytes of what a full fine-tune keeps of its weights: values, gradients, optimizer state and average."""
+    stages = (profile.embed, *profile.blocks, profile.head)
+    return sum(each.weights + each.adapters + each.gradients + each.optimizer + each.average for each in stages)

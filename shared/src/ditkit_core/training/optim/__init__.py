@@ -1,0 +1,4 @@
+"""Optimizers, their states, and how gradients are summed, clipped and applied.
+
+It may import the sibling config. Start reading at optimizer.py.
+"""

@@ -1,0 +1,149 @@
+"""What a full fine-tune may change so that it fits, and schedules of several policies, on profiles made by hand."""
+
+from dataclasses import replace
+
+import pytest
+from made_profiles import GIB, made_full_profiles
+
+from ditkit_core.config.resolve import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.memory import Workload
+from ditkit_core.planner.search.autotune import HARDLY_LONGER, candidates, fit, scheduled
+from ditkit_core.planner.search.partition_search import FitTask
+from ditkit_core.planner.search.update_search import COSTS, levels, search, state_bytes
+from ditkit_core.run.config import RunConfig
+
+FULL = {"adapter.method": "full", "model.dtype": "fp32", "train.accumulation": 4}
+
+
+def config_of(**flags):
+    return resolve(RunConfig, flags={**FULL, **{key.replace("__", "."): value for key, value in flags.items()}})
+
+
+def shorts(config):
+    return [level.short for level in levels(config)]
+
+
+FUSED = "optim.fused_backward = true, train.clip_by = last_step"
+
+
+def test_levers_are_added_in_the_order_of_what_they_change():
+    split = f"{FUSED}, model.dtype = bf16, optim.rounding = split"
+    stochastic = split.replace("split", "stochastic")
+    eight_bits, adafactor = (f"{stochastic}, optim.name = {name}" for name in ("adamw8bit", "adafactor"))
+    assert shorts(config_of()) == ["", FUSED, split, stochastic, eight_bits, adafactor]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"adapter__method": "lora"}, [""]),
+        ({"optim__name": "prodigy", "optim__lr": 1.0}, [""]),
+        ({"optim__name": "schedulefree_adamw"}, ["", FUSED]),
+        ({"train__clip_norm": 0.0, "optim__name": "schedulefree_adamw"}, ["", "optim.fused_backward = true"]),
+        (
+            {"optim__name": "muon", "model__dtype": "bf16", "optim__rounding": "stochastic"},
+            ["", FUSED, f"{FUSED}, optim.name = adafactor"],
+        ),
+        (
+            {
+                "optim__name": "adafactor",
+                "model__dtype": "bf16",
+                "optim__rounding": "split",
+                "optim__fused_backward": True,
+                "train__clip_by": "block",
+            },
+            ["", "optim.rounding = stochastic"],
+        ),
+    ],
+)
+def test_what_is_set_already_is_not_undone(flags, expected):
+    assert shorts(config_of(**flags)) == expected
+
+
+def test_each_change_says_what_it_was_and_what_it_costs():
+    *_, last = levels(config_of())
+    assert [str(each).partition(" (was ")[2].partition(")")[0] for each in last.changed] == [
+        "false", "step", "fp32", "nearest", "adamw",
+    ]  # fmt: skip
+    keys = {each.key for level in levels(config_of()) for each in level.changed}
+    assert keys == {key.partition(" = ")[0] for key in COSTS}
+
+
+def task_of(gpus, *, host=None, refused=()):
+    def made(config):
+        if config.optim.name in refused:
+            raise UserError("contradicts another setting")
+        return FitTask(
+            gpus=parse_gpus(gpus),
+            profile_of=made_full_profiles(config),
+            quantizations=("none",),
+            adapts=False,
+            host=host,
+            streams_trained=config.optim.fused_backward,
+            schedules=True,
+        )
+
+    return made
+
+
+def test_what_fits_as_configured_is_not_changed():
+    found = search(config_of(), task_of("141GiB,141GiB"), later=False)
+    assert found.level.changed == () and found.fit.chosen is not None
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (None, FUSED),
+        (64, f"{FUSED}, model.dtype = bf16, optim.rounding = stochastic"),
+        (20, f"{FUSED}, model.dtype = bf16, optim.rounding = stochastic, optim.name = adamw8bit"),
+    ],
+)
+def test_the_first_level_that_fits_is_chosen(host, expected):
+    """12 blocks of half a billion weights each: what is streamed has to be on the host, whose limit decides how far the levels go."""
+    found = search(config_of(), task_of("24GiB", host=None if host is None else host * GIB))
+    assert found.level.short == expected
+    assert all(plan.fits for plan in found.fit.chosen.plan)
+    assert host is None or found.fit.chosen.host <= host * GIB
+    before = found.fit.chosen
+    for level, later in found.later:
+        assert len(level.changed) >= len(found.level.changed) and all(plan.fits for plan in later.plan)
+        assert later.time.seconds < before.time.seconds or later.host < before.host
+        before = later
+
+
+def test_a_level_that_contradicts_another_setting_is_passed_over():
+    found = search(config_of(), task_of("24GiB", host=20 * GIB, refused=("adamw8bit",)))
+    assert found.level.short.endswith("optim.name = adafactor")
+
+
+def test_where_nothing_fits_the_last_level_is_what_lacks_least():
+    found = search(config_of(), task_of("2GiB"))
+    assert found.fit.chosen is None and found.level.short.endswith("optim.name = adafactor") and not found.later
+    first, last = (
+        state_bytes(task_of("2GiB")(each).profile_of("full", "none")) for each in (config_of(), found.level.config)
+    )
+    assert last < first / 7
+
+
+def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
+    """Where `none` does not fit: as many blocks as have room keep their activations."""
+    config = config_of(optim__fused_backward=True, train__clip_by="block")
+    task = task_of("24GiB")(config)
+    one_policy, several = fit(replace(task, schedules=False)).chosen, fit(task).chosen
+    assert "=" in several.setting.policy and several.score <= one_policy.score * (1 + HARDLY_LONGER)
+    assert all(plan.fits for plan in several.plan) and several.host < one_policy.host
+    uniform = list(candidates(task, "full", "none"))
+    for like, mixed in zip(uniform, scheduled(task, uniform), strict=True):
+        assert mixed.division == like.division and mixed.time.seconds < like.time.seconds
+        assert all(plan.fits for plan in mixed.plan)
+    again = several.search.fastest(several.setting.gpus, 0.9)
+    assert again is None or all(plan.peak <= 0.9 * plan.budget.available for plan in again.plan)
+
+
+def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward():
+    task = replace(task_of("24GiB,24GiB")(config_of(optim__fused_backward=True)), work=Workload(micro_batches=4))
+    assert any(each.setting.pipelined for each in candidates(task, "full", "none"))
+    assert not any(each.setting.pipelined for each in candidates(replace(task, overlaps=False), "full", "none"))
