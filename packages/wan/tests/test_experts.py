@@ -20,7 +20,7 @@ from ditkit_core.previews.stages import denoiser_stages, trained_weights_in
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.expert_runs import runs_of
-from ditkit_core.run.experts import levels
+from ditkit_core.run.experts import noise_range
 from ditkit_core.sampling.denoise import generate
 from ditkit_core.training.flow_matching import shift_sigma, sigma_at
 from ditkit_wan.demo.media import CLIPS, write_clip
@@ -61,7 +61,7 @@ def test_each_step_of_the_official_sampler_goes_to_the_expert_that_was_trained_o
     counts = [0, 0]
     for t in scheduler.timesteps:
         is_low = bool(t < MODELS[name] * 1000)  # the official rule: from the boundary on it is the high-noise expert's
-        lowest, highest = levels(low if is_low else high)
+        lowest, highest = noise_range(low if is_low else high)
         level = float(t) / 1000  # what the sampler yields
         assert (level < high.min_sigma) == is_low, "as drawing decides"
         assert lowest <= torch.tensor(level).item() <= highest, "as training restricts"
@@ -75,8 +75,8 @@ def test_every_timestep_of_training_and_of_drawing_has_the_same_expert(name: str
     high, low = WAN.architecture.experts(PRESETS[name])
     for t in range(1001):
         sigma = torch.tensor(t / 1000)
-        is_high = levels(high)[0] <= float(sigma) <= 1
-        assert is_high != (0 <= float(sigma) <= levels(low)[1])
+        is_high = noise_range(high)[0] <= float(sigma) <= 1
+        assert is_high != (0 <= float(sigma) <= noise_range(low)[1])
         assert is_high == (t >= 1000 * MODELS[name]) == (t / 1000 >= high.min_sigma)
 
 
@@ -90,7 +90,7 @@ def test_the_shares_at_shift_5_are_those_that_diffsynth_is_told(name: str, fract
         (torch.arange(100_000) + 0.5) / 100_000, create_run(WAN, RunConfig(), PRESETS[name]).config.flow, 5.0
     )
     high, _ = WAN.architecture.experts(PRESETS[name])
-    assert abs(float((draws >= levels(high)[0]).double().mean()) - fraction) < 1e-3
+    assert abs(float((draws >= noise_range(high)[0]).double().mean()) - fraction) < 1e-3
 
 
 def test_a_timestep_next_to_the_boundary_is_not_rounded_over_it() -> None:
@@ -99,7 +99,7 @@ def test_a_timestep_next_to_the_boundary_is_not_rounded_over_it() -> None:
     assert float(trap.bfloat16()) == 876.0
     _, low = WAN.architecture.experts(PRESETS["t2v-a14b"])
     item = {"latents": torch.zeros(16, 1, 2, 2), "text": torch.zeros(2, 8)}
-    for sigma in (float(trap) / 1000, levels(low)[1]):
+    for sigma in (float(trap) / 1000, noise_range(low)[1]):
         timestep = make_inputs([item["latents"]], torch.tensor([sigma]), [item], 1.0).timestep
         assert timestep.dtype == torch.float32 and 874.8 < float(timestep) < 875
 

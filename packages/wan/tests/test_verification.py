@@ -11,7 +11,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.testing.demo import Demo
-from ditkit_core.verification.exported import read_results, waiting
+from ditkit_core.verification.exported import read_results, unverified
 from ditkit_core.verification.verifier import Verifier
 from ditkit_wan.spec import WAN
 
@@ -37,7 +37,7 @@ def test_a_process_of_its_own_verifies_all_exports_while_this_one_goes_on(
         *(f"{name}.safetensors" for name in ("run", "run-step-000001", "run-step-000002")),
         *("transformer_official", "step-000001/transformer_official"),
     }
-    assert len(waiting(folder)) == len(expected)
+    assert len(unverified(folder)) == len(expected)
     with Verifier(run, folder, apart=True) as verifier:
         begun = time.monotonic()
         verifier.start()
@@ -55,7 +55,7 @@ def test_what_a_killed_run_left_is_verified_by_the_next(trained: tuple[RunContex
     assert len(read_results(folder)) < 5, "it ended with the run"
     with Verifier(run, folder, apart=True) as verifier:
         verifier.wait()
-    assert len(read_results(folder)) == 5 and not waiting(folder)
+    assert len(read_results(folder)) == 5 and not unverified(folder)
 
 
 def test_a_process_that_fails_is_one_line_with_its_last_words(

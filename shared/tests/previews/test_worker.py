@@ -29,7 +29,7 @@ from ditkit_core.models.spec import Expert
 from ditkit_core.previews import stages as expert_turns
 from ditkit_core.previews import worker as preview_process
 from ditkit_core.previews.manager import Previews
-from ditkit_core.previews.queue import Preview, drop_after, put, read_preview, read_weights, waiting
+from ditkit_core.previews.queue import Preview, drop_after, put, queued, read_preview, read_weights
 from ditkit_core.previews.stages import ExpertWeights
 from ditkit_core.run import expert_runs
 from ditkit_core.run.checks import check_preview_device, say_where_previews_could_be
@@ -420,7 +420,7 @@ def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
         put(tmp_path, Preview(step=step, expert="high_noise"), weights)
     put(tmp_path, asked, weights)
     (tmp_path / ".step-000001.safetensors.0123abcd.tmp").touch()
-    files = waiting(tmp_path)
+    files = queued(tmp_path)
     assert len(files) == 4 and not any(file.name.startswith(".") for file in files)
     assert [read_preview(file).step for file in files] == [3, 999999, 1000000, 12] and read_preview(files[-1]) == asked
     found = read_weights(files[-1])
@@ -429,7 +429,7 @@ def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a queued preview; remove it"):
         read_preview(tmp_path / "step-000007.safetensors")
     drop_after(tmp_path, {"high_noise": 999999, "low_noise": -1})
-    assert [file.name for file in waiting(tmp_path)] == [
+    assert [file.name for file in queued(tmp_path)] == [
         "step-000007.safetensors", "high_noise-step-000003.safetensors", "high_noise-step-999999.safetensors",
     ]  # fmt: skip
 

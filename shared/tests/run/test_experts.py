@@ -11,7 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.config import ExpertsConfig, RunConfig
-from ditkit_core.run.experts import check_experts, check_files, levels, named_after, own_settings, restricted
+from ditkit_core.run.experts import check_experts, check_files, named_after, noise_range, own_settings, restricted
 from ditkit_core.training.config import FlowConfig, HeldOutConfig
 from ditkit_core.training.flow_matching import sample_noise, shift_sigma, sigma_at
 
@@ -32,7 +32,7 @@ def flows(boundary: float, **settings: Any) -> tuple[FlowConfig, FlowConfig]:
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_ranges_are_adjacent_and_their_ends_on_the_right_side_in_fp32(boundary: float) -> None:
-    (lowest, top), (zero, highest) = (levels(expert) for expert in pair(boundary))
+    (lowest, top), (zero, highest) = (noise_range(expert) for expert in pair(boundary))
     assert (zero, top) == (0.0, 1.0)
     first, last = torch.tensor(lowest), torch.tensor(highest)
     assert float(first) == lowest and float(last) == highest, "fp32 numbers"
@@ -97,9 +97,9 @@ def test_the_high_noise_experts_share_at_shift_5_is_the_known_one(boundary: floa
     count = 100_000
     draws = sigma_at((torch.arange(count) + 0.5) / count, FlowConfig(), 5.0)
     high, low = pair(boundary)
-    lowest = levels(high)[0]
+    lowest = noise_range(high)[0]
     assert abs(float((draws >= lowest).double().mean()) - share) < 1e-3
-    assert abs(float((draws <= levels(low)[1]).double().mean()) - (1 - share)) < 1e-3
+    assert abs(float((draws <= noise_range(low)[1]).double().mean()) - (1 - share)) < 1e-3
     at_12 = sigma_at((torch.arange(count) + 0.5) / count, FlowConfig(), 12.0)
     assert abs(float((at_12 >= lowest).double().mean()) - share) > 0.1
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.previews.queue import waiting
+from ditkit_core.previews.queue import queued
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.metrics import is_of_the_machine
 
@@ -44,4 +44,4 @@ def samples(run: Path) -> dict[str, bytes]:
 
 
 def pending(run: Path) -> list[str]:
-    return [path.name for path in waiting(run / "samples" / "pending")]
+    return [path.name for path in queued(run / "samples" / "pending")]

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.previews.queue import waiting
+from ditkit_core.previews.queue import queued
 from ditkit_core.previews.worker import generate_waiting
 
 Behaviour = Literal["draws", "fails", "goes on", "is interrupted"]
@@ -33,7 +33,7 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type che
         self.returncode: Any = None
         if behaviour == "fails":
             folder, _, _, *left_out = self._arguments
-            first = next(file.name for file in waiting(RunFolder(Path(folder)).pending) if file.name not in left_out)
+            first = next(file.name for file in queued(RunFolder(Path(folder)).pending) if file.name not in left_out)
             stdout.write(f"process 7 generates {first}\ndrawing\nerror: no room on this device\n\n".encode())
             stdout.flush()
             self.returncode = 1

@@ -23,7 +23,7 @@ from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
-from ditkit_core.verification.exported import Exported, Result, waiting
+from ditkit_core.verification.exported import Exported, Result, unverified
 from ditkit_core.verification.verifier import Verifier
 
 NAMES = StateDictNames.renaming(to_native=lambda name: name, from_native={"diffusers": lambda name: name})
@@ -183,9 +183,9 @@ def test_an_export_whose_save_is_gone_does_not_wait(world: World) -> None:
     assert world.train("run", 4, *FOUR) == 0
     folder = RunFolder(world.folder / "run")
     folder.verified.unlink()
-    assert {each.step for each in waiting(folder)} == {2, 4}
+    assert {each.step for each in unverified(folder)} == {2, 4}
     shutil.rmtree(folder.save(2))
-    assert {each.step for each in waiting(folder)} == {4}
+    assert {each.step for each in unverified(folder)} == {4}
     (empty := folder.exports / "transformer_official").mkdir()
     assert Result.of(Exported(path=empty, form="official", step=4)).num_bytes == 0, "a folder that is being removed"
 

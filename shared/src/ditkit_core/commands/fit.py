@@ -22,7 +22,7 @@ from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.plan import check_plannable, check_rates, num_gpus, planned_step
+from ditkit_core.planner.plan import check_formats, check_plannable, num_gpus, planned_step
 from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.rank_search import RankFit, fit_ranks
@@ -268,7 +268,7 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
     else:
         devices = _devices_here(config)
         found, names = gpus_here(devices), tuple(map(str, devices))
-    check_rates(config.base.compute, found)
+    check_formats(config.base.compute, found)
     return keeping_reserves(found, config.train.reserve), names
 
 

@@ -12,7 +12,7 @@ from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
-from ditkit_core.io.torchrun import joined
+from ditkit_core.io.torchrun import joined_ranks
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -36,7 +36,7 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
         "torch version": torch.__version__,
     }
     try:
-        with joined(config.ranks, config.train.device, about):
+        with joined_ranks(config.ranks, config.train.device, about):
             status = _stage(command, options)(spec, config, options)
     except UserError as error:
         warn(f"error: {error}")

@@ -65,7 +65,7 @@ def current_ranks() -> Ranks:
 
 
 @contextmanager
-def joined(config: RanksConfig, device: str, about: Mapping[str, str]) -> Iterator[Ranks]:
+def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> Iterator[Ranks]:
     """Connect the processes that torchrun started, until the block ends on all of them.
 
     Args:

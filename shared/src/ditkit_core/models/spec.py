@@ -1,5 +1,6 @@
 """The description of a model family for the core: groups of plain values and functions, without a base class."""
 
+import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,6 +256,14 @@ class ModelSpec:
 
     variant: Callable[["ModelSpec", Any], "ModelSpec"] = lambda spec, arch: spec
     """From (spec, architecture) to the spec of that architecture, if its sizes, encoders or rules differ from the family's."""
+
+    @staticmethod
+    def at(import_path: str) -> "ModelSpec":
+        """Import the spec with this `import_path`."""
+        module, _, name = import_path.partition(":")
+        found = getattr(importlib.import_module(module), name)
+        assert isinstance(found, ModelSpec), import_path
+        return found
 
     def for_arch(self, arch: Any) -> "ModelSpec":
         """The spec of one architecture, with its sizes, frame rate, VAE and adapter rules."""

@@ -82,7 +82,7 @@ def write_stochastic(
     """
     flat, of = values.contiguous().view(-1), values.numel() if of is None else of
     if fused and weight.is_contiguous():
-        kernels.write_stochastic(weight.view(torch.int16), flat, *_words(key), start, of, _AT_ONCE)
+        kernels.round_stochastic(weight.view(torch.int16), flat, *_words(key), start, of, _AT_ONCE)
         return
     # Random bits are a function of a value's place within its chunk of the whole tensor.
     for chunk in range(start - start % _AT_ONCE, start + flat.numel(), _AT_ONCE):
@@ -117,7 +117,7 @@ def write_split(weight: Tensor, values: Tensor, rest: Tensor, *, fused: bool = F
     """
     flat, flat_rest = values.contiguous().view(-1), rest.view(-1)
     if fused and weight.is_contiguous():
-        kernels.write_split(weight.view(torch.int16), flat, rest)
+        kernels.round_split(weight.view(torch.int16), flat, rest)
         return
     for start, bits in _parts(flat):
         # As integers: fp32 values of one sign are ordered like their bits, and the difference is exact.

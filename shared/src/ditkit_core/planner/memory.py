@@ -74,7 +74,7 @@ PLAIN = Workload()
 """One micro-batch of exact weights."""
 
 
-class Rows(NamedTuple):
+class ParameterRows(NamedTuple):
     """The rows of one parameter, which ranks can divide among themselves."""
 
     number: int
@@ -124,7 +124,7 @@ class StageCost:
     """Bytes of tokens that its forward sends to ranks with which it shares samples."""
     sent_backward: int = 0
     """The same for its backward, recompute included."""
-    rows: tuple["Rows", ...] = ()
+    rows: tuple["ParameterRows", ...] = ()
     """Its parameters; empty if unknown."""
     gathered: int = 0
     """Of ranks that divide the weights: bytes of the whole ones, which a rank has while the stage runs."""

@@ -217,7 +217,7 @@ def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:
         yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
 
 
-def check_rates(compute: str, gpus: Sequence[hardware.GPU]) -> None:
+def check_formats(compute: str, gpus: Sequence[hardware.GPU]) -> None:
     """Refuse products in 8 bits on a GPU that has none of that format.
 
     Raises:
@@ -243,7 +243,7 @@ def _targets(run: RunContext, gpus: str, host: str, layout: RankLayout | None) -
         budgets = budgets_here(run.devices, reserve)
         return Targets(kind="cpu", devices=run.devices, budgets=tuple(_part(each, per_machine) for each in budgets))
     found = hardware.parse_gpus(gpus) if gpus else hardware.gpus_here(run.devices)
-    check_rates(run.config.base.compute, found)
+    check_formats(run.config.base.compute, found)
     if layout is not None:
         found = (hardware.weakest(found),)
     devices = _named(run, len(found)) if gpus else run.devices

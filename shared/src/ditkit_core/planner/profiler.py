@@ -23,7 +23,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.planner.memory import Profile, Rows, StageCost, behind, mixed
+from ditkit_core.planner.memory import ParameterRows, Profile, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.ranks.recorded import RecordedRanks
@@ -337,7 +337,9 @@ class _Measuring:
             gradients=0 if self.job.optim.fused_backward else gradients,
             optimizer=size(states),
             average=size([trained.average.values[name] for name in named if name in trained.average.values]),
-            rows=tuple(Rows(len(p), p.nbytes // max(1, len(p)), p.requires_grad) for p in stage.parameters() if p.ndim),
+            rows=tuple(
+                ParameterRows(len(p), p.nbytes // max(1, len(p)), p.requires_grad) for p in stage.parameters() if p.ndim
+            ),
         )
 
 

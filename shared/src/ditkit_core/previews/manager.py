@@ -22,7 +22,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.worker_process import WorkerProcess
 from ditkit_core.models.spec import Expert
-from ditkit_core.previews.queue import GENERATES, Preview, drop_after, named, put, waiting
+from ditkit_core.previews.queue import GENERATES, Preview, drop_after, named, put, queued
 from ditkit_core.previews.stages import trained_weights_in, why_no_samples
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import runs_of, saved_step
@@ -51,7 +51,7 @@ def previews_of(
     if trains:
         _drop_abandoned(run, folder.pending)
     if not run.config.sample.device:
-        if left := len(waiting(folder.pending)):
+        if left := len(queued(folder.pending)):
             warn(f"{left} previews wait in {folder.pending}; set sample.device to generate them, or remove the files")
         yield None
         return
@@ -65,7 +65,7 @@ def previews_of(
 
 def generate_left(run: RunContext, folder: RunFolder, on_written: Callable[[Path], object]) -> None:
     """Generate the previews of a complete run that are left in its queue; `on_written` as for `previews_of`."""
-    if not waiting(folder.pending):
+    if not queued(folder.pending):
         return
     with previews_of(run, folder, on_written, trains=False) as previews:
         if previews is not None:
@@ -74,7 +74,7 @@ def generate_left(run: RunContext, folder: RunFolder, on_written: Callable[[Path
 
 def _drop_abandoned(run: RunContext, pending: Path) -> None:
     """Remove previews of steps after the latest save: training continues from there and repeats these steps."""
-    experts = {named(path)[0] for path in waiting(pending)}
+    experts = {named(path)[0] for path in queued(pending)}
     saved: dict[str, int] = {}
     for each in runs_of(run):
         name = "" if each.expert is None else each.expert.name
@@ -169,12 +169,12 @@ class Previews:
                 self._start()
         for path in {self._folder.path, *(Path(each.config.run.folder) for each in runs_of(self._run))}:
             self._on_written(path)
-        if left := len(waiting(self._folder.pending)):
+        if left := len(queued(self._folder.pending)):
             warn(f"previews not generated: {left}, in {self._folder.pending}; the same command tries again")
 
     def _left(self) -> list[Path]:
         """The files of the queue that have not failed yet."""
-        return [path for path in waiting(self._folder.pending) if path.name not in self._failed]
+        return [path for path in queued(self._folder.pending) if path.name not in self._failed]
 
     def _start(self) -> None:
         """Start the worker if previews are left and none is running."""

@@ -37,7 +37,7 @@ class Preview:
         return "-".join(filter(None, [self.expert, f"step-{self.step:06d}.safetensors"]))
 
 
-def waiting(folder: Path) -> list[Path]:
+def queued(folder: Path) -> list[Path]:
     """The files of a queue in the order in which they are generated: by expert, then by step."""
     return sorted((path for path in folder.glob("*.safetensors") if _NAME.fullmatch(path.name)), key=named)
 
@@ -59,7 +59,7 @@ def drop_after(folder: Path, saved: Mapping[str, int]) -> None:
     Raises:
         OSError: If a file cannot be removed.
     """
-    for path in waiting(folder):
+    for path in queued(folder):
         expert, step = named(path)
         if step > saved.get(
             expert, step

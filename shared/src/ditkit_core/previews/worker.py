@@ -3,12 +3,10 @@
 It generates the previews of a run's queue, in order, and ends when none is left or when its parent ends.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
-from ditkit_core.previews.queue import GENERATES, Preview, read_preview, waiting
+from ditkit_core.previews.queue import GENERATES, Preview, queued, read_preview
 from ditkit_core.previews.stages import ExpertWeights, denoiser_stages, load_preview_weights
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
@@ -45,15 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     import_path, folder, device, streamed, *skipped = arguments
     compute_fp32_in_fp32()
-    return work(lambda: generate_waiting(spec_at(import_path), Path(folder), device, int(streamed), skipped))
-
-
-def spec_at(import_path: str) -> ModelSpec:
-    """Import the spec with this `ModelSpec.import_path`."""
-    module, _, name = import_path.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    assert isinstance(found, ModelSpec), import_path
-    return found
+    return work(lambda: generate_waiting(ModelSpec.at(import_path), Path(folder), device, int(streamed), skipped))
 
 
 def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_out: Collection[str] = ()) -> None:
@@ -72,13 +62,13 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
         UserError: For mistakes that the user can fix; previews that are left stay in the queue.
     """
     # The stored configuration: the parent has written what it resolved, flags included.
-    config = elsewhere(resolve(RunConfig, stored=path), device, streamed)
+    config = resolve(RunConfig, stored=path).on_device(device, streamed)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     run = resolve_arch(create_run(spec, config))
     prompts = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
     prepared: LoadedModel | None = None
-    while left := [file for file in waiting(RunFolder(path).pending) if file.name not in left_out]:
+    while left := [file for file in queued(RunFolder(path).pending) if file.name not in left_out]:
         file = left[0]
         say(f"process {os.getpid()}{GENERATES}{file.name}")  # first: the parent reads here which file failed
         try:
@@ -123,29 +113,6 @@ def _generate(
         stages = single_stage(prepared.model, engine_of(run, prepared))
     generate_samples(run, stages, prompts, folder_of(run, expert).samples, f"step-{preview.step:06d}")
     return prepared
-
-
-def elsewhere(config: RunConfig, device: str, streamed: int) -> RunConfig:
-    """A run's configuration for sampling on one device, which need not be one that it trains on.
-
-    Args:
-        config: The run's configuration.
-        device: Device to sample on, and to encode prompts on that the cache has lost meanwhile.
-        streamed: Number of blocks whose weights stay in host memory.
-    """
-    train = replace(
-        config.train,
-        device=device,
-        devices=(),
-        split_points=(),
-        reserve=(),
-        pipelined=False,
-        checkpointing="none",
-        swap_blocks=(streamed,) if streamed else (),
-    )
-    return replace(
-        config, train=train, encode=replace(config.encode, device=device), sample=replace(config.sample, device="")
-    )
 
 
 def _expert(run: RunContext, file: Path, preview: Preview) -> Expert:

@@ -1,7 +1,7 @@
 """The configuration of a run: its sections, each owned by the module that consumes it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
@@ -73,6 +73,27 @@ class RunConfig:
     def micro_batches(self) -> int:
         """How many micro-batches a step accumulates; prior preservation adds one to each."""
         return self.train.accumulation * (2 if self.prior.wanted else 1)
+
+    def on_device(self, device: str, streamed: int = 0) -> "RunConfig":
+        """The configuration for running the model on one device, which need not be one that it trains on.
+
+        Args:
+            device: The device, also to encode prompts on that the cache has lost meanwhile.
+            streamed: Number of blocks whose weights stay in host memory.
+        """
+        train = replace(
+            self.train,
+            device=device,
+            devices=(),
+            split_points=(),
+            reserve=(),
+            pipelined=False,
+            checkpointing="none",
+            swap_blocks=(streamed,) if streamed else (),
+        )
+        return replace(
+            self, train=train, encode=replace(self.encode, device=device), sample=replace(self.sample, device="")
+        )
 
 
 KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {

@@ -118,7 +118,7 @@ def named_after(path: str) -> str:
     return ""
 
 
-def levels(expert: Expert) -> tuple[float, float]:
+def noise_range(expert: Expert) -> tuple[float, float]:
     """The lowest and the highest noise level that an expert sees, both in fp32 and both included.
 
     Each is the outermost level whose fp32 timestep is on the expert's side of the boundary, so no level between them is on the other side.
@@ -151,7 +151,7 @@ def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tup
     Raises:
         UserError: If it sees none of the configured levels.
     """
-    lowest, highest = levels(expert)
+    lowest, highest = noise_range(expert)
     low, high = max(lowest, flow.min_sigma), min(highest, flow.max_sigma)
     if low >= high:
         raise UserError(

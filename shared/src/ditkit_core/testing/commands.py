@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ditkit_core
 from ditkit_core.commands.options import OPTIONS
-from ditkit_core.previews.worker import spec_at
+from ditkit_core.models.spec import ModelSpec
 
 SLOW = ("accelerate", "av", "diffusers", "huggingface_hub", "peft", "tensorboard", "torchao", "transformers")
 """Libraries that take seconds to import."""
@@ -48,7 +48,7 @@ def check_commands(name: str, package: str, folder: Path) -> None:
 
     family = script.load().args[0]
     spec = family.spec()
-    assert spec_at(spec.import_path) is spec, "another process finds the same model"
+    assert ModelSpec.at(spec.import_path) is spec, "another process finds the same model"
     assert (family.name, family.presets, family.demo) == (
         spec.name,
         tuple(spec.architecture.presets),

@@ -56,7 +56,7 @@ class Result:
         return cls(line="", agrees=False, num_bytes=num_bytes, written_ns=written_ns, digest=digest)
 
 
-def waiting(folder: RunFolder) -> list[Exported]:
+def unverified(folder: RunFolder) -> list[Exported]:
     """The exports that have no result, the newest first: with a slow host, that of the latest save matters most."""
     results = read_results(folder)
     left = []
@@ -67,7 +67,7 @@ def waiting(folder: RunFolder) -> list[Exported]:
             state = _state(export.path)
         except OSError:  # it was removed with its save meanwhile
             continue
-        known = results.get(name_of(folder, export))
+        known = results.get(result_name(folder, export))
         if known is None or (known.num_bytes, known.written_ns) != state:
             left.append((state[1], str(export.path), export))
     return [export for *_, export in sorted(left, key=lambda each: each[:2], reverse=True)]
@@ -78,7 +78,7 @@ def is_left(folder: RunFolder, export: Exported) -> bool:
     return export.path.exists() and (export.is_whole or folder.save(export.step).exists())
 
 
-def name_of(folder: RunFolder, export: Exported) -> str:
+def result_name(folder: RunFolder, export: Exported) -> str:
     """The name under which its result is kept."""
     return export.path.relative_to(folder.exports).as_posix()
 
@@ -96,7 +96,7 @@ def write_result(folder: RunFolder, export: Exported, result: Result) -> None:
     """Add a result, and forget those of exports that are gone."""
     results = {name: each for name, each in read_results(folder).items() if (folder.exports / name).exists()}
     values: Mapping[str, Any] = {name: asdict(each) for name, each in results.items()}
-    write_text(folder.verified, json.dumps({**values, name_of(folder, export): asdict(result)}, indent=1) + "\n")
+    write_text(folder.verified, json.dumps({**values, result_name(folder, export): asdict(result)}, indent=1) + "\n")
 
 
 def is_finished(folder: RunFolder, name: str) -> bool:

@@ -15,7 +15,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.worker_process import WorkerProcess
 from ditkit_core.run.context import RunContext
-from ditkit_core.verification.exported import is_finished, name_of, read_results, waiting
+from ditkit_core.verification.exported import is_finished, read_results, result_name, unverified
 from ditkit_core.verification.verify import verify_waiting
 
 _LOOK_SECONDS = 0.2
@@ -103,14 +103,16 @@ class Verifier:
                 if self._worker is None:  # another export may have come after it looked for the last time
                     self.start()
         # A result stays in the file after its export was removed or replaced.
-        outdated = {name_of(self._folder, each) for each in waiting(self._folder)}
+        outdated = {result_name(self._folder, each) for each in unverified(self._folder)}
         for name, result in self._said.items():
             is_current = name not in outdated and (self._folder.exports / name).exists()
             if is_current and not result.agrees and is_finished(self._folder, name):
                 raise UserError(result.line)
 
     def _left(self) -> list[str]:
-        return [name for each in waiting(self._folder) if (name := name_of(self._folder, each)) not in self._given_up]
+        return [
+            name for each in unverified(self._folder) if (name := result_name(self._folder, each)) not in self._given_up
+        ]
 
     def _give_up(self, reason: str) -> None:
         """Leave the exports that wait alone for the rest of this start."""

@@ -15,7 +15,15 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.read_at_use import read_at_use
 from ditkit_core.run.restore import load_trained
-from ditkit_core.verification.exported import Exported, Result, is_left, name_of, read_results, waiting, write_result
+from ditkit_core.verification.exported import (
+    Exported,
+    Result,
+    is_left,
+    read_results,
+    result_name,
+    unverified,
+    write_result,
+)
 
 
 def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] = ()) -> None:
@@ -35,7 +43,7 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     gone: set[str] = set()
     failure: UserError | OSError | None = None
     with torch.random.fork_rng(devices=[]):
-        while left := [each for each in waiting(folder) if name_of(folder, each) not in {*skipped, *gone}]:
+        while left := [each for each in unverified(folder) if result_name(folder, each) not in {*skipped, *gone}]:
             export = left[0]
             try:
                 about = Result.of(export)  # first: a file that changes while it is compared is compared again
@@ -47,7 +55,7 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
             except (UserError, OSError) as error:
                 if is_left(folder, export):
                     failure = failure or error  # a damaged save leaves the others to be verified
-                gone.add(name_of(folder, export))  # or removed meanwhile, as each save is in its turn
+                gone.add(result_name(folder, export))  # or removed meanwhile, as each save is in its turn
                 continue
             write_result(folder, export, result)
     if failure is not None:

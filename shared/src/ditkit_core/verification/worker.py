@@ -14,7 +14,6 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.worker_process import work
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.previews.worker import elsewhere, spec_at
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.expert_runs import resolve_arch
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit status of `work`.
     """
     import_path, folder, *skipped = arguments
-    return work(lambda: verify_in(spec_at(import_path), Path(folder), skipped))
+    return work(lambda: verify_in(ModelSpec.at(import_path), Path(folder), skipped))
 
 
 def verify_in(spec: ModelSpec, path: Path, skipped: Collection[str] = ()) -> None:
@@ -46,7 +45,7 @@ def verify_in(spec: ModelSpec, path: Path, skipped: Collection[str] = ()) -> Non
         UserError: For mistakes that the user can fix.
     """
     # The stored configuration: the parent has written what it resolved, flags included.
-    config = elsewhere(resolve(RunConfig, stored=path), "cpu", 0)
+    config = resolve(RunConfig, stored=path).on_device("cpu")
     # Half of the cores at most: training starts its kernels from the others.
     torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // 2))
     verify_waiting(resolve_arch(create_run(spec, config)), RunFolder(path), skipped)

@@ -171,7 +171,7 @@ def _depths(names: Iterable[str]) -> Counter[str]:
     return Counter(name.rpartition(".")[0] for name in numbered)
 
 
-class Division(Protocol):
+class RowReader(Protocol):
     """How the rows of a model's parameters, on `meta`, are divided over ranks that load them together; each calls it for all in one order."""
 
     def rows(self, parameter: Tensor | None) -> range | None:
@@ -200,7 +200,7 @@ def load_into(
     dtype_of: Callable[[str], torch.dtype],
     edits: Mapping[str, Callable[[Tensor], None]] | None = None,
     on_tensor: Callable[[str, nn.Module], None] | None = None,
-    division: Division | None = None,
+    division: RowReader | None = None,
 ) -> None:
     """Load a file's tensors into a model's parameters, in the order of the files.
 
@@ -297,7 +297,7 @@ def _quantize_rows_into(
     parts: tuple[TensorSlice, ...],
     device: torch.device,
     edit: Callable[[Tensor], None] | None,
-    division: Division,
+    division: RowReader,
 ) -> None:
     """The same for a layer whose parameters are divided: bitwise the rows that a whole layer would have."""
     shape, rows = torch.Size((layer.out_features, layer.in_features)), division.rows(layer.weight)

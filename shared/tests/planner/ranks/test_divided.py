@@ -3,13 +3,13 @@
 import pytest
 
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import Partition, Profile, Rows, StageCost, Workload
+from ditkit_core.planner.memory import ParameterRows, Partition, Profile, StageCost, Workload
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.ranks.traffic import RankStep
 
-ROWS = (Rows(4096, 8192, False), Rows(32, 16384, True))
+ROWS = (ParameterRows(4096, 8192, False), ParameterRows(32, 16384, True))
 BLOCK = StageCost(
     weights=ROWS[0].number * ROWS[0].bytes_each + 100,
     adapters=32 * 16384,

@@ -1,6 +1,6 @@
 """Divides the rows of a model's parameters over ranks, before or after it has values.
 
-A model on `meta` is divided first, and then each rank reads its own rows (`weights/load.py: Division`): no host ever has the whole model.
+A model on `meta` is divided first, and then each rank reads its own rows (`weights/load.py: RowReader`): no host ever has the whole model.
 """
 
 from collections.abc import Mapping

@@ -122,7 +122,9 @@ def dequantize_nf4(
     return codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
 
 
-@_declared("round_rows(Tensor x, Tensor? columns, ScalarType dtype) -> (Tensor, Tensor)", "rounded_rows", "rows")
+@_declared(
+    "round_rows(Tensor x, Tensor? columns, ScalarType dtype) -> (Tensor, Tensor)", "rounded_rows", "codes_of_rows"
+)
 def round_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Any:
     """Codes of a matrix [n, k] by the largest magnitude of each row, and the scales [n, 1]; its columns are multiplied by factors before."""
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), 1, dtype=torch.float32)
@@ -138,22 +140,22 @@ def apply_scales(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tens
 
 
 @_declared(
-    "write_stochastic(Tensor(a!) weight, Tensor values, int first, int last, int start, int of, int chunk) -> ()",
+    "round_stochastic(Tensor(a!) weight, Tensor values, int first, int last, int start, int of, int chunk) -> ()",
     "rounding",
     "stochastic",
 )
-def write_stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int, of: int, chunk: int) -> None:
+def round_stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int, of: int, chunk: int) -> None:
     """Contiguous fp32 values to the bits of bf16, see `nn/stochastic_rounding.py: write_stochastic`."""
 
 
-@_declared("write_split(Tensor(a!) weight, Tensor values, Tensor(b!) rest) -> ()", "rounding", "split")
-def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
+@_declared("round_split(Tensor(a!) weight, Tensor values, Tensor(b!) rest) -> ()", "rounding", "split")
+def round_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
     """Contiguous fp32 values to the bits of bf16 and a remainder."""
 
 
-@_declared("join_split(Tensor(a!) values, Tensor weight, Tensor rest) -> ()", "rounding", "joined")
+@_declared("join_split(Tensor(a!) values, Tensor weight, Tensor rest) -> ()", "rounding", "join")
 def join_split(values: Tensor, weight: Tensor, rest: Tensor) -> None:
-    """The values that `write_split` was given."""
+    """The values that `round_split` was given."""
 
 
 def _features_next_to_each_other(x: Tensor) -> Tensor:

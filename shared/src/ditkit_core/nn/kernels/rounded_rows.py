@@ -81,7 +81,7 @@ def _scale(
     tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
 
 
-def rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of x [n, k] in int8 or fp8, with its columns multiplied by factors [1, k] before, and the scales of its rows [n, 1]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), 1, dtype=torch.float32)

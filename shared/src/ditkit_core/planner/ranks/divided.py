@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ditkit_core.planner.memory import Profile, RankGradients, Round, Rows, StageCost, Workload
+from ditkit_core.planner.memory import ParameterRows, Profile, RankGradients, Round, StageCost, Workload
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.replicas import replica_sums
 
@@ -93,6 +93,6 @@ def _dividing_weights(stage: StageCost, shard: int, reduction: float) -> StageCo
     )
 
 
-def _of_rank(parameters: Sequence[Rows], shard: int) -> int:
+def _of_rank(parameters: Sequence[ParameterRows], shard: int) -> int:
     """Bytes of the rows that the first rank has."""
     return sum(-(-rows.number // shard) * rows.bytes_each for rows in parameters)
