@@ -7,10 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from workspace import MEMBERS, ROOT, text_files
+from house_measures import CORE, LONGEST_FUNCTION, MOST_PARAMETERS, defined_twice, folders_of, working_tree
+from workspace import MEMBERS, ROOT, read_toml, text_files
 
 SOURCES = [file for member in MEMBERS for file in member.modules]
 LARGEST_LINES = 450
+MOST_FOLDERS, MOST_FILES, MOST_LAYERS = 17, 18, 13
+"""Of the core: folders, files of a folder, and lines of the contract between folders."""
+GIVEN_NAMES = {
+    "main": ("diagnostics.verification.worker", "previews.worker"),  # of programs
+    **dict.fromkeys(
+        ("forward", "backward"),
+        tuple(f"nn.kernels.{name}" for name in ("gated_unit", "modulated_norm", "norm_rotation")),
+    ),
+}
+"""Names that several modules define because something else calls each of them by it."""
 LIBRARY_ERRORS = "ditkit_core/errors"
 """The one module that catches every exception: what a library raises at a foreign file, or a service behind it (`given_to_library`)."""
 
@@ -86,6 +97,42 @@ def test_no_file_outgrows_its_subject():
     lengths = {file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert len(lengths) > len(SOURCES)
     assert {str(file): lines for file, lines in lengths.items() if lines > LARGEST_LINES} == {}
+
+
+def test_each_function_of_the_core_fits_a_page_and_takes_few_parameters():
+    functions = [(file.path, function) for file in working_tree(ROOT).groups()["core"] for function in file.functions]
+    assert len(functions) > 2000
+    assert [f"{path}: {each.name}" for path, each in functions if each.lines > LONGEST_FUNCTION] == []
+    # A Triton kernel takes pointers, strides and sizes one by one.
+    kernels = f"{CORE}nn/kernels/"
+    many = [(path, each.name) for path, each in functions if each.parameters > MOST_PARAMETERS]
+    assert [f"{path}: {name}" for path, name in many if not (path.startswith(kernels) and name.startswith("_"))] == []
+
+
+def test_the_core_defines_no_public_name_twice():
+    twice = defined_twice(working_tree(ROOT).groups()["core"])
+    known = {name: [f"ditkit_core.{module}" for module in modules] for name, modules in GIVEN_NAMES.items()}
+    assert twice == known
+
+
+def test_the_core_has_few_folders_of_few_files_with_an_introduction_each():
+    inits = {file.parent: file for file in SOURCES if file.name == "__init__.py" and CORE in f"{file.as_posix()}"}
+    counts = folders_of(file.path for group in ("core", "core testing") for file in working_tree(ROOT).groups()[group])
+    assert len([folder for folder in counts if folder and "/" not in folder]) <= MOST_FOLDERS
+    # The conformance checks have a file for each lever.
+    without_init = {folder: count - 1 for folder, count in counts.items() if folder != "testing"}
+    assert {folder: count for folder, count in without_init.items() if count > MOST_FILES} == {}
+    assert without_init[""] == 1, "errors.py alone is in no folder"
+    for folder, file in inits.items():
+        if folder.name != CORE.rstrip("/").rpartition("/")[2]:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            assert len(tree.body) == 1 and 3 <= len(file.read_text("utf-8").splitlines()) <= 6, file
+
+
+def test_the_contract_between_folders_is_short():
+    contracts = read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]["contracts"]
+    (layers,) = [each["layers"] for each in contracts if each["type"] == "layers"]
+    assert len(layers) <= MOST_LAYERS
 
 
 def test_no_file_names_a_folder_of_somebodys_machine():

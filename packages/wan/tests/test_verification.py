@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from ditkit_core.config.resolve import resolve
+from ditkit_core.diagnostics.verification.exported import read_results, unverified
+from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.testing.demo import Demo
-from ditkit_core.verification.exported import read_results, unverified
-from ditkit_core.verification.verifier import Verifier
 from ditkit_wan.spec import WAN
 
 pytestmark = pytest.mark.slow

@@ -33,6 +33,7 @@ from ditkit_core.adapters.files.export_names import (
 from ditkit_core.commands.options import ExportOptions
 from ditkit_core.config.toml import read_stored_file
 from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
@@ -52,7 +53,6 @@ from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.publish import publish
 from ditkit_core.run.restore import load_trained
 from ditkit_core.training.trainer import Callback
-from ditkit_core.verification.verifier import Verifier
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:

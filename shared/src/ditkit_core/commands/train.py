@@ -22,6 +22,7 @@ from ditkit_core.diagnostics.doctor.dataset import summarize_data
 from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, model_summary, write_about
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.step_trace import StepTrace
+from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
@@ -74,7 +75,6 @@ from ditkit_core.training.metrics import log_left_samples
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
-from ditkit_core.verification.verifier import Verifier
 
 _NUM_STAGES = 5
 

@@ -312,13 +312,7 @@ class _Reader:
             UserError: If the record cannot be used.
         """
         entry, folder = entries[0], Path(self.config.folder)
-        if len(entries) > 1:
-            if len({os.path.normpath(each.media) for each in entries}) == 1:
-                raise UserError(
-                    f"{entry.media} is listed {len(entries)} times in {folder}; list it once, with a list of its captions in .jsonl or .json"
-                )
-            names = " and ".join(each.media for each in entries)
-            raise UserError(f"{names} in {folder} have the same name {id!r}; rename or remove all but one")
+        _check_single(id, entries, folder)
         if entry.problem is not None:
             raise entry.problem
         _check_name(id)
@@ -414,6 +408,17 @@ class _Reader:
         return checked_references(
             folder, entry.references or named, self.reference_size, allow_outside=self.config.allow_outside
         )
+
+
+def _check_single(id: str, entries: Sequence[Record], folder: Path) -> None:
+    if len(entries) == 1:
+        return
+    if len({os.path.normpath(each.media) for each in entries}) == 1:
+        raise UserError(
+            f"{entries[0].media} is listed {len(entries)} times in {folder}; list it once, with a list of its captions in .jsonl or .json"
+        )
+    names = " and ".join(each.media for each in entries)
+    raise UserError(f"{names} in {folder} have the same name {id!r}; rename or remove all but one")
 
 
 def _check_name(id: str) -> None:

@@ -108,26 +108,31 @@ def encode(
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
             continue
-        encoded.append(
-            EncodedSample(
-                id=sample.id,
-                cache=cache,
-                media_key=media_keys[0],
-                text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
-                empty_text_key=text_key("", encoders.text),
-                reference_keys=tuple(media_keys[1:]),
-                conditions=its_conditions,
-                assemble=encoders.assemble,
-                mask_weight=encoders.mask_weight,
-                repeats=sample.repeats,
-                encode_again=partial(encode, [sample], encoders, cache, extra_captions=extra_captions),
-            )
-        )
+        one = _encoded_sample(sample, media_keys, its_conditions, encoders, cache)
+        again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
+        encoded.append(replace(one, encode_again=again))
         captions += sample.captions
     # By key: captions that samples share are encoded once. The empty one is always encoded, for caption dropout.
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
     encode_missing(cache, EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
     return encoded
+
+
+def _encoded_sample(
+    sample: Sample, media_keys: Sequence[str], conditions: tuple[Condition, ...], encoders: SampleEncoders, cache: Cache
+) -> EncodedSample:
+    return EncodedSample(
+        id=sample.id,
+        cache=cache,
+        media_key=media_keys[0],
+        text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
+        empty_text_key=text_key("", encoders.text),
+        reference_keys=tuple(media_keys[1:]),
+        conditions=conditions,
+        assemble=encoders.assemble,
+        mask_weight=encoders.mask_weight,
+        repeats=sample.repeats,
+    )
 
 
 def encode_references(

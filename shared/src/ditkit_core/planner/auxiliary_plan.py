@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,18 +62,14 @@ def plan_auxiliary(
         UserError: If local files of an encoder are damaged or of another model.
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
-    kind, averages = "cuda" if gpus else run.devices[0].type, config.optim.kind.averages
-    exchanges = run.experts and config.sample.every_steps and not config.sample.device
+    kind = "cuda" if gpus else run.devices[0].type
+    in_samples = partial(held_while_sampling, averages=config.optim.kind.averages)
+    # A CPU has both experts, of which a GPU has one at a time.
+    has_both = run.experts and config.sample.every_steps and not config.sample.device and kind == "cpu"
+    in_use = [in_samples(each.purposes) + (weights_on(each) if has_both else 0) for each in devices]
     rooms = [
-        Room(
-            device=device.budget.name,
-            available=device.budget.available - device.budget.workspace,
-            kind=kind,
-            # A CPU has both experts, of which a GPU has one at a time.
-            in_use=held_while_sampling(device.purposes, averages=averages)
-            + (weights_on(device) if exchanges and kind == "cpu" else 0),
-        )
-        for device in devices
+        Room(each.budget.name, each.budget.available - each.budget.workspace, kind=kind, in_use=used)
+        for each, used in zip(devices, in_use, strict=True)
     ]
     planner = AuxiliaryPlanner(
         models=run.spec.auxiliary.models(step.job.arch, config.model),
@@ -84,9 +81,7 @@ def plan_auxiliary(
     encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
-    found = planner.encode_rows(_encoded_sizes(step.bucket), encoders)
-
-    added = _added_on(run, step.job.arch, blocks)
+    found, added = planner.encode_rows(_encoded_sizes(step.bucket), encoders), _added_on(run, step.job.arch, blocks)
 
     def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
         if not generated.shapes:

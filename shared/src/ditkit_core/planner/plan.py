@@ -26,7 +26,7 @@ from ditkit_core.planner.planned_step import PlannedStep, as_held, work_of
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
 from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
 from ditkit_core.planner.ranks.links import Route, parse_links
-from ditkit_core.planner.ranks.traffic import RankStep
+from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.planner.step_time import assumptions, both_orders, rate_of_codes, step_seconds
@@ -78,25 +78,18 @@ def report_of(
     step, work = PlannedStep.of(run, targets.kind, samples, class_images), work_of(run)
     if layout is not None:
         work = work_of_rank(work, layout, adapts=run.config.adapter.method != "full")
-    profiles = profiles_of(step.job)
-    solution = Partitioner(
-        run=run,
-        model=_divisible(step, targets),
-        targets=targets,
-        work=work,
-        profile_of=profiles if layout is None else _of_rank(profiles, layout, run.precision.reduction),
-    ).solve(run.config.train.schedule)
+    solution = _solve(step, targets, layout, work)
     found, division = solution.profile, solution.division
     plans = compose(found, division, targets.budgets, work)
     streamed = on_host(found, division.streamed)
     stages = (found.embed, *found.blocks, found.head)
+    per_machine = 1 if layout is None else layout.nproc
+    auxiliary = plan_auxiliary(
+        step, plans, division.blocks, gpus=bool(gpus), samples=samples, streamed=streamed, per_machine=per_machine
+    )
     sample, is_cuda = run.config.sample, targets.kind == "cuda"
     previews = bool(sample.every_steps and not sample.device)
     exchanges = previews and run.experts and run.config.ranks.shard == 1  # divided experts have no previews
-    rank_step = None
-    if layout is not None:
-        gpu = targets.gpus[0] if targets.gpus else None
-        rank_step = RankStep(layout=layout, profile=found, division=division, work=work_of(run), gpu=gpu)
     return PlanReport(
         model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
         policy=str(solution.placement.checkpointing),
@@ -105,33 +98,47 @@ def report_of(
         tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
         work=work,
         devices=plans,
-        auxiliary=plan_auxiliary(
-            step,
-            plans,
-            division.blocks,
-            gpus=bool(gpus),
-            samples=samples,
-            streamed=streamed,
-            per_machine=1 if layout is None else layout.nproc,
-        ),
+        auxiliary=auxiliary,
         previews=previews,
         exchanged=streamed + sum(map(weights_on, plans)) if exchanges and is_cuda else 0,
         division=division,
         host=streamed,
         host_limit=targets.host,
-        verifying=_verifying(run, sum(stage.adapters for stage in stages)) if targets.kind == "cuda" else 0,
+        verifying=_verifying(run, sum(stage.adapters for stage in stages)) if is_cuda else 0,
         flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
         is_cuda=is_cuda,
         notes=notes,
-        ranks=None
-        if rank_step is None
-        else rank_step.plan(
-            routes,
-            streamed + sum(plan.host for plan in plans),
-            reads_whole=needs_whole_weights(run.config),
-        ),
+        ranks=_plan_of_ranks(run, solution, targets, routes, streamed + sum(plan.host for plan in plans)),
         **_times(solution, targets.gpus, work, overlaps=not run.config.optim.fused_backward),
     )
+
+
+def _solve(step: PlannedStep, targets: Targets, layout: RankLayout | None, work: Workload) -> Solution:
+    """The device and the policy of each block, with the memory of a step, of one rank if there are several."""
+    profiles = profiles_of(step.job)
+    return Partitioner(
+        run=step.run,
+        model=_divisible(step, targets),
+        targets=targets,
+        work=work,
+        profile_of=profiles if layout is None else _of_rank(profiles, layout, step.run.precision.reduction),
+    ).solve(step.run.config.train.schedule)
+
+
+def _plan_of_ranks(
+    run: RunContext, solution: Solution, targets: Targets, routes: Sequence[Route], host: int
+) -> RanksPlan | None:
+    """What the ranks of a run send, with `host` bytes of each of them in host memory; None for a process alone."""
+    if not routes:
+        return None
+    step = RankStep(
+        layout=routes[0].layout,
+        profile=solution.profile,
+        division=solution.division,
+        work=work_of(run),
+        gpu=targets.gpus[0] if targets.gpus else None,
+    )
+    return step.plan(routes, host, reads_whole=needs_whole_weights(run.config))
 
 
 def _verifying(run: RunContext, adapter_bytes: int) -> int:

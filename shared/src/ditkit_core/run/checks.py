@@ -76,17 +76,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     check_kernels(train.kernels, kinds)
     optim = run.config.optim
-    method = run.config.adapter.method
-    if optim.loraplus_lr_ratio != 1 and method != "lora":
-        raise UserError(
-            f"optim.loraplus_lr_ratio = {optim.loraplus_lr_ratio:g} is for the B of a LoRA, and adapter.method = {method} has none; leave it out "
-            "(optim.lr_pattern sets rates by layer)"
-        )
-    if run.config.prior.match_base and run.config.adapter.method == "full":
-        raise UserError(
-            "prior.match_base compares with the base without its adapter, and adapter.method = full changes the base itself; use "
-            "prior.folder or prior.prompt, or train an adapter"
-        )
+    _check_method(run)
     check_swap(train.swap_blocks, run.config.adapter.method, optim)
     check_fused_backward(train, optim, adapts=run.config.adapter.method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
@@ -114,6 +104,21 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     )
     for unused in _unused(run) if here else ():
         warn(unused)
+
+
+def _check_method(run: RunContext) -> None:
+    """Refuse settings for another `adapter.method`."""
+    method, ratio = run.config.adapter.method, run.config.optim.loraplus_lr_ratio
+    if ratio != 1 and method != "lora":
+        raise UserError(
+            f"optim.loraplus_lr_ratio = {ratio:g} is for the B of a LoRA, and adapter.method = {method} has none; leave it out "
+            "(optim.lr_pattern sets rates by layer)"
+        )
+    if run.config.prior.match_base and method == "full":
+        raise UserError(
+            "prior.match_base compares with the base without its adapter, and adapter.method = full changes the base itself; use "
+            "prior.folder or prior.prompt, or train an adapter"
+        )
 
 
 def check_ranks(run: RunContext, size: int) -> None:

@@ -143,20 +143,17 @@ def build_meta_model(
         UserError: If a file is missing, damaged, or does not fit the model or the configuration.
     """
     check_quantize(base.quantize, adapter.method)
-    source = open_weights(components.locate(component))
-    if num_scaled(source):
+    if num_scaled(source := open_weights(components.locate(component))):
         check_scaled(str(source.path), adapter.method)
     preset, arch = choose_arch(spec, components, source)
     model = build_on_meta(spec, arch, precision)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    advice = None if components.preset else _advice(source)
     # Before anything slow, so that wrong files fail at once: importing peft alone takes seconds.
-    mapping = match(source, spec.architecture.names, shapes, advice=advice)
+    mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
     # All adapter files are opened before anything is converted, so that a wrong one fails at once.
-    entries = [parse_merge(entry, key) for key, entry in base.files]
-    merged = [(open_file(file), strength) for file, strength in entries]
+    merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in base.files)]
     adapter, start = _started_from_file(adapter, open_file, say)
     if keeps_codes:
         _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)

@@ -43,12 +43,6 @@ def load_trained(
         UserError: If there is no such save, or it is of another model or adapter.
     """
     path = verified or _save(folder, step)
-    if path is None or not path.is_dir():
-        saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
-        remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
-        if step == "best" and saves != "none":
-            remedy = "none of them has a validation loss, set held_out.clips when you train, or choose a --step by its number"
-        raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
     own, theirs = prepared.adapter, stored.adapter
@@ -97,8 +91,18 @@ def _averaged(
         return {name: value.detach().clone() for name, value in parameters.items()}
 
 
-def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path | None:
+def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path:
     if step == "best":
         found = best(folder.state)
-        return None if found is None else found.path
-    return latest(folder.state, warn) if step is None else folder.save(step)
+        path = None if found is None else found.path
+    else:
+        path = latest(folder.state, warn) if step is None else folder.save(step)
+    if path is not None and path.is_dir():
+        return path
+    saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
+    remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
+    if step == "best" and saves != "none":
+        remedy = (
+            "none of them has a validation loss, set held_out.clips when you train, or choose a --step by its number"
+        )
+    raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")

@@ -223,15 +223,9 @@ def load_into(
     state = model.state_dict()
     full_names = {name.replace(".base_layer.", "."): name for name in state}
     # One reader for all tensors: its scratch memory is allocated once.
-    reader = _Reader(source)
-
-    def file_position(name: str) -> tuple[Path, int]:
-        first = mapping[name][0]
-        stored = source.tensors[first.name]
-        return stored.file, stored.offset + stored.num_bytes * first.index // first.of
-
+    reader, loaded = _Reader(source), on_tensor or (lambda name, module: None)
     # In the file's order: a disk reads forward faster than back and forth.
-    for name in sorted(mapping, key=file_position):
+    for name in sorted(mapping, key=lambda name: _position(source, mapping[name][0])):
         device, dtype, parts, edit = device_of(name), dtype_of(name), mapping[name], (edits or {}).get(name)
         owner, _, leaf = full_names[name].rpartition(".")
         module = model.get_submodule(owner)
@@ -240,8 +234,7 @@ def load_into(
                 _quantize_into(module, reader, parts, device, edit)
             else:
                 _quantize_rows_into(module, reader, parts, device, edit, division)
-            if on_tensor is not None:
-                on_tensor(name, module)
+            loaded(name, module)
             continue
         shape = state[full_names[name]].shape
         rows = None if division is None else division.rows(module._parameters.get(leaf))
@@ -256,8 +249,12 @@ def load_into(
             _set(module, leaf, tensor)
         else:
             division.put(module, leaf, tensor)
-        if on_tensor is not None:
-            on_tensor(name, module)
+        loaded(name, module)
+
+
+def _position(source: SafetensorsSource, part: TensorSlice) -> tuple[Path, int]:
+    stored = source.tensors[part.name]
+    return stored.file, stored.offset + stored.num_bytes * part.index // part.of
 
 
 def _set(module: nn.Module, name: str, tensor: Tensor) -> None:

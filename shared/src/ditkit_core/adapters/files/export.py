@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export_names import adapter_file
 from ditkit_core.adapters.files.keys import tensors_in_form
-from ditkit_core.adapters.files.write import check_form, check_stacks, write_adapter
+from ditkit_core.adapters.files.write import check_form, check_stacks, write_adapter, zero_state
 from ditkit_core.adapters.files.write_factored import check_one_to_one, trained_factors, write_factored
 from ditkit_core.adapters.inject import adapter_layers, adapter_state, canonical_name, is_adapter_name, method_of
 from ditkit_core.errors import UserError
@@ -222,13 +222,12 @@ def export_adapter(
         }
         write_adapter(
             path,
-            state,
-            scaling,
+            state | zero_state(fillers),
+            {**scaling, **dict.fromkeys(fillers, 1.0)},
             spec.architecture.names,
             form=form,
             dtype=_dtype_of(config),
             metadata={**metadata, **_no_reader(why_unverified(spec, config, form, model))},
-            fillers=fillers,
             base_weight=lambda module: dense_weight(layers[module].get_base_layer()),
         )
         files.append(path)

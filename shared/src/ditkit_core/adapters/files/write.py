@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -41,20 +40,18 @@ def write_adapter(
     form: str,
     dtype: torch.dtype,
     metadata: Mapping[str, str],
-    fillers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     base_weight: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write a model's adapter, and compare it name by name and value by value before the file gets its name.
 
     Args:
         path: The file.
-        state: The adapters by canonical name, from `inject.adapter_state`.
+        state: The adapters by canonical name, from `inject.adapter_state`, and zeros for modules that the form wants besides.
         scaling: The factor of B·A in the model, of all modules or by module.
         names: The model's names.
         form: One of `ADAPTER_FORMS`.
         dtype: The dtype of the tensors in the file.
         metadata: Strings for the header: base, data hash, config, versions.
-        fillers: Weight shapes of modules without an adapter that are written as zeros, by our name.
         base_weight: Returns the base's weight of a module; needed for a DoRA in a form whose magnitudes are over its norm.
 
     Raises:
@@ -69,13 +66,19 @@ def write_adapter(
             module: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(base_weight, module)))
             for module, each in adapters.items()
         }
-    adapters |= {module: zero_adapter(shape) for module, shape in fillers.items()}
     write_matrices(path, adapters, names, form=form, dtype=dtype, metadata=metadata)
 
 
 def zero_adapter(shape: tuple[int, ...]) -> Scaled:
     """An adapter of rank 1 that changes nothing, for a layer with this weight shape [out, in]."""
     return Scaled(LoraMatrices(torch.zeros(1, shape[1]), torch.zeros(shape[0], 1)))
+
+
+def zero_state(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Such adapters by canonical name, from the weight shapes of their modules."""
+    zeros = {module: zero_adapter(shape).matrices for module, shape in shapes.items()}
+    found = {f"{module}.lora_A.weight": each.down for module, each in zeros.items()}
+    return found | {f"{module}.lora_B.weight": each.up for module, each in zeros.items()}
 
 
 def write_matrices(

@@ -100,8 +100,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     batches = [data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)]
     optim, ema = run.config.optim, run.config.ema
     trained = TrainState(prepared.model, prepared.trainable, optim, ema, prepared.streamer, kernels=config.kernels)
-    devices = {parameter.device for parameter in prepared.model.parameters()}
-    restart_peak(devices)
+    restart_peak(devices := {parameter.device for parameter in prepared.model.parameters()})
     prepared.model.train()
     # Compiling takes minutes, and the tests compare compiled blocks with eager ones.
     engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)

@@ -153,7 +153,7 @@ def round_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
     """Contiguous fp32 values to the bits of bf16 and a remainder."""
 
 
-@_declared("join_split(Tensor(a!) values, Tensor weight, Tensor rest) -> ()", "rounding", "join")
+@_declared("join_split(Tensor(a!) values, Tensor weight, Tensor rest) -> ()", "rounding", "restored")
 def join_split(values: Tensor, weight: Tensor, rest: Tensor) -> None:
     """The values that `round_split` was given."""
 

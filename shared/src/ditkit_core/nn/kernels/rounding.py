@@ -74,7 +74,7 @@ def split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
         _split[(triton.cdiv(count, _BLOCK),)](weight, values, rest, count, BLOCK=_BLOCK)
 
 
-def join(values: Tensor, weight: Tensor, rest: Tensor) -> None:
+def restored(values: Tensor, weight: Tensor, rest: Tensor) -> None:
     """What `split` was given."""
     count = values.numel()
     with device_current(values):

@@ -1,4 +1,4 @@
-"""The process that verifies exports: `python -m ditkit_core.verification.worker SPEC FOLDER [NAME…]`, started by `verifier.py`.
+"""The process that verifies exports: `python -m ditkit_core.diagnostics.verification.worker SPEC FOLDER [NAME…]`, started by `verifier.py`.
 
 It sees no GPU. It ends when no export is left or when its parent ends.
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from ditkit_core.config.resolve import resolve
+from ditkit_core.diagnostics.verification.verify import verify_waiting
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.worker_process import work
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.expert_runs import resolve_arch
-from ditkit_core.verification.verify import verify_waiting
 
 
 def main(arguments: Sequence[str]) -> int:

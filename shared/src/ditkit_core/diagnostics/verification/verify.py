@@ -8,14 +8,7 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.context import RunContext
-from ditkit_core.run.prepare import LoadedModel
-from ditkit_core.run.read_at_use import read_at_use
-from ditkit_core.run.restore import load_trained
-from ditkit_core.verification.exported import (
+from ditkit_core.diagnostics.verification.exported import (
     Exported,
     Result,
     is_left,
@@ -24,6 +17,13 @@ from ditkit_core.verification.exported import (
     unverified,
     write_result,
 )
+from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.run.read_at_use import read_at_use
+from ditkit_core.run.restore import load_trained
 
 
 def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] = ()) -> None:

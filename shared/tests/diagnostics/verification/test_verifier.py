@@ -14,6 +14,8 @@ from toy_world import World, equal
 from ditkit_core.adapters.files.read import initial_adapter, open_adapter
 from ditkit_core.adapters.inject import adapter_state
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
+from ditkit_core.diagnostics.verification.exported import Exported, Result, unverified
+from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.precision import Precision
@@ -23,8 +25,6 @@ from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
-from ditkit_core.verification.exported import Exported, Result, unverified
-from ditkit_core.verification.verifier import Verifier
 
 NAMES = StateDictNames.renaming(to_native=lambda name: name, from_native={"diffusers": lambda name: name})
 FOUR = ("--save.every_steps", "2", "--save.keep_last", "9", "--sample.captions", "0", "--export.dtype", "fp32")
@@ -234,7 +234,7 @@ def test_a_base_that_cannot_be_read_any_more_is_a_warning(
     def gone(*_: Any, **__: Any) -> Any:
         raise UserError("there is no toy.safetensors; check the path")
 
-    monkeypatch.setattr("ditkit_core.verification.verify.read_at_use", gone)
+    monkeypatch.setattr("ditkit_core.diagnostics.verification.verify.read_at_use", gone)
     assert world.train("run", 2, *FOUR) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not verified" in line and "run.saf" in line]
     assert "there is no toy.safetensors; check the path" in line

@@ -9,14 +9,14 @@ from typing import Self
 
 import torch
 
+from ditkit_core.diagnostics.verification.exported import is_finished, read_results, result_name, unverified
+from ditkit_core.diagnostics.verification.verify import verify_waiting
 from ditkit_core.errors import Interrupted, UserError, printable
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.worker_process import WorkerProcess
 from ditkit_core.run.context import RunContext
-from ditkit_core.verification.exported import is_finished, read_results, result_name, unverified
-from ditkit_core.verification.verify import verify_waiting
 
 _LOOK_SECONDS = 0.2
 _TAIL_CHARACTERS = 4096
@@ -60,7 +60,9 @@ class Verifier:
             if self._apart:
                 given = [self._run.spec.import_path, str(self._folder.path), *skipped]
                 log = self._folder.verification_log
-                self._worker = WorkerProcess("ditkit_core.verification.worker", given, log, torch.device("cpu"))
+                self._worker = WorkerProcess(
+                    "ditkit_core.diagnostics.verification.worker", given, log, torch.device("cpu")
+                )
                 return
             verify_waiting(self._run, self._folder, skipped)
         except (UserError, OSError) as error:
