@@ -22,6 +22,7 @@ from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.optim.optimizer import NamedOptimizer
@@ -236,12 +237,18 @@ def test_a_gradient_that_is_not_finite_is_not_applied_nor_any_after_it():
     assert not optimizer.gradients()
 
 
+def of_all_weights(model, config):
+    parameters = dict(model.named_parameters())
+    matrices = {name for name, p in parameters.items() if name.startswith("layers.") and p.ndim == 2}
+    return NamedOptimizer(parameters, config, matrices=matrices)
+
+
 def host_waits(name, depth):
     """How often the host waits for the device in the second step, and the number of parameters."""
     with StandIn() as stand_in:
         model = TOY.architecture.build(ToyArch(dim=16, depth=depth), Precision(matmul=torch.float32))
         place(model, [torch.device("cpu:1")] * depth)
-        optimizer = NamedOptimizer(dict(model.named_parameters()), optim(name, fused=True))
+        optimizer = of_all_weights(model, optim(name, fused=True))
         step(model, optimizer, number=0)
         log, waits = stand_in.runtime.log, []
         synchronize = log.synchronize
@@ -251,11 +258,42 @@ def host_waits(name, depth):
     return len(waits), len(optimizer.parameters)
 
 
-def test_with_adamw_the_host_does_not_wait_for_each_gradient():
-    (few, parameters), (many, more) = host_waits("adamw", 1), host_waits("adamw", 4)
+@pytest.mark.parametrize("name", ["adamw", "muon", "schedulefree_adamw"])
+def test_the_host_does_not_wait_for_each_gradient(name):
+    pytest.importorskip(PACKAGES.get(name, "torch"))
+    (few, parameters), (many, more) = host_waits(name, 1), host_waits(name, 4)
     assert many == few <= 4 and more >= parameters + 30
-    # Adafactor reads numbers of its own of each parameter; the check is one of them.
-    assert host_waits("adafactor", 1)[0] > parameters
+
+
+def test_with_adafactor_it_does():
+    """torch's reads numbers of each parameter on the host; the check is one of them."""
+    waits, parameters = host_waits("adafactor", 1)
+    assert waits > parameters
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
+def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_finite(name, rounding):
+    """Those of the gradient and of all after it, with updates before it that count, whatever dtype the weights have."""
+    pytest.importorskip(PACKAGES.get(name, "torch"))
+    if rounding != "nearest" and name == "schedulefree_adamw":
+        return  # refused
+    dtype = torch.float32 if rounding == "nearest" else torch.bfloat16
+    model = make_model(TOY, ToyArch(dim=16), dtype=dtype)
+    optimizer = of_all_weights(model, optim(name, fused=True, rounding=rounding))
+    parameters = optimizer.parameters
+    step(model, optimizer, number=0)
+    before = {each: p.detach().clone() for each, p in parameters.items()}
+    rests = {each: dict(optimizer.state_of(each)).get("rounding_rest") for each in parameters}
+    rests = {each: None if rest is None else rest.clone() for each, rest in rests.items()}
+    model.layers[1].out.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(NonFiniteLoss):
+        step(model, optimizer, number=1)
+    changed = {each for each, p in parameters.items() if not torch.equal(p, before[each])}
+    assert "head.out.weight" in changed and "layers.1.out.weight" not in changed
+    assert not any(each.startswith(("layers.0.", "embed.")) for each in changed)
+    for each, rest in rests.items():
+        assert each in changed or rest is None or torch.equal(optimizer.state_of(each)["rounding_rest"], rest)
 
 
 def test_a_gradient_that_is_not_finite_on_one_device_stops_the_updates_there():

@@ -20,9 +20,9 @@ class OptimizerInBackward:
     The backwards run inside its `with` block. No full set of gradients exists, except for the sums of several micro-batches, which the
     optimizer keeps (`NamedOptimizer.sum_of`); the last backward applies them. The price is that nothing can look at all gradients before
     the first update. So they are clipped by the norm of the last step, or each block's by its own norm, for which a block's gradients
-    wait for each other. And a non-finite gradient is found after others were
-    applied. It is not applied itself, nor is any that its device completes after it. AdamW sees to that on the device, and the host reads
-    the norms when the backward is over. Other optimizers have no such switch: for them the host waits for each gradient.
+    wait for each other. And a non-finite gradient is found after others were applied. It is not applied itself, nor is any that its device
+    completes after it. The device decides that: AdamW has a switch for it, and updates of others are undone. The host reads the norms when
+    the backward is over. Only with Adafactor it waits for each gradient, because torch's implementation reads norms of each parameter.
 
     The mechanism is torch's own, `Tensor.register_post_accumulate_grad_hook`, which torch documents for this purpose. The engine's hooks
     cannot replace it: they are called block by block, in the order of the carry, while a gradient is complete when the parameter's last
@@ -148,14 +148,12 @@ class OptimizerInBackward:
     def _apply(self, name: str, gradient: Tensor, factor: Tensor | float | None) -> None:
         parameter = self._optimizer.parameters[name]
         found_inf = self._found_inf[gradient.device][0]
-        skips = self._optimizer.skips_on_device(name)
-        if (
-            not skips and self._readable and float(found_inf)
-        ):  # waits for the device, because an update cannot be undone
+        waits = self._optimizer.waits(name)
+        if waits and self._readable and float(found_inf):
             self._sound = False
         if self._sound:
             given = None if gradient is parameter.grad else gradient
-            self._optimizer.step_one(name, self._lr, found_inf if skips else None, gradient=given, factor=factor)
+            self._optimizer.step_one(name, self._lr, None if waits else found_inf, gradient=given, factor=factor)
             self.updated.append(name)
             self._events.append((name, True))
         parameter.grad = None

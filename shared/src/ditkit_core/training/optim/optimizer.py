@@ -251,7 +251,8 @@ class NamedOptimizer:
         Args:
             name: The parameter's.
             lr: The learning rate.
-            found_inf: A float32 scalar on the parameter's device: nothing is updated where it is 1, if `skips_on_device` says so.
+            found_inf: A float32 scalar on the parameter's device: the parameter stays as it is where it is 1. Of the optimizer's state that is
+                only true if `OptimizerKind.skips_on_device` says so.
             gradient: The gradient to apply; None: the parameter's own.
             factor: What the gradient is multiplied by, in fp32 if the update is computed in fp32; None: 1.
         """
@@ -260,14 +261,28 @@ class NamedOptimizer:
             parameter.grad = gradient.to(parameter.dtype)
         if self._proxies[name] is parameter and factor is not None and parameter.grad is not None:
             parameter.grad.mul_(factor)
-        with single.guard, self._in_fp32(name, gradient, factor):
+        skips = single.kind.skips_on_device
+        with single.guard, self._in_fp32(name, gradient, factor), self._undone(name, None if skips else found_inf):
             _set_rate(single.optimizer, lr)
-            single.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            single.optimizer.found_inf = found_inf if skips else None  # type: ignore[attr-defined]
             single.optimizer.step()
 
-    def skips_on_device(self, name: str) -> bool:
-        """Whether the optimizer of a parameter takes `found_inf`."""
-        return self._singles[name].kind.skips_on_device
+    def waits(self, name: str) -> bool:
+        """Whether the update of a parameter waits for the device anyway."""
+        return self._singles[name].kind.waits
+
+    @contextmanager
+    def _undone(self, name: str, found_inf: Tensor | None) -> Iterator[None]:
+        """Give the parameter its old values back after the block where `found_inf` is 1. The host waits for nothing."""
+        parameter, wide = self.parameters[name], self._proxies[name]
+        old = parameter.detach().clone() if found_inf is not None and wide is parameter else None
+        yield
+        if found_inf is not None:
+            with torch.no_grad():
+                if old is None:  # not yet rounded back
+                    wide.grad = None
+                    old = joined(parameter.detach(), self.state_of(name).get(_REST))
+                torch.where(found_inf > 0, old, wide.data, out=wide.data)
 
     @contextmanager
     def _in_fp32(

@@ -34,6 +34,8 @@ class OptimizerKind:
     """Whether it can update one weight at a time, so that only that weight exists in fp32."""
     skips_on_device: bool = False
     """Whether its step does nothing where its attribute `found_inf`, a tensor on the device, is 1, as torch's GradScaler uses it."""
+    waits: bool = False
+    """Whether its step waits for the device, to read norms on the host."""
     averages_in_8_bits: bool = False
     """Whether it keeps its averages of the gradient and of its square in 8 bits, not in fp32."""
     streams: bool = False
@@ -99,7 +101,7 @@ def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> "torch
 OPTIMIZERS = {
     "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True, by_element=True, skips_on_device=True),
     "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True, streams=True),
-    "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True),
+    "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True, waits=True),
     "muon": OptimizerKind(build=_muon, one_by_one=True, streams=True, rest="adamw"),
     "prodigy": OptimizerKind(
         build=_prodigy, estimates_rate=True, progress=("k", "d", "d_max", "d_numerator", "d_denom", "d_hat")
