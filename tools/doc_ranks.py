@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditkit_core.commands.fit import division_of, tasks_of
+from ditkit_core.commands.fit_ranks import division_of, tasks_of
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.io.console import doing

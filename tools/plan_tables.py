@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.commands.fit import task_for
+from ditkit_core.commands.fit_task import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec

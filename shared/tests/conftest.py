@@ -19,7 +19,7 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A profile is a frozen value that the step alone decides. The step is kept with it, so that no function of another step gets its address.
     """
-    from ditkit_core.commands import fit
+    from ditkit_core.commands import fit_task
     from ditkit_core.planner import partition, profiler
 
     profile = profiler.profile
@@ -30,5 +30,5 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _PROFILES[key] = job, profile(job, of_each=of_each, like=like)
         return _PROFILES[key][1]
 
-    for module in (partition, fit):
+    for module in (partition, fit_task):
         monkeypatch.setattr(module, "profile", remembered)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core.commands.fit import task_for
+from ditkit_core.commands.fit_task import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import PLAIN

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ditkit_core.commands.fit import changes, task_for
+from ditkit_core.commands.fit import changes
+from ditkit_core.commands.fit_task import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import PLAIN

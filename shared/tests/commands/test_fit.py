@@ -8,9 +8,10 @@ import pytest
 import torch
 from made_profiles import made_full_profiles, made_profile
 
-from ditkit_core.commands import cli
+from ditkit_core.commands import cli, fit_ranks, fit_task
 from ditkit_core.commands import fit as fit_stage
-from ditkit_core.commands.fit import apply, changes, gpus_to_fit
+from ditkit_core.commands.fit import changes
+from ditkit_core.commands.fit_task import apply, gpus_to_fit
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
@@ -298,8 +299,6 @@ def test_ranks_divide_what_does_not_fit_one_gpu(tmp_path, capsys):
         and "(were 1 and 1)" in err
         and "s a step with exchanges" in err
     )
-    status = cli.run(wide, "train", [*given, "--gpus", "1GiB", "--nproc", "2"])
-    assert status == 3 and "however 2 ranks divide the run, each still lacks" in capsys.readouterr().err
 
 
 def test_ranks_share_samples_where_a_step_has_fewer_micro_batches(tmp_path, capsys):
@@ -349,6 +348,49 @@ def test_levers_of_a_full_fine_tune_are_said_and_written(monkeypatch, capsys):
         not printed.out and "nothing fits: with everything recomputed and activations on the host, all" in printed.err
     )
     assert "changed: optim.name = adafactor (was adamw)" in printed.err
+
+
+@pytest.mark.parametrize(("gpu", "name"), [("96GiB", "adamw"), ("80GiB", "adamw8bit"), ("48GiB", "adafactor")])
+def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(gpu, name, monkeypatch, capsys):
+    """Here none can divide a weight, because each block is clipped by itself."""
+    full = {"quantizations": ("none",), "adapts": False, "schedules": True}
+    monkeypatch.setattr(
+        fit_ranks,
+        "task_for",
+        lambda run, gpus: FitTask(gpus=gpus, profile_of=made_full_profiles(run.config), **full),
+    )
+    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
+    config = config_of(
+        adapter={"method": "full"},
+        model={"dtype": "fp32", "preset": "tiny"},
+        train={"accumulation": 2, "clip_by": "block"},
+    )
+    assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus=gpu, nproc=2)) == 0
+    out, err = capsys.readouterr()
+    fitted = tomllib.loads(out)
+    assert "nothing fits as configured, so these settings are changed too" in err
+    assert (fitted["model"]["dtype"], fitted["optim"]["rounding"]) == ("bf16", "stochastic")
+    assert fitted["optim"]["name"] == name
+    assert not fitted["optim"]["fused_backward"] and fitted["train"]["clip_by"] == "block"
+    assert fitted["ranks"]["shard"] == 1 and "# changed: model.dtype = bf16 (was fp32)" in out
+    assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="32GiB", nproc=2)) == 3
+    assert "however 2 ranks divide the run, each still lacks" in capsys.readouterr().err
+
+
+def test_compiled_blocks_are_given_no_policy_that_they_cannot_have():
+    """Over a quantized base they must recompute: without, the compiler would keep each weight a second time."""
+    config = config_of(**BIG, model={"preset": "tiny"}, train={"compile": True})
+    accepts = fit_task.task_for(create_run(TOY, config), parse_gpus("24GiB")).accepts
+    refused = [
+        (policy, kind)
+        for policy in ("full", "full+offload", "attn_only", "none")
+        for kind in ("none", "int8")
+        if not accepts(policy, kind)
+    ]
+    assert refused == [("none", "int8")]
+    eager = replace(made_task(parse_gpus("24GiB"), config), quantizations=("int8",))
+    assert fit(eager).chosen.setting.policy == "none"
+    assert fit(replace(eager, accepts=accepts)).chosen.setting.policy == "attn_only"
 
 
 def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward():

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,6 +124,19 @@ def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tm
     assert plan(tmp_path, capsys, "--gpus", "2GiB", *flags, "--encode.vae_tiling", "true", spec=WITH_AUXILIARY)[0] == 0
     status, found = auxiliary_rows(tmp_path, capsys, "--gpus", "3GiB", *flags, "--sample.captions", "0")
     assert status == 0 and [row["stage"] for row in found["auxiliary"]] == ["encode", "encode"], "nothing is drawn"
+
+
+def test_fit_changes_how_a_run_encodes_where_its_gpu_has_no_room_for_that(tmp_path, capsys):
+    """The VAE in tiles where that is enough; else both encoders on the CPU. Nothing changes where there is room."""
+    given = ["--model.preset", "tiny", "--run.folder", str(tmp_path / "run"), *SIZE, "--sample.captions", "0", "--fit"]
+    for gpu, changed in (("3GiB", {}), ("2GiB", {"vae_tiling": True}), ("1.3GiB", {"device": "cpu"})):
+        assert run(WITH_AUXILIARY, "train", [*given, "--gpus", gpu]) == 0
+        out, err = capsys.readouterr()
+        encode = tomllib.loads(out)["encode"]
+        assert {key: encode[key] for key in ("vae_tiling", "device") if encode[key] not in (False, "auto")} == changed
+        for key, value in changed.items():
+            said = f"changed: encode.{key} = {str(value).lower()} (was "
+            assert f"encoding does not fit as configured; {said}" in err and f"# {said}" in out
 
 
 def test_a_plan_says_what_host_memory_verifying_an_export_takes(tmp_path, capsys):

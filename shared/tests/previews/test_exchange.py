@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from preview_runs import FLAGS, check_equal, samples
@@ -102,25 +103,50 @@ def test_a_host_without_room_costs_the_previews_alone(
     assert capsys.readouterr().err.count("the host needs 2.0 GiB and has 1.0 GiB; set sample.device") == 2
 
 
+def planned(world: TwoExperts, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = world.run("train", "--sample.captions", "1", "--json", "--plan", "--gpus", "24GiB", *flags)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def exchanged(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in found["auxiliary"] if row["name"] == "exchange of the experts"]
+
+
 @pytest.mark.parametrize("streamed", [0, 1])
 def test_a_plan_counts_what_waits_on_the_host(
     world: TwoExperts, capsys: pytest.CaptureFixture[str], streamed: int
 ) -> None:
-    flags = ("--train.swap_blocks", str(streamed), "--sample.captions", "1", "--json", "--plan", "--gpus", "24GiB")
-    found = {}
-    for every_steps in ("0", "1"):
-        capsys.readouterr()
-        assert world.run("train", *flags, "--sample.every_steps", every_steps) == 0
-        found[every_steps] = json.loads(capsys.readouterr().out)
-    (device,), host = found["1"]["devices"], found["1"]["host"]
-    assert host["exchanged_expert"] == device["weights"] + device["adapters"] + host["streamed_weights"] > 0
-    assert found["0"]["host"]["exchanged_expert"] == 0 and found["1"]["previews"]
+    flags = ("--train.swap_blocks", str(streamed), "--sample.every_steps")
+    status, found = planned(world, capsys, *flags, "1")
+    (device,), host, (row,) = found["devices"], found["host"], exchanged(found)
+    assert status == 0 and found["previews"] and row["stage"] == "preview" and row["available"] is None
+    assert row["weights"] == device["weights"] + device["adapters"] + host["streamed_weights"] > 0
+    assert row["peak"] - row["weights"] == row["in_use"] == host["streamed_weights"]
+    assert not exchanged(planned(world, capsys, *flags, "0")[1])
+
+
+def test_a_host_without_room_for_previews_still_has_room_to_train(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So no other settings are searched: what lacks are the previews, and the remedy is theirs."""
+    flags = ("--train.swap_blocks", "1", "--sample.every_steps", "1")
+    _, without_limit = planned(world, capsys, *flags)
+    streamed, (row,) = without_limit["host"]["streamed_weights"], exchanged(without_limit)
+    host = ("--host", f"{(streamed + row['peak']) / 2**31:.9f}GiB")  # between both
+    status, found = planned(world, capsys, *flags, *host)
+    assert status == 3 and not found["fits"] and found["host"]["missing"] == 0
+    assert [(each["name"], each["fits"]) for each in found["auxiliary"] if not each["fits"]] == [(row["name"], False)]
+    assert world.run("train", "--sample.captions", "1", "--plan", "--gpus", "24GiB", *flags, *host) == 3
+    said = capsys.readouterr().out
+    assert "preview: exchange of the experts does not fit host; name another GPU as sample.device" in said
+    assert "--fit" not in said
 
 
 def test_a_plan_counts_nothing_where_ranks_divide_the_experts(
     world: TwoExperts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They have no previews then."""
-    flags = ("--sample.captions", "1", "--sample.every_steps", "1", "--json", "--plan", "--gpus", "24GiB")
-    assert world.run("train", *flags, "--nproc", "2", "--ranks.shard", "2", "--train.accumulation", "2") == 0
-    assert json.loads(capsys.readouterr().out)["host"]["exchanged_expert"] == 0
+    ranks = ("--nproc", "2", "--ranks.shard", "2", "--train.accumulation", "2")
+    status, found = planned(world, capsys, "--sample.every_steps", "1", *ranks)
+    assert status == 0 and not exchanged(found)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ditkit_core.commands.fit import apply, changes, task_for
+from ditkit_core.commands.fit import changes
+from ditkit_core.commands.fit_task import apply, task_for
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Full, Policy
 from ditkit_core.errors import UserError

@@ -70,7 +70,8 @@ class TrainOptions:
     """Print the peak memory per device and whether the run fits, then exit; needs no weights and no GPU. Exit status 0 if it fits, 3 if
     not."""
     fit: bool = False
-    """Choose checkpointing, split points, swapped blocks and quantization for the devices, print the whole configuration and exit."""
+    """Choose checkpointing, split points, swapped blocks and quantization for the devices (where nothing else fits, also how a full
+    fine-tune updates its weights), print the whole configuration and exit."""
     gpus: str = option(
         "", goes_with={"plan fit": "names GPUs to plan for; add --plan or --fit, or set train.devices to train"}
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ def plan_auxiliary(
     samples: Sequence[Sample] | None = None,
     streamed: int = 0,
     per_machine: int = 1,
+    host: int | None = None,
 ) -> tuple[AuxiliaryRow, ...]:
     """Rows for encoding and sampling as configured, then for previews if they have a separate device.
 
@@ -57,20 +57,18 @@ def plan_auxiliary(
         samples: The training samples, if known already; None reads the dataset.
         streamed: Bytes of streamed weights on the host.
         per_machine: Ranks on a machine, each of which encodes.
+        host: Bytes of host memory for streamed weights and offloaded activations; None if unknown.
 
     Raises:
         UserError: If local files of an encoder are damaged or of another model.
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
     kind = "cuda" if gpus else run.devices[0].type
-    in_samples = partial(held_while_sampling, averages=config.optim.kind.averages)
-    # A CPU has both experts, of which a GPU has one at a time.
-    has_both = run.experts and config.sample.every_steps and not config.sample.device and kind == "cpu"
-    in_use = [in_samples(each.purposes) + (weights_on(each) if has_both else 0) for each in devices]
-    rooms = [
-        Room(each.budget.name, each.budget.available - each.budget.workspace, kind=kind, in_use=used)
-        for each, used in zip(devices, in_use, strict=True)
-    ]
+    previews = (
+        config.sample.every_steps and not config.sample.device and (config.sample.prompts or config.sample.captions)
+    )
+    exchanges = run.experts and previews and config.ranks.shard == 1  # experts that ranks divide have no previews
+    rooms = _rooms(run, devices, kind, exchanges=bool(exchanges))
     planner = AuxiliaryPlanner(
         models=run.spec.auxiliary.models(step.job.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),
@@ -95,7 +93,46 @@ def plan_auxiliary(
     if config.sample.device and config.sample.every_steps:
         room = _preview_room(run, rooms[0], devices, gpus=gpus, streamed=streamed)
         found += [replace(row, stage="preview") for row in sampled(_samples(run, shapes, samples), [room])]
+    if exchanges and kind == "cuda":
+        found.append(_exchanged(devices, streamed, host))
     return tuple(found)
+
+
+def _rooms(run: RunContext, devices: Sequence[DevicePlan], kind: str, *, exchanges: bool) -> list[Room]:
+    """The devices of the training step, and what is in use there while it generates samples."""
+    averages = run.config.optim.kind.averages
+    # A CPU has both experts, of which a GPU has one at a time.
+    both = exchanges and kind == "cpu"
+    return [
+        Room(
+            device=device.budget.name,
+            available=device.budget.available - device.budget.workspace,
+            kind=kind,
+            in_use=held_while_sampling(device.purposes, averages=averages) + (weights_on(device) if both else 0),
+        )
+        for device in devices
+    ]
+
+
+def _exchanged(devices: Sequence[DevicePlan], streamed: int, host: int | None) -> AuxiliaryRow:
+    """The host while the other of two experts takes its steps of a preview: the weights of the one that trains wait there, and the other
+    streams as many."""
+    in_use, moved = streamed + sum(device.host for device in devices), streamed + sum(map(weights_on, devices))
+    fits = host is None or in_use + moved <= host
+    return AuxiliaryRow(
+        stage="preview",
+        name="exchange of the experts",
+        device="host",
+        size=None,
+        mode="whole",
+        weights=moved,
+        in_use=in_use,
+        peak=in_use + moved,
+        available=host,
+        remedy=""
+        if fits
+        else "name another GPU as sample.device, or set sample.every_steps = 0: without room there are no previews",
+    )
 
 
 def weights_on(device: DevicePlan) -> int:

@@ -11,7 +11,7 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
-from ditkit_core.planner.auxiliary_plan import plan_auxiliary, weights_on
+from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.memory import Budget, Profile, Workload, compose, on_host
 from ditkit_core.planner.partition import (
     Partitioner,
@@ -83,13 +83,17 @@ def report_of(
     plans = compose(found, division, targets.budgets, work)
     streamed = on_host(found, division.streamed)
     stages = (found.embed, *found.blocks, found.head)
-    per_machine = 1 if layout is None else layout.nproc
     auxiliary = plan_auxiliary(
-        step, plans, division.blocks, gpus=bool(gpus), samples=samples, streamed=streamed, per_machine=per_machine
+        step,
+        plans,
+        division.blocks,
+        gpus=bool(gpus),
+        samples=samples,
+        streamed=streamed,
+        per_machine=1 if layout is None else layout.nproc,
+        host=targets.host,
     )
     sample, is_cuda = run.config.sample, targets.kind == "cuda"
-    previews = bool(sample.every_steps and not sample.device)
-    exchanges = previews and run.experts and run.config.ranks.shard == 1  # divided experts have no previews
     return PlanReport(
         model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
         policy=str(solution.placement.checkpointing),
@@ -99,8 +103,7 @@ def report_of(
         work=work,
         devices=plans,
         auxiliary=auxiliary,
-        previews=previews,
-        exchanged=streamed + sum(map(weights_on, plans)) if exchanges and is_cuda else 0,
+        previews=bool(sample.every_steps and not sample.device),
         division=division,
         host=streamed,
         host_limit=targets.host,

@@ -42,9 +42,6 @@ class PlanReport:
     """Memory of encoding and sampling."""
     previews: bool = False
     """Whether previews are generated on the training devices."""
-    exchanged: int = 0
-    """Bytes on the host while the other of two experts takes its steps of a preview: the weights of the one that trains, and the other's
-    streamed ones."""
     host_limit: int | None = None
     """Bytes of host memory for streamed weights; None if unknown."""
     verifying: int = 0
@@ -71,11 +68,7 @@ class PlanReport:
     @property
     def host_missing(self) -> int:
         """Missing bytes of host memory; 0 if there is enough or it is unknown. Of several ranks each has an equal part."""
-        return (
-            0
-            if self.host_limit is None
-            else max(0, self.host + self.host_activations + self.exchanged - self.host_limit)
-        )
+        return 0 if self.host_limit is None else max(0, self.host + self.host_activations - self.host_limit)
 
     @property
     def host_activations(self) -> int:
@@ -123,7 +116,6 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
             "streamed_weights": report.host,
             "offloaded_activations": report.host_activations,
             "verifying_exports": report.verifying,
-            "exchanged_expert": report.exchanged,
             "available": report.host_limit,
             "missing": report.host_missing,
         },
@@ -308,8 +300,6 @@ def _lines(report: PlanReport) -> list[str]:
         lines.append(f"host memory for {parts}, page-locked{available}{each or ''}")
     if report.verifying:
         lines.append(f"host memory while an export is verified, in a process of its own: {_gib(report.verifying)} GiB")
-    if report.exchanged:
-        lines.append(f"host memory while previews exchange the experts: {_gib(report.exchanged)} GiB more")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
     if report.seconds is not None:
         exchanges = "" if ranks is None else ", without exchanges"

@@ -68,7 +68,7 @@ def test_each_change_says_what_it_was_and_what_it_costs():
         "false", "step", "fp32", "nearest", "adamw",
     ]  # fmt: skip
     keys = {each.key for level in levels(config_of()) for each in level.changed}
-    assert keys == {key.partition(" = ")[0] for key in COSTS}
+    assert keys == {key.partition(" = ")[0] for key in COSTS if not key.startswith("encode.")}
 
 
 def task_of(gpus, *, host=None, refused=()):

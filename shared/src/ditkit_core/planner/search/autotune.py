@@ -99,7 +99,8 @@ def fit(task: FitTask) -> Fit:
 def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
     first, *others = POLICIES
     names = task.profile_of(first, quantize).attention if task.schedules else ()
-    return (first, *([SELF_ONLY] if "self" in names and len(names) > 1 else []), *others)
+    policies = (first, *([SELF_ONLY] if "self" in names and len(names) > 1 else []), *others)
+    return tuple(policy for policy in policies if task.accepts(policy, quantize))
 
 
 def scheduled(task: FitTask, found: Sequence[Candidate]) -> list[Candidate]:

@@ -58,6 +58,8 @@ class FitTask:
     """Whether micro-batches may overlap: not where the optimizer steps in the backward."""
     schedules: bool = False
     """Whether blocks may have different policies."""
+    accepts: Callable[[str, str], bool] = lambda policy, quantize: True
+    """Whether a run may have this policy with this format: compiled blocks cannot have all."""
 
 
 @dataclass(frozen=True, kw_only=True)

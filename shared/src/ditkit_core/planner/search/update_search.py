@@ -29,8 +29,11 @@ COSTS = {
     "optim.rounding = stochastic": "weights are bf16, and each update is rounded up or down at random: right on average, with noise",
     "optim.name = adamw8bit": "both averages of AdamW are rounded to 8 bits",
     "optim.name = adafactor": "another optimizer, with averages of rows and columns: choose optim.lr anew",
+    "encode.vae_tiling": "latents differ a little, and seams of tiles may show",
+    "encode.streaming": "the text encoder is read layer by layer, which is slower",
+    "encode.device": "encoding is much slower; its results stay in the cache",
 }
-"""What each lever costs besides time, which the plan has."""
+"""What each lever costs besides the time of a step, which the plan has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +91,19 @@ class UpdateFit:
     """The next level that changes more and is faster, or needs less host memory; empty if there is none."""
 
 
-def levels(config: RunConfig) -> Iterator[Level]:
-    """The run as it is, then with one lever more each time."""
+def levels(config: RunConfig, *, in_backward: bool = True) -> Iterator[Level]:
+    """The run as it is, then with one lever more each time.
+
+    Args:
+        config: The run.
+        in_backward: Whether the optimizer can step in the backward: with several ranks it cannot.
+    """
     level = Level(config=config)
     yield level
     optim = config.optim
     if config.adapter.method != "full" or optim.kind.estimates_rate:
         return
-    if not optim.fused_backward:
+    if in_backward and not optim.fused_backward:
         # Searched anyway, and refused with it: `FitTask.overlaps`.
         level = replace(level, config=replace(config, train=replace(config.train, pipelined=False)))
         level = level.then("optim", fused_backward=True)

@@ -1,0 +1,175 @@
+"""What `--fit` searches for a run on given GPUs, and a choice as settings and in words."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ditkit_core.config.sizes import per_device
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.compile import backend_of, check_compiled
+from ditkit_core.engine.devices import choose_device, choose_devices
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import doing
+from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
+from ditkit_core.planner.memory import Profile
+from ditkit_core.planner.plan import check_formats, planned_step
+from ditkit_core.planner.planned_step import work_of
+from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.search.partition_search import Candidate, FitTask
+from ditkit_core.planner.search.update_search import Level
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import RunContext
+from ditkit_core.training.trainer import check_swap
+
+_FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
+"""Device that a name without an index means on a machine with a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The result of a search; without a choice, the lines say what lacks."""
+
+    config: RunConfig
+    lines: Sequence[str]
+    chosen: Candidate | None = None
+    title: str = ""
+    """The choice in one line."""
+    level: Level | None = None
+    """What else had to be changed."""
+
+
+def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
+    """The GPUs to choose among, with train.reserve kept free, and the name of each in train.devices.
+
+    Args:
+        config: The run's configuration.
+        gpus: The `--gpus` flag; empty for the GPUs of this machine.
+
+    Raises:
+        UserError: If one of them has no products in the 8 bits of base.compute.
+    """
+    if gpus:
+        found = parse_gpus(gpus)
+        # One name more than GPUs: the device that generates previews is skipped.
+        named = [f"cuda:{i}" for i in range(len(found) + 1) if not _samples_on(config, i)]
+        names = tuple(named[: len(found)])
+    else:
+        devices = _devices_here(config)
+        found, names = gpus_here(devices), tuple(map(str, devices))
+    check_formats(config.base.compute, found)
+    return keeping_reserves(found, config.train.reserve), names
+
+
+def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
+    """The search problem of a run on these GPUs."""
+    step, config = planned_step(run), run.config
+    stored = run.stored_as
+
+    made: list[Profile] = []
+
+    @functools.cache  # a profile takes seconds, and the search asks for the same one for every split and swap
+    def profile_of(policy: str, quantize: str) -> Profile:
+        doing(f"planning a training step, checkpointing {policy}, {_weights(quantize)}")
+        job = replace(step.job, policy=policy, quantize=stored if quantize == "none" else quantize)
+        made.append(profile(job, like=made[0] if made else None))
+        return made[-1]
+
+    # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
+    eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
+    formats = ("none",) if config.adapter.method == "full" else ("none", *eight_bits, "nf4")
+    if config.base.compute != "dtype":  # products in 8 bits need that format
+        formats = (config.base.quantize,)
+    return FitTask(
+        gpus=gpus,
+        profile_of=profile_of,
+        work=work_of(step.run),
+        quantizations=formats,
+        adapts=config.adapter.method != "full",
+        streams_trained=_streams_trained(config),
+        overlaps=not config.optim.fused_backward,
+        schedules=config.adapter.method == "full",
+        accepts=_accepted_by(config),
+    )
+
+
+def _accepted_by(config: RunConfig) -> Callable[[str, str], bool]:
+    """Whether the blocks of a run can have a policy with a format of their weights: compiled ones cannot have all."""
+
+    def accepts(policy: str, quantize: str) -> bool:
+        quantized = config.base.compute == "dtype" and quantize != "none"
+        try:
+            check_compiled(backend_of(config.train.compile), [parse_policy(policy)], quantized=quantized)
+        except UserError:
+            return False
+        return True
+
+    return accepts
+
+
+def _streams_trained(config: RunConfig) -> bool:
+    try:
+        check_swap((1,), "full", config.optim)
+    except UserError:
+        return False
+    return True
+
+
+def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
+    """The configuration with the chosen settings; everything that is not searched stays as it is."""
+    setting, train = chosen.setting, config.train
+    used = [names[i] for i in setting.gpus]
+    if len(used) > 1:
+        device, devices = "auto", tuple(used)
+    else:  # with one GPU to choose from, a name like `cuda` stays as the user wrote it
+        keeps = len(names) == 1 and not train.devices and _FIRST.get(train.device, train.device) == used[0]
+        device, devices = train.device if keeps else used[0], ()
+    reserve = per_device(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
+    changed: dict[str, Any] = {
+        "device": device,
+        "devices": devices,
+        "split_points": setting.split_points,
+        "checkpointing": setting.policy,
+        "pipelined": setting.pipelined,
+        "swap_blocks": setting.swap if any(setting.swap) else (),
+        "reserve": tuple(reserve[i] for i in setting.gpus) if len(reserve) > 1 else reserve,
+    }
+    quantize: dict[str, Any] = {"quantize": setting.quantize}
+    return replace(config, train=replace(train, **changed), base=replace(config.base, **quantize))
+
+
+def in_words(candidate: Candidate, names: Sequence[str]) -> str:
+    setting = candidate.setting
+    bounds = candidate.division.bounds
+    spans = [
+        f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
+        for i, (gpu, swap) in enumerate(zip(setting.gpus, setting.swap, strict=True))
+    ]
+    order = ", micro-batches overlapping" if setting.pipelined else ""
+    return (
+        f"checkpointing {setting.policy}, {_weights(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.time.seconds:.2g} s a step, "
+        f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
+    )
+
+
+def _weights(quantize: str) -> str:
+    return "exact weights" if quantize == "none" else f"{quantize} weights"
+
+
+def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
+    if config.train.devices:
+        return choose_devices(config.train.devices)
+    if config.train.device == "auto":
+        found = choose_devices(("all",)) if torch.cuda.is_available() else (choose_device("auto", "train.device"),)
+        return (
+            tuple(device for device in found if device.type == "cpu" or not _samples_on(config, device.index)) or found
+        )
+    return choose_devices((config.train.device,))
+
+
+def _samples_on(config: RunConfig, index: int) -> bool:
+    """Whether previews are generated on this GPU, which then does not train."""
+    name = config.sample.device
+    return name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index
