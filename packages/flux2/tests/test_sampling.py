@@ -20,11 +20,11 @@ from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Decoding, GenerationRequest, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.sampling.denoise import generate_latents
+from ditkit_core.testing.sampling import generate_latents
 from ditkit_flux2.encoders import vae
 from ditkit_flux2.sampling import Flux2Sampler
 from ditkit_flux2.spec import FLUX2
-from ditkit_flux2.verify import diffusers_transformer
+from ditkit_flux2.verify import DIFFUSERS
 
 CPU = torch.device("cpu")
 HEIGHT, WIDTH, STEPS = 48, 32, 3
@@ -82,7 +82,7 @@ def pipeline_latents(
         base_image_seq_len=256, max_image_seq_len=4096,
     )  # fmt: skip
     parts: dict[str, Any] = {
-        "tokenizer": None, "text_encoder": None, "transformer": diffusers_transformer(model), "scheduler": scheduler,
+        "tokenizer": None, "text_encoder": None, "transformer": DIFFUSERS.transformer(model), "scheduler": scheduler,
         "vae": AutoencoderKLFlux2.from_pretrained(vae_folder, local_files_only=True).eval(),
     }  # fmt: skip
     extra: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters.inject import adapter_state
 from ditkit_core.errors import UserError
-from ditkit_flux2.verify import diffusers_transformer
+from ditkit_flux2.verify import DIFFUSERS
 
 QKV = ("*.q", "*.k", "*.v")
 
@@ -118,5 +118,5 @@ def test_an_adapter_without_effect_is_told_apart(tmp_path: Path) -> None:
 def test_the_bases_matrices_are_not_copied() -> None:
     model = Adapted("dev", QKV).model
     pointers = {parameter.data_ptr() for parameter in model.parameters()}
-    theirs = diffusers_transformer(model).named_parameters()
+    theirs = DIFFUSERS.transformer(model).named_parameters()
     assert [name for name, parameter in theirs if parameter.data_ptr() not in pointers] == ["norm_out.linear.weight"]

@@ -1,5 +1,6 @@
 """An exported whole transformer is what diffusers' own loaders read, and is compared with ours without being in memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ from tiny_flux2 import tiny_model
 
 from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.files.export import export_merged
+from ditkit_core.adapters.verify_whole import load_whole
 from ditkit_core.errors import UserError
 from ditkit_core.models.protocol import run_plain
-from ditkit_flux2 import verify
 from ditkit_flux2.spec import FLUX2
-from ditkit_flux2.verify import verify_whole
+from ditkit_flux2.verify import DIFFUSERS
 
 
 def exported(folder: Path, kind: str, form: str, dtype: str = "fp32") -> tuple[Any, Path]:
@@ -26,7 +27,7 @@ def exported(folder: Path, kind: str, form: str, dtype: str = "fp32") -> tuple[A
 @pytest.mark.parametrize("kind", ["dev", "klein base"])
 def test_diffusers_computes_with_an_exported_transformer_what_we_do(tmp_path: Path, kind: str, form: str) -> None:
     model, folder = exported(tmp_path, kind, form)
-    line = verify_whole(folder, form, model, run_plain)
+    line = DIFFUSERS.verify_whole(folder, form, model, run_plain)
     assert line.startswith(f"diffusers loads {tmp_path.name}/transformer_{form} (") and "\n" not in line
 
 
@@ -34,9 +35,9 @@ def test_diffusers_computes_with_an_exported_transformer_what_we_do(tmp_path: Pa
 def test_the_tensors_are_those_that_diffusers_own_loaders_read(tmp_path: Path, form: str) -> None:
     """The official form has q, k and v in one tensor, and scale and shift of the head the other way round."""
     model, folder = exported(tmp_path, "dev", form, "bf16")
-    ours = verify._empty_transformer(model)
+    ours = DIFFUSERS.empty(model)
     ours.save_config(tmp_path / "config")
-    verify.load_whole(ours, folder, verify._to_diffusers if form == "official" else None)
+    load_whole(ours, folder, DIFFUSERS.convert if form == "official" else None)
     if form == "diffusers":
         (folder / "config.json").write_bytes((tmp_path / "config" / "config.json").read_bytes())
         theirs = type(ours).from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
@@ -50,17 +51,14 @@ def test_the_tensors_are_those_that_diffusers_own_loaders_read(tmp_path: Path, f
         assert torch.equal(getattr(ours.get_submodule(owner), leaf), parameter), name
 
 
-def test_a_conversion_without_the_swap_of_scale_and_shift_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_without_the_swap_of_scale_and_shift_is_noticed(tmp_path: Path) -> None:
     model, folder = exported(tmp_path, "dev", "official")
-    convert = verify._to_diffusers
+    convert = DIFFUSERS.convert
 
     def wrong(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         converted = convert(state)
         halves = converted["norm_out.linear.weight"].chunk(2)
         return converted | {"norm_out.linear.weight": torch.cat(halves[::-1])}
 
-    monkeypatch.setattr(verify, "_to_diffusers", wrong)
     with pytest.raises(UserError, match=r"diffusers' output differs from ours by .* export it again$"):
-        verify_whole(folder, "official", model, run_plain)
+        replace(DIFFUSERS, convert=wrong).verify_whole(folder, "official", model, run_plain)

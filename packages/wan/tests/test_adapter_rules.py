@@ -26,7 +26,7 @@ from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_wan.adapters import fillers, readers
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
-from ditkit_wan.verify import verify_export
+from ditkit_wan.verify import DIFFUSERS
 
 ATTENTION = ("self_attn.q", "cross_attn.v")
 BLOCKS = tuple(f"{part}.{matrix}" for part in ("self_attn", "cross_attn") for matrix in "qkvo") + ("ffn.0", "ffn.2")
@@ -53,7 +53,7 @@ class Trained:
         return file
 
     def verify(self, file: Path) -> str:
-        return verify_export(file, self.components, self.model, run_plain)
+        return DIFFUSERS.verify(file, self.components, self.model, run_plain)
 
     def loads(self, file: Path) -> bool:
         """Whether diffusers loads all of a file, to the same outputs."""

@@ -39,6 +39,7 @@ def test_the_demo_is_checked_in_little_time_and_long_captions_are_shown(demo: De
     (step,) = found["steps"]
     assert step["without_gradient"] == [] and step["reloaded"] is True and step["parameters"] > 0
     clip.with_suffix(".txt").write_text("red " * 600)
-    status, found = check(demo, run)
+    status, found = check(demo, run, "--data.masks", str(demo.write_masks(tmp_path / "masks")))
+    assert len(found["masks"]) == found["samples"] and all(abs(share - 0.5) < 0.02 for share in found["masks"])
     (cut,) = found["captions"]["cut"]
     assert status == 0 and (cut["sample"], cut["tokens"]) == (clip.stem, 89) and cut["kept"].split() == ["red"] * 511

@@ -20,7 +20,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.prepare import build_meta_model, load_weights
-from ditkit_core.sampling.denoise import generate_latents
+from ditkit_core.testing.sampling import generate_latents
 from ditkit_wan.conditioning.columns import conditioners
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.encoders.text import TextEncoder

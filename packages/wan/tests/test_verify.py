@@ -18,7 +18,7 @@ from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_wan.spec import WAN
-from ditkit_wan.verify import verify_export
+from ditkit_wan.verify import DIFFUSERS
 
 
 class World:
@@ -55,7 +55,7 @@ class World:
         return file
 
     def verify(self, file: Path) -> str:
-        return verify_export(file, self.components, self.model, run_plain)
+        return DIFFUSERS.verify(file, self.components, self.model, run_plain)
 
     def adapter_values(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters() if "lora_" in name}

@@ -15,7 +15,7 @@ from ditkit_core.models.protocol import run_plain
 from ditkit_core.testing.world import make_model
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
-from ditkit_wan.verify import verify_export
+from ditkit_wan.verify import DIFFUSERS
 
 ALL = ("q,k,v,o,ffn.0,ffn.2,k_img,v_img",)
 
@@ -46,7 +46,7 @@ def exported(model: Any, folder: Path, form: str) -> Path:
 def test_diffusers_computes_what_we_do(variant: str, form: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     model = adapted(variant, targets)
     assert read_by(WAN, form, model)["diffusers"] == ""
-    line = verify_export(exported(model, tmp_path, form), ModelPaths(), model, run_plain)
+    line = DIFFUSERS.verify(exported(model, tmp_path, form), ModelPaths(), model, run_plain)
     assert "agrees with our model" in line and "cannot tell" not in line
 
 
@@ -56,7 +56,7 @@ def test_diffusers_does_not_load_vace_blocks_in_the_official_form(targets: tuple
     model = adapted("vace", targets)
     assert "write it with --to diffusers" in read_by(WAN, "official", model)["diffusers"]
     with pytest.raises(UserError, match="diffusers does not load it"):
-        verify_export(exported(model, tmp_path, "official"), ModelPaths(), model, run_plain)
+        DIFFUSERS.verify(exported(model, tmp_path, "official"), ModelPaths(), model, run_plain)
 
 
 @pytest.mark.parametrize("more", [{"ref_conv": True}, {"camera_channels": 24}])
@@ -84,4 +84,4 @@ def test_a_wrong_condition_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     embed = model.embed.img_emb.forward
     monkeypatch.setattr(model.embed.img_emb, "forward", lambda images: torch.roll(embed(images), 1, -1))
     with pytest.raises(UserError, match="differs from ours"):
-        verify_export(file, ModelPaths(), model, run_plain)
+        DIFFUSERS.verify(file, ModelPaths(), model, run_plain)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from tiny_variants import SIZES, VARIANTS
 
 from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.files.export import NO_READER, VERIFIED, export_merged
+from ditkit_core.adapters.verify_whole import load_whole
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.testing.world import make_model
-from ditkit_wan import verify
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
-from ditkit_wan.verify import verify_whole
+from ditkit_wan.verify import DIFFUSERS
 
 WHOLE = {"t2v": {"in_channels": 4}, **VARIANTS}
 
@@ -41,10 +42,10 @@ def test_diffusers_computes_with_an_exported_transformer_what_we_do(tmp_path: Pa
     if (variant, form) == ("flf2v", "official"):  # diffusers' conversion forgets the table of positions
         assert "does not know img_emb.emb_pos" in header[VERIFIED]
         with pytest.raises(UserError, match=r"image_embedder\.pos_embed, img_emb\.emb_pos"):
-            verify_whole(folder, form, model, run_plain)
+            DIFFUSERS.verify_whole(folder, form, model, run_plain)
         return
     assert VERIFIED not in header
-    line = verify_whole(folder, form, model, run_plain)
+    line = DIFFUSERS.verify_whole(folder, form, model, run_plain)
     assert line.startswith(f"diffusers loads {tmp_path.name}/transformer_{form} (") and "\n" not in line
 
 
@@ -52,10 +53,10 @@ def test_diffusers_computes_with_an_exported_transformer_what_we_do(tmp_path: Pa
 @pytest.mark.parametrize("form", ["official", "diffusers"])
 def test_the_tensors_are_those_that_diffusers_own_loaders_read(tmp_path: Path, form: str, shards: int) -> None:
     model, folder = exported(tmp_path, "i2v", form, dtype="bf16", shards=shards)
-    ours = verify._empty_transformer(model)
+    ours = DIFFUSERS.empty(model)
     config = tmp_path / "config" / "config.json"
     ours.save_config(config.parent)
-    verify.load_whole(ours, folder, verify._to_diffusers if form == "official" else None)
+    load_whole(ours, folder, DIFFUSERS.convert if form == "official" else None)
     if form == "diffusers":
         (folder / "config.json").write_bytes(config.read_bytes())
         theirs = type(ours).from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
@@ -70,9 +71,9 @@ def test_the_tensors_are_those_that_diffusers_own_loaders_read(tmp_path: Path, f
         assert torch.equal(getattr(ours.get_submodule(owner), leaf), parameter), name
 
 
-def test_a_conversion_that_mixes_up_two_layers_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_mixes_up_two_layers_is_noticed(tmp_path: Path) -> None:
     model, folder = exported(tmp_path, "t2v", "official")
-    convert = verify._to_diffusers
+    convert = DIFFUSERS.convert
 
     def wrong(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         swapped = {"to_q": "to_k", "to_k": "to_q"}
@@ -81,9 +82,8 @@ def test_a_conversion_that_mixes_up_two_layers_is_noticed(tmp_path: Path, monkey
             for name, rows in convert(state).items()
         }
 
-    monkeypatch.setattr(verify, "_to_diffusers", wrong)
     with pytest.raises(UserError, match=r"diffusers' output differs from ours by .* export it again$"):
-        verify_whole(folder, "official", model, run_plain)
+        replace(DIFFUSERS, convert=wrong).verify_whole(folder, "official", model, run_plain)
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
@@ -99,7 +99,7 @@ def test_a_folder_with_other_names_or_shapes_is_refused(tmp_path: Path, change: 
     }[change]
     save_file(state, file)
     with pytest.raises(UserError, match="has other names or shapes than it") as caught:
-        verify_whole(folder, "diffusers", model, run_plain)
+        DIFFUSERS.verify_whole(folder, "diffusers", model, run_plain)
     assert "\n" not in str(caught.value)
 
 
@@ -128,7 +128,7 @@ from ditkit_core.run.read_at_use import read_at_use
 from ditkit_core.testing.specs import altered
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
-from ditkit_wan.verify import verify_whole
+from ditkit_wan.verify import DIFFUSERS
 
 folder, peaks = Path(sys.argv[1]), []
 for layers in (1, 12):
@@ -142,7 +142,7 @@ for layers in (1, 12):
     spec = altered(WAN, presets={"it": arch})
     paths = ModelPaths(transformer=str(path), preset="it")
     model = read_at_use(spec, paths, AdapterConfig(method="full"), BaseConfig())
-    verify_whole(path, "official", model.model, run_plain)
+    DIFFUSERS.verify_whole(path, "official", model.model, run_plain)
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     size = sum(file.stat().st_size for file in path.iterdir())
 print(json.dumps([peaks[1] - peaks[0], size]))

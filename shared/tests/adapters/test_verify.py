@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from bare_base import base_in_form
 from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.read import initial_adapter, open_adapter
 from ditkit_core.adapters.files.write import write_adapter
 from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
-from ditkit_core.adapters.verify import base_in_form, compare_with_pipeline
+from ditkit_core.adapters.verify import compare_with_pipeline
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames

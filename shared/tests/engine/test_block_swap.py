@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bare_base import base_in_form
 from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +18,6 @@ from toy_world import World, equal
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_merged
 from ditkit_core.adapters.inject import inject
-from ditkit_core.adapters.verify import base_in_form
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.pinned_memory import page_lock, unlock

@@ -64,16 +64,17 @@ def run(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("rows_at_once", [None, 2])
+@pytest.mark.parametrize(("rows", "rows_at_once"), [(5, None), (5, 2), (1, None), (1, 1)])
 def test_outputs_and_every_gradient_are_those_of_peft(
-    name: str, rows_at_once: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, rows_at_once: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp64, where only the order of sums differs; the scale is a power of two, which peft's LoHa rounds to fp32."""
     if rows_at_once is not None:
         monkeypatch.setitem(factored.AT_ONCE, "cpu", 36 * rows_at_once)
     ours = adapted(CONFIGS[name])
     theirs = of_peft(CONFIGS[name], ours)
-    x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    num = 2 if rows > 1 else 1  # one row alone, as a sample's timestep has
+    x = torch.randn(num, rows, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (out, gradients), (expected, others) = run(ours, x), run(theirs, x)
     assert gradients.keys() == others.keys()
     torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)

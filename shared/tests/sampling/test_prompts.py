@@ -38,6 +38,8 @@ DISTILLED = SampleDefaults(steps=4, guidance=1.0, guided_by="nothing")
 class RecordingSampler:
     """Remembers what it was asked for, and draws the seed as a brightness."""
 
+    decoded = "whole"
+
     def __init__(self) -> None:
         self.jobs: list[GenerationRequest] = []
         self.training: list[bool] = []
@@ -271,7 +273,8 @@ def test_videos_have_a_contact_sheet_with_a_row_for_each(tmp_path: Path) -> None
     listed = json.loads((tmp_path / "step-000002.json").read_text())
     assert listed["shown"] == "step-000002-sheet.png"
     assert listed["samples"] == [
-        {"file": file.name, "prompt": asked.prompt, "seed": 3} for file, asked in zip(files[:3], scenes, strict=True)
+        {"file": file.name, "prompt": asked.prompt, "seed": 3, "decoded": "whole"}
+        for file, asked in zip(files[:3], scenes, strict=True)
     ]
 
 

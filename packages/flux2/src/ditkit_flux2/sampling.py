@@ -81,6 +81,11 @@ class Flux2Sampler:
         """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
         return self._vae.decode(latents)
 
+    @property
+    def decoded(self) -> str:
+        """How the last sample was decoded, in words."""
+        return self._vae.decoded
+
     def release(self) -> None:
         """Free the VAE."""
         self._vae.unload()

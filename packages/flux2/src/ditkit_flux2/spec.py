@@ -61,7 +61,10 @@ def _training_advice(arch: Flux2Arch) -> str:
         (f' (model.preset = "{name}")' for name, other in PRESETS.items() if other == replace(arch, distilled=False)),
         "",
     )
-    return f"this klein is distilled to a few steps and trains poorly; train its base model instead{base}"
+    return (
+        f"this klein is distilled to a few steps and trains poorly; train its base model instead{base}, or set base.assistant to a LoRA that "
+        "undoes the distillation"
+    )
 
 
 def _auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
@@ -98,15 +101,15 @@ def _write_demo(folder: Path) -> None:
 
 
 def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
-    from ditkit_flux2.verify import verify_export
+    from ditkit_flux2.verify import DIFFUSERS
 
-    return verify_export(adapter, components, model, engine)
+    return DIFFUSERS.verify(adapter, components, model, engine)
 
 
 def _verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
-    from ditkit_flux2.verify import verify_whole
+    from ditkit_flux2.verify import DIFFUSERS
 
-    return verify_whole(folder, form, model, engine)
+    return DIFFUSERS.verify_whole(folder, form, model, engine)
 
 
 FLUX2 = ModelSpec(

@@ -18,7 +18,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.nn.factored import parts_of
 from ditkit_flux2.state_dict import NAMES
-from ditkit_flux2.verify import verify_export
+from ditkit_flux2.verify import DIFFUSERS
 
 ADALN = "head.adaLN_modulation.1"
 
@@ -65,4 +65,4 @@ class Adapted:
         return path
 
     def verify(self, file: Path) -> str:
-        return verify_export(file, ModelPaths(transformer="tiny.safetensors"), self.model, run_plain)
+        return DIFFUSERS.verify(file, ModelPaths(transformer="tiny.safetensors"), self.model, run_plain)

@@ -123,15 +123,15 @@ def _write_demo(folder: Path) -> None:
 
 
 def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
-    from ditkit_wan.verify import verify_export
+    from ditkit_wan.verify import DIFFUSERS
 
-    return verify_export(adapter, components, model, engine)
+    return DIFFUSERS.verify(adapter, components, model, engine)
 
 
 def _verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
-    from ditkit_wan.verify import verify_whole
+    from ditkit_wan.verify import DIFFUSERS
 
-    return verify_whole(folder, form, model, engine)
+    return DIFFUSERS.verify_whole(folder, form, model, engine)
 
 
 WAN = ModelSpec(

@@ -1,43 +1,15 @@
-"""Prove an exported adapter: diffusers loads the file and gets the output that our own model has."""
+"""diffusers' transformer of Wan, which verifies what is exported."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ditkit_core.adapters.verify import compare_with_pipeline, share_base
-from ditkit_core.adapters.verify_whole import compare_whole, load_whole
+from ditkit_core.adapters.diffusers_model import DiffusersModel
 from ditkit_core.io.rng import generator
-from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.protocol import Engine
 from ditkit_wan.model.inputs import WanInputs, empty_item, make_inputs
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
-
-
-def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
-    """Load an adapter file in official or diffusers form with diffusers, and compare outputs on fixed random inputs.
-
-    Arguments and result are those of `AdapterSpec.verify`. diffusers' model shares the base's tensors in memory under its own
-    names: that costs no memory, keeps merged adapters, and works for bases in any layout.
-
-    Raises:
-        UserError: If diffusers rejects the file or skips a part of it, or the outputs differ. They also differ if the adapter
-            has an effect in our model alone.
-    """
-    from diffusers import WanPipeline
-
-    inputs, transformer = _inputs(model), _diffusers_transformer(model)
-    return compare_with_pipeline(
-        adapter_file,
-        components,
-        model,
-        NAMES,
-        pipeline=WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=None, transformer=transformer),
-        ours=lambda: engine(model, inputs)[0].float(),
-        theirs=lambda: _run_diffusers(transformer, inputs),
-    )
 
 
 def _inputs(model: Any) -> WanInputs:
@@ -53,39 +25,15 @@ def _inputs(model: Any) -> WanInputs:
     return make_inputs([item["latents"]], torch.tensor([0.6], device=device), [item], 1.0)
 
 
-def _diffusers_transformer(model: Any) -> Any:
-    """diffusers' transformer over the tensors of our base, without its adapter.
-
-    The blocks' matrices are shared. Other tensors are small, and copies of them have the dtype that diffusers computes in.
-    """
-    transformer = _empty_transformer(model)
-    fp32 = tuple(transformer._keep_in_fp32_modules)
-    dtype = model.embed.precision.matmul
-
-    def dtype_of(name: str) -> torch.dtype:
-        keep = any(part in fp32 for part in name.split("."))
-        return torch.float32 if keep and dtype != torch.float64 else dtype
-
-    share_base(transformer, model, NAMES, "diffusers", dtype_of)
-    return transformer
+def _dtype_of(transformer: Any, name: str, matmul: torch.dtype) -> torch.dtype:
+    keep = any(part in transformer._keep_in_fp32_modules for part in name.split("."))
+    return torch.float32 if keep and matmul != torch.float64 else matmul
 
 
-def verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
-    """Load the folder of a whole transformer as diffusers does, and compare outputs on fixed random inputs.
+def _pipeline(transformer: Any) -> Any:
+    from diffusers import WanPipeline
 
-    Arguments and result are those of `AdapterSpec.verify_whole`. diffusers' own conversion renames official tensors.
-
-    Raises:
-        UserError: If names or shapes are not those of diffusers' model, or the outputs differ.
-    """
-    inputs, transformer = _inputs(model), _empty_transformer(model)
-    source = load_whole(transformer, folder, _to_diffusers if form == "official" else None)
-    return compare_whole(
-        folder,
-        source,
-        ours=lambda: engine(model, inputs)[0].float(),
-        theirs=lambda: _run_diffusers(transformer, inputs),
-    )
+    return WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=None, transformer=transformer)
 
 
 def _to_diffusers(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,3 +95,15 @@ def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
         timestep = torch.where(inputs.late, timestep[:, 1:], timestep[:, :1])
     velocity: Tensor = transformer(timestep=timestep, return_dict=False, **batch)[0][0]
     return velocity.float()
+
+
+DIFFUSERS = DiffusersModel(
+    names=NAMES,
+    inputs=_inputs,
+    empty=_empty_transformer,
+    dtype_of=_dtype_of,
+    run=_run_diffusers,
+    pipeline=_pipeline,
+    convert=_to_diffusers,
+)
+"""diffusers' transformer of any architecture that it has."""

@@ -228,7 +228,7 @@ def test_decoding_goes_on_where_memory_lacks(
     fp32, bf16 = torch.float32, torch.bfloat16
     for failures, mode in enumerate(expected):
         encoder = lacking(failures)
-        assert torch.equal(encoder.decode(latents), expected[mode])
+        assert torch.equal(encoder.decode(latents), expected[mode]) and encoder.decoded == mode
         attempts = len(tried)
         assert torch.equal(encoder.decode(latents), expected[mode])
         assert tried[failures:attempts] == tried[attempts:], "nothing fails twice"

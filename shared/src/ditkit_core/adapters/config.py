@@ -22,7 +22,10 @@ class BaseConfig:
     """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`."""
     assistant: str = setting("", resume="refused", holds="path")
     """A LoRA file, as `FILE` or `FILE@strength`, that is merged into the base for training and taken out again for samples. On a
-    distilled base it undoes the distillation while an adapter is trained, which then leaves the distillation alone."""
+    distilled base it undoes the distillation while an adapter is trained, which then leaves the distillation alone. Of a model of two
+    experts, the high-noise one."""
+    assistant_low: str = setting("", resume="refused", holds="path")
+    """The same for the low-noise expert."""
     quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
     """Format of the blocks' frozen matrices: 8 or 4 bits, converted to model.dtype for each product."""
     compute: Literal["dtype", "int8", "fp8"] = setting("dtype", resume="stated")
@@ -33,10 +36,18 @@ class BaseConfig:
     keeps none."""
 
     @property
-    def files(self) -> list[tuple[str, str]]:
-        """The files that are merged, each after the key that names it."""
-        assistant = [("base.assistant", self.assistant)] * bool(self.assistant)
-        return [*(("base.merge", entry) for entry in self.merge), *assistant]
+    def assistants(self) -> list[tuple[str, str]]:
+        """The assistant of each transformer, after the key that names it; empty for none."""
+        return [("base.assistant", self.assistant), ("base.assistant_low", self.assistant_low)]
+
+    def files(self, component: str) -> list[tuple[str, str]]:
+        """The files that are merged into a transformer, each after the key that names it.
+
+        Args:
+            component: Its key in `[model]`: `transformer`, or `transformer_2` for the second of two.
+        """
+        own = self.assistants[component == "transformer_2"]
+        return [*(("base.merge", entry) for entry in self.merge), *[own] * bool(own[1])]
 
 
 @dataclass(frozen=True, kw_only=True)

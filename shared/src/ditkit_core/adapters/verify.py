@@ -103,22 +103,6 @@ def _matmul_dtype(model: StagedModel) -> torch.dtype:
     return dtype
 
 
-def base_in_form(model: StagedModel, names: StateDictNames, form: str) -> dict[str, Tensor]:
-    """The base's tensors without the adapter, with the names and fusions of a form.
-
-    Args:
-        model: The model.
-        names: Its names.
-        form: The form.
-
-    Returns:
-        Tensors by the form's names, quantized ones in the matmuls' dtype. A tensor that is one of ours, or some of its rows, shares its
-        memory; fused and dequantized tensors are copies.
-    """
-    base = _Base(model)
-    return {theirs: base.rows(parts) for theirs, parts in base.in_form(names, form).items()}
-
-
 def share_base(
     transformer: nn.Module, model: StagedModel, names: StateDictNames, form: str, dtype_of: Callable[[str], torch.dtype]
 ) -> None:
@@ -134,7 +118,7 @@ def share_base(
         form: The form with the other program's names.
         dtype_of: The dtype of a parameter in the other program, by its name there.
     """
-    base, state = _Base(model), {}
+    base, state = BareBase(model), {}
     for theirs, parts in base.in_form(names, form).items():
         dtype = dtype_of(theirs)
         if any(base.makes(part.name) for part in parts) and (layer := linear_of(transformer, theirs)) is not None:
@@ -153,7 +137,7 @@ def linear_of(transformer: nn.Module, name: str) -> nn.Linear | None:
     return layer if isinstance(layer, nn.Linear) else None
 
 
-class _Base:
+class BareBase:
     """A model's parameters without its adapter."""
 
     def __init__(self, model: StagedModel):

@@ -69,7 +69,7 @@ from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, load_divided, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
-from ditkit_core.run.train_data import check_data, training_data
+from ditkit_core.run.train_data import base_steps, check_data, training_data
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.metrics import log_left_samples
 from ditkit_core.training.train_model import TrainModel
@@ -306,7 +306,8 @@ def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
         num_images: Number of class images that are still to be generated.
     """
     spec, config = run.spec, run.config
-    if advice := spec.training.advice(unloaded.arch):
+    # An assistant is the other remedy for what advice is about.
+    if (advice := spec.training.advice(unloaded.arch)) and not any(entry for _, entry in config.base.assistants):
         warn(advice)
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(unloaded.arch).guided_by != "embedding":
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance embedding")
@@ -358,7 +359,7 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
     if current_ranks().is_first:
-        check_data(folder, [*data.samples, *data.prior], prepared)
+        check_data(folder, [*data.samples, *data.prior], prepared, base_steps(run))
         summary = data_summary(run.data.dataset, by_id.keys(), held_out)
         model = model_summary(run.spec.name, prepared) | recorded_digests(run, folder, warn)
         write_about(

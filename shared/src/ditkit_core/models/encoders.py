@@ -155,6 +155,11 @@ class Sampler(Protocol):
         """Pixels in [0, 1] on the CPU."""
         ...
 
+    @property
+    def decoded(self) -> str:
+        """How the last sample was decoded: a `Decoding.mode`, perhaps on the CPU; empty before the first."""
+        ...
+
     def release(self) -> None:
         """Free the models that decoding loaded; they are loaded again when needed."""
         ...

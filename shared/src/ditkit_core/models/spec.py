@@ -146,7 +146,7 @@ class TrainingSpec:
     """Default of `train.control_dropout`: fraction of samples that are trained without optional conditions, in [0, 1]."""
 
     advice: Callable[[Any], str] = lambda arch: ""
-    """One line to warn with when this architecture is trained; empty for no warning."""
+    """One line to warn with when this architecture is trained without `base.assistant`; empty for no warning."""
 
 
 @dataclass(frozen=True, kw_only=True)

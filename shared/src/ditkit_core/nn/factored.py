@@ -71,6 +71,16 @@ class Factors(NamedTuple):
         return "hada_w1_a" not in self.parts
 
 
+class Piece(NamedTuple):
+    """A part of equal parts of the rows of a LoKr's or LoHa's change."""
+
+    named: Named
+    """Its tensors, by part."""
+    scaling: float
+    index: int = 0
+    of: int = 1
+
+
 def _hadamard(named: Named) -> tuple[Tensor, Tensor]:
     return named["hada_w1_a"] @ named["hada_w1_b"], named["hada_w2_a"] @ named["hada_w2_b"]
 
@@ -84,6 +94,24 @@ def weight_change(named: Named, scaling: float = 1.0) -> Float[Tensor, "out in"]
     return torch.kron(first, rest[0] if len(rest) == 1 else rest[1] @ rest[0])
 
 
+def add_products(out: Float[Tensor, "*batch out"], x: Float[Tensor, "*batch in"], pieces: Sequence[Piece]) -> None:
+    """Add x · changeᵀ to a layer's result in place, without gradients, each row rounded once to its dtype.
+
+    Args:
+        out: The result.
+        x: Input of the layer.
+        pieces: The change, in pieces of equal numbers of rows.
+    """
+    factors = [Factors(tuple(piece.named), piece.scaling) for piece in pieces]
+    matrices = [own.matrices(list(piece.named.values())) for own, piece in zip(factors, pieces, strict=True)]
+    rows, sums = x.flatten(0, -2), out.view(-1, out.shape[-1])
+    for span in _spans(rows, sums):
+        given = rows[span].to(matrices[0][0].dtype)
+        made = [_product(given, each, own.is_kronecker) for own, each in zip(factors, matrices, strict=True)]
+        parts = [whole.chunk(piece.of, 1)[piece.index] for whole, piece in zip(made, pieces, strict=True)]
+        sums[span] += parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
 def _product(rows: Tensor, matrices: Sequence[Tensor], is_kronecker: bool) -> Tensor:
     """Rows times the transposed change of the weight."""
     if not is_kronecker:
@@ -94,12 +122,12 @@ def _product(rows: Tensor, matrices: Sequence[Tensor], is_kronecker: bool) -> Te
     for matrix in chain:
         inner = inner @ matrix.T
     turned = _turned(inner, len(rows)) @ w1.T
-    return _turned(turned, len(rows)).view(len(rows), -1)
+    return _turned(turned, len(rows)).reshape(len(rows), -1)  # of one row, it is a view that is transposed
 
 
 def _turned(matrices: Tensor, count: int) -> Tensor:
     """Each of `count` matrices, stacked by rows, transposed."""
-    stacked = matrices.view(count, -1, matrices.shape[1])
+    stacked = matrices.reshape(count, -1, matrices.shape[1])
     return stacked.transpose(1, 2).reshape(-1, stacked.shape[1])
 
 

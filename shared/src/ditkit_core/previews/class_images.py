@@ -18,7 +18,7 @@ from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import write_text
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import ClipInputs
-from ditkit_core.previews.generate import guided_by, text_conditions
+from ditkit_core.previews.generate import guided_by, text_conditions, with_adapters
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_prior
 from ditkit_core.sampling.denoise import DenoiserStage, generate
@@ -119,8 +119,8 @@ def generate_class_images(
     Raises:
         UserError: If an image cannot be written, or is not finite.
     """
-    config, folder = run.config, run.data.prior_folder
-    sampling, negative = guided_by(of_base(run), stages)
+    config, folder, bare = run.config, run.data.prior_folder, of_base(run)
+    sampling, negative = guided_by(bare, stages)
     (job,) = requests_of(
         SamplePrompt(
             prompt=config.prior.prompt,
@@ -140,7 +140,7 @@ def generate_class_images(
     try:
         with (
             progress("class images", len(seeds)) as bar,
-            closing(generate(run.auxiliary.sampler, jobs, stages)) as results,
+            closing(generate(run.auxiliary.sampler, jobs, with_adapters(bare, stages))) as results,
         ):
             for seed, pixels in zip(seeds, results, strict=True):
                 if not pixels.isfinite().all():

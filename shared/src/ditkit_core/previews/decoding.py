@@ -40,6 +40,11 @@ class FittingSampler:
             self._decoder = self._sampler if place == 0 else self._run.auxiliary.sampler_with(decodings[place:])
         return self._decoder.decode(latents)
 
+    @property
+    def decoded(self) -> str:
+        """As `Sampler.decoded`."""
+        return (self._decoder or self._sampler).decoded
+
     def release(self) -> None:
         """As `Sampler.release`."""
         for each in filter(None, (self._sampler, self._decoder)):

@@ -58,11 +58,11 @@ def generate_samples(
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     sampler = FittingSampler(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
     with progress("sample", len(requests) * config.steps) as bar:
-        return render_samples(_with_adapters(run, stages), sampler, requests, to, bar.advance)
+        return render_samples(with_adapters(run, stages), sampler, requests, to, bar.advance)
 
 
-def _with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:
-    """The stages with the adapters of the section, which are for samples alone."""
+def with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:
+    """The stages with the adapters that are for samples alone, and without `base.assistant`, which is for training alone."""
     adapters = open_sample_adapters(run)
     return [_with(run, stage, own) if own else stage for stage, own in zip(stages, adapters, strict=True)]
 

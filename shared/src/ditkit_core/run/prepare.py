@@ -153,7 +153,8 @@ def build_meta_model(
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
     # All adapter files are opened before anything is converted, so that a wrong one fails at once.
-    merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in base.files)]
+    files = base.files(component)
+    merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in files)]
     adapter, start = _started_from_file(adapter, open_file, say)
     if keeps_codes:
         _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)
@@ -161,7 +162,7 @@ def build_meta_model(
         say(compute_in_8_bits(model, base.compute))
     # after quantization, so that the adapters are added to the layers that the model ends up with
     adapted = inject(model, adapter, spec.adapters.targets)
-    for (key, _), (file, strength) in zip(base.files, merged, strict=True):
+    for (key, _), (file, strength) in zip(files, merged, strict=True):
         say(f"{key}: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
     return MetaModel(
         spec=spec,

@@ -15,8 +15,6 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.experts import check_named
 from ditkit_core.run.prepare import build_on_meta, loaded_dtype
 
-_METHODS = {"lokr": "LoKr", "loha": "LoHa"}
-"""Names of the methods that cannot be added to a layer's output."""
 RECORD = "sample_adapters"
 """Name of the files' digests in the model's part of `about.json`."""
 
@@ -41,30 +39,37 @@ def check_sample_adapters(run: RunContext) -> None:
     for expert, (key, entries) in zip(run.experts, _keys(run), strict=False):
         for path, _ in (parse_merge(entry, key) for entry in entries):
             check_named(expert, {key: str(path)})
-    check_assistant(run)
+    _check_assistants(run)
     if run.arch is not None:
         open_sample_adapters(run)
 
 
-def check_assistant(run: RunContext) -> None:
+def _check_assistants(run: RunContext) -> None:
     """Refuse `base.assistant` where what is trained or written would contain it.
 
     Raises:
         UserError: With what to do instead.
     """
     config = run.config
-    if not config.base.assistant:
+    given = [(key, entry) for key, entry in config.base.assistants if entry]
+    if not given:
         return
+    if run.arch is not None and config.base.assistant_low and not run.experts:
+        raise UserError(
+            "base.assistant_low is for the second of two experts, and this model has one transformer; set base.assistant instead"
+        )
+    for expert, (key, entry) in zip(run.experts, config.base.assistants, strict=False):
+        if entry:
+            check_named(expert, {key: str(parse_merge(entry, key)[0])})
     refused = {
         "adapter.method = full": config.adapter.method == "full",
         "adapter.use_dora": config.adapter.use_dora,
         "export.merged": config.export.merged,
-        "a run of several experts": bool(run.experts),
     }
     if others := [what for what, is_set in refused.items() if is_set]:
         raise UserError(
-            f"base.assistant is part of the base in training alone, and with {others[0]} it could not be taken out again; train a LoRA, "
-            "LoKr or LoHa of one transformer, and merge it with the export command's --adapter FILE --merge"
+            f"{given[0][0]} is part of the base in training alone, and with {others[0]} it could not be taken out again; train a LoRA, "
+            "LoKr or LoHa, and merge it with the export command's --adapter FILE --merge"
         )
 
 
@@ -74,14 +79,15 @@ def open_sample_adapters(run: RunContext) -> list[list[AddedAdapter]]:
     Raises:
         UserError: If a file is missing, is damaged, does not fit the model, or is a DoRA.
     """
-    assistant = run.config.base.assistant
-    if not assistant and not any(entries for _, entries in _keys(run)):
+    assistants = run.config.base.assistants
+    if not any(entry for _, entry in assistants) and not any(entries for _, entries in _keys(run)):
         return [[] for _ in range(len(run.experts) or 1)]
     shapes = linear_shapes(run)
     found = [[_open(run, key, entry, shapes) for entry in entries] for key, entries in _keys(run)]
-    if assistant:
-        file, strength = _open(run, "base.assistant", assistant, shapes)
-        found[0].append(AddedAdapter(file, -strength))
+    for added, (key, entry) in zip(found, assistants, strict=False):
+        if entry:
+            file, strength = _open(run, key, entry, shapes)
+            added.append(AddedAdapter(file, -strength))
     return found
 
 
@@ -91,13 +97,10 @@ def _open(run: RunContext, key: str, entry: str, shapes: Mapping[str, tuple[int,
         file = open_adapter(path, run.spec.architecture.names, shapes)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
-    if others := {module.method for module in file.modules.values()} - {"lora"}:
-        raise UserError(
-            f"{key}: {path} is a {_METHODS[others.pop()]}, whose change of a weight is as large as the weight; give a LoRA"
-        )
     if any(module.use_dora for module in file.modules.values()):
         raise UserError(
-            f"{key}: {path} is a DoRA, which changes the norms of weights and cannot be added to a layer's output; give a LoRA"
+            f"{key}: {path} is a DoRA, which changes the norms of weights and cannot be added to a layer's output; merge it into the base, and "
+            "give the LoRA that the export command's --extract makes of the difference"
         )
     return AddedAdapter(file, strength)
 
@@ -140,9 +143,10 @@ def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], N
     """
     now: dict[str, str] = {}
     before = _recorded(folder)
-    for (setting, entries), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
+    assistants = [key for key, _ in run.config.base.assistants]
+    for (setting, entries), adapters, assistant in zip(_keys(run), open_sample_adapters(run), assistants, strict=False):
         for index, (file, _) in enumerate(adapters):
-            key = setting if index < len(entries) else "base.assistant"
+            key = setting if index < len(entries) else assistant
             # With its place: files of one name in several folders are usual, as one for each expert.
             path, name = file.source.path, f"{key}[{index}] {file.source.path.name}"
             now[name] = file.source.fingerprint()

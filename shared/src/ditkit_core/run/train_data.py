@@ -18,6 +18,8 @@ from ditkit_core.run.prepare import LoadedModel
 
 EMPTY_CAPTION = "(empty caption)"
 """Key of a run's data file for the empty caption that caption dropout uses."""
+_BASE_CAPTION = "(caption of the steps that match the base)"
+"""Its key for `prior.prompt` with `prior.match_base`. It is there so that the cache's entry is not pruned; a run may change it."""
 _DIGEST = "(digest)"
 """Its key for the digest of the others; files of earlier versions have none."""
 
@@ -48,8 +50,16 @@ def base_steps(run: RunContext) -> BaseSteps | None:
     )
 
 
-def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: LoadedModel) -> None:
+def check_data(
+    folder: RunFolder, encoded: Sequence[EncodedSample], prepared: LoadedModel, steps: BaseSteps | None = None
+) -> None:
     """Record the samples that a run trains on, and refuse to resume it with others: data order and held-out clips depend on them.
+
+    Args:
+        folder: The run's folder.
+        encoded: The samples, class images included.
+        prepared: The model.
+        steps: `base_steps` of the run.
 
     Raises:
         UserError: Naming a sample that was added, removed or changed, or the base.
@@ -58,18 +68,22 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Lo
     # The base is part of the record: a resumed adapter would otherwise continue on other weights.
     now["(base weights)"] = [prepared.source.fingerprint(), ""]
     now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
+    caption = {_BASE_CAPTION: [f"text {steps.text_key}"]} if steps is not None and steps.text_key else {}
     file, remedy = folder.data_file, "restore it, or remove it to continue on the data as it is now"
     # Until the first save nothing depends on the data, so the record is replaced.
     if not (file.exists() and any(folder.state.glob("step-*"))):
-        _write(file, now)
+        _write(file, now | caption)
         return
     before = read_json_object(file, remedy)
     # Without the digest, damage would be taken for other data.
     if before.pop(_DIGEST, None) not in (None, json_hash(before)):
         raise UserError(f"{file} is damaged; {remedy}")
-    if EMPTY_CAPTION not in before:  # written by a version that did not record it
-        before[EMPTY_CAPTION] = now[EMPTY_CAPTION]
-        _write(file, before)
+    known = {_BASE_CAPTION: before.pop(_BASE_CAPTION)} if _BASE_CAPTION in before else {}
+    if (
+        EMPTY_CAPTION not in before or known != caption
+    ):  # written by a version that did not record it, or with another caption
+        before.setdefault(EMPTY_CAPTION, now[EMPTY_CAPTION])
+        _write(file, before | caption)
     changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))
     if changed:
         raise UserError(

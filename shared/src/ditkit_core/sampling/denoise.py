@@ -68,20 +68,6 @@ def generate(
             yield pixels
 
 
-def generate_latents(
-    sampler: Sampler,
-    job: GenerationRequest,
-    model: StagedModel,
-    engine: Engine,
-    on_step: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """Latents of one sample of one model: what `generate` decodes. The model's training mode is not changed."""
-    sample = _Sample(sampler, job)
-    sample.advance(_LoadedStage(model, engine, 0.0), 0.0, on_step)
-    assert sample.latents is not None
-    return sample.latents
-
-
 class _LoadedStage:
     """A stage whose transformer is in memory."""
 

@@ -55,7 +55,8 @@ def render_samples(
 ) -> list[Path]:
     """Generate samples, one file each, and all of them in one image: a contact sheet of videos, a row for each, or a grid of images.
 
-    STEM.json next to them lists what was generated: for each file its prompt and seed, and which image shows all.
+    STEM.json next to them lists what was generated: for each file its prompt, its seed and how the VAE decoded it; and which image shows
+    all.
 
     Args:
         stages: The transformers that take the steps, with the weights to sample with.
@@ -72,6 +73,7 @@ def render_samples(
     """
     files: list[Path] = []
     clips: list[Tensor] = []
+    listed: list[dict[str, Any]] = []
     try:
         with closing(generate(sampler, [request.job for request in requests], stages, on_step)) as results:
             for request, pixels in zip(requests, results, strict=True):
@@ -82,12 +84,10 @@ def render_samples(
                     )
                 clips.append(evenly_spaced(pixels).cpu())  # not all frames: memory stays small with many long clips
                 files.append(_written(pixels, request, to))
+                about = {"prompt": request.prompt, "seed": request.job.seed, "decoded": sampler.decoded}
+                listed.append({"file": files[-1].name, **about})
     finally:
         sampler.release()
-    listed = [
-        {"file": file.name, "prompt": request.prompt, "seed": request.job.seed}
-        for file, request in zip(files, requests, strict=True)
-    ]
     # One overview image of every run of prompts: the report embeds it, and a reader compares steps by it.
     if any(clip.shape[1] > 1 for clip in clips):
         files.append(to.folder / f"{to.stem}-sheet.png")
@@ -96,8 +96,8 @@ def render_samples(
         files.append(to.folder / f"{to.stem}-grid.png")
         write_image(files[-1], grid([clip[:, 0] for clip in clips], columns=to.images if to.images > 1 else 0))
     if files:
-        about: dict[str, Any] = {"samples": listed, "shown": files[-1].name}
-        write_text(to.folder / f"{to.stem}.json", json.dumps(about, indent=1) + "\n")
+        all_of_them = {"samples": listed, "shown": files[-1].name}
+        write_text(to.folder / f"{to.stem}.json", json.dumps(all_of_them, indent=1) + "\n")
     return files
 
 

@@ -1,5 +1,6 @@
 """Checks that a family's demo is the real path on generated inputs: from files to an adapter that diffusers loads."""
 
+import json
 import re
 from pathlib import Path
 from typing import ClassVar
@@ -58,7 +59,7 @@ class DemoConformance:
     def test_the_demo_is_trained_under_masks(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Images for all its media, white in their left half, which the two steps and the held-out loss are weighed by."""
+        """A mask for each image or a video for each clip, white in one half, which the two steps and the held-out loss are weighed by."""
         masks = demo.write_masks(tmp_path / "masks")
         assert demo.train(tmp_path / "run", "--sample.captions", "0") == 0
         capsys.readouterr()
@@ -67,6 +68,9 @@ class DemoConformance:
         assert "train.mask_weight = 0.1 outside" in capsys.readouterr().out
         plain, weighed = demo.held_out(tmp_path / "run")[0], demo.held_out(tmp_path / "masked")[0]
         assert 0.1 * plain < weighed < plain
+        assert "with loss masks (weight 0.1 outside)" in (tmp_path / "masked" / "report.html").read_text()
+        assert demo.train(tmp_path / "masked", *masked, "--plan", "--json") in (0, 3)
+        assert " with loss masks" in json.loads(capsys.readouterr().out)["bucket"]
 
     def test_an_adapter_trained_here_starts_and_merges_into_another_run(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ditkit_core.commands import cli
-from ditkit_core.data.media.clip import called_like_media, probe, write_image
+from ditkit_core.data.media.clip import called_like_media, probe, write_image, write_video
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
@@ -86,14 +86,21 @@ class Demo:
         return tensors
 
     def write_masks(self, folder: Path) -> Path:
-        """Write a mask for each of the demo's media into a folder: an image whose left half is white."""
+        """Write a mask for each of the demo's media into a folder: an image whose left half is white, or for a clip a video of two halves,
+        in which the right half is white after the middle."""
         for media in self.inputs.glob("*/*"):
             if not called_like_media(media):
                 continue
             info = probe(media)
-            mask = torch.zeros(3, info.height, info.width)
-            mask[:, :, : info.width // 2] = 1
-            write_image(folder / f"{media.stem}.png", mask)
+            mask = torch.zeros(3, max(1, round(info.seconds * info.fps)), info.height, info.width)
+            mask[..., : info.width // 2] = 1
+            if info.kind == "image":
+                write_image(folder / f"{media.stem}.png", mask[:, 0])
+                continue
+            later = mask[:, mask.shape[1] // 2 :]
+            later.copy_(1 - later)
+            folder.mkdir(exist_ok=True)
+            write_video(folder / f"{media.stem}.mp4", mask, info.fps)
         return folder
 
     def held_out(self, run: Path) -> list[float]:

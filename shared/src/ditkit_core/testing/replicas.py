@@ -29,7 +29,7 @@ from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_quantized import make_quantized
-from ditkit_core.testing.world import ADAPTERS, Items, make_model
+from ditkit_core.testing.world import ADAPTERS, Items, make_model, masked
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
@@ -96,7 +96,7 @@ class _Data:
     """Micro-batches of one or two samples, ragged where the items are."""
 
     def __init__(self, items: Items, *, prior: bool):
-        self._items, self._prior = items, prior
+        self._items, self._prior = masked(items), prior
 
     def micro_batches(self, index: int) -> list[Batch]:
         """Uneven ones, each counted for 1.5 samples."""

@@ -201,6 +201,8 @@ class ToyTextEncoder(_Counted):
 class ToySampler:
     """Euler steps from noise to data."""
 
+    decoded = "whole"
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

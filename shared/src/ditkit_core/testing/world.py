@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import initialise, inject, is_adapter_name, trainable_parameters
 from ditkit_core.encoding.loader import Batch
+from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
@@ -172,12 +173,12 @@ def train_shortly(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A measurement and an optimizer step as a run does them, on items that lie on the host, then the measurement again.
 
-    Where an adapter is trained, the step's first micro-batch matches the base.
+    One item has a loss mask. Where an adapter is trained, the step's first micro-batch matches the base.
 
     Returns:
         Every number that is reported, and the trained parameters' values and (clipped) gradients, on the host.
     """
-    trained = trainable_parameters(model)
+    trained, items = trainable_parameters(model), masked(items)
     optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2))
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     first, *others = micro_batches(items)
@@ -198,6 +199,14 @@ def train_shortly(
     values = {name: on_host(parameter) for name, parameter in trained.items()}
     values |= {f"gradient of {name}": on_host(gradient) for name, gradient in optimizer.gradients().items()}
     return [before, *result, measure()], values
+
+
+def masked(items: Items) -> list[Mapping[str, Tensor]]:
+    """The items, the first with a loss mask that halves the weight of every other column."""
+    first, *others = items
+    weights = torch.ones(1, *first["latents"].shape[1:])
+    weights[..., ::2] = 0.5
+    return [{**first, LOSS_WEIGHTS: weights}, *others]
 
 
 def micro_batches(items: Items, num: int = 2) -> list[Batch]:

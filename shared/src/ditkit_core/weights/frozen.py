@@ -186,6 +186,8 @@ class FrozenModule:
     """Called with the loaded module: sets what files do not store, and tries values of the configuration that the library only reads in use."""
     module: Any = field(default=None, init=False)
     """None while it is not loaded. `Any`, because only the caller knows the library's class."""
+    decoded: str = field(default="", init=False)
+    """How the last sample was decoded, in words; empty before the first."""
     _loaded_as: tuple[torch.device, torch.dtype] | None = field(default=None, init=False)
     _failed: int = field(default=0, init=False)
     """Number of ways to decode for which memory had no room."""
@@ -256,7 +258,9 @@ class FrozenModule:
             device, way = ways[self._failed]
             try:
                 self._load(device, way.dtype)
-                return self._run_on(device, work, latents, tiles if way.tiled else None, pixels, Fraction(pixels))
+                found = self._run_on(device, work, latents, tiles if way.tiled else None, pixels, Fraction(pixels))
+                self.decoded = way.mode if device == self.device else f"{way.mode} on the CPU"
+                return found
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or self._failed == len(ways) - 1:
                     raise

@@ -206,6 +206,16 @@ def test_factors_that_no_setting_makes_are_merged_but_not_trained(base: Path, tm
         prepared(base, AdapterConfig(init=str(odd), dropout=0.1))
 
 
+def test_factors_of_a_file_are_not_replaced_without_a_word(base: Path, tmp_path: Path) -> None:
+    file = str(export(trained(base, "lokr"), tmp_path))
+    for given in ({"decompose_factor": 2}, {"decompose_both": True}):
+        with pytest.raises(
+            UserError, match="has the factors of adapter.decompose_factor = 4 and decompose_both = false"
+        ):
+            prepared(base, AdapterConfig(method="lokr", init=file, **given))
+    assert prepared(base, AdapterConfig(method="lokr", init=file, decompose_factor=4)).adapter.decompose_factor == 4
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

@@ -1,6 +1,7 @@
 """Samples on the page of a run: embedded within limits, and linked to their files."""
 
 import base64
+import json
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,17 @@ def test_images_are_embedded_and_lead_to_their_files(tmp_path: Path) -> None:
     assert [image["alt"] for image in page.all("img")] == ["a cat", "a cat", "50% & <b>", "50% & <b>"]
     assert all(image["src"].startswith("data:image/jpeg;base64,") for image in page.all("img"))
     assert [link["href"] for link in page.all("a")][:2] == ["samples/step-000000-0.png"] * 2, "the image, and its label"
+
+
+def test_a_sample_that_was_not_decoded_whole_says_how(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    write_samples(run / "samples", 0, ("a cat", "a dog"), suffix=".png")
+    listed = run / "samples" / "step-000000.json"
+    about = json.loads(listed.read_text())
+    for sample, decoded in zip(about["samples"], ("whole", "in bf16 tiles <b>"), strict=True):
+        sample["decoded"] = decoded
+    listed.write_text(json.dumps(about))
+    assert read(run).text.count("decoded ") == read(run).text.count("decoded in bf16 tiles &lt;b&gt;") == 1
 
 
 def test_large_videos_are_a_link_and_the_page_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

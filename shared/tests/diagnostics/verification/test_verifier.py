@@ -147,6 +147,20 @@ def refusing(names: tuple[str, ...]) -> Any:
     return verify
 
 
+def test_a_mistake_in_the_comparison_ends_no_training(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    def verify(file: Path, *_: Any) -> str:
+        if file.name == "run-step-000002.safetensors":
+            raise KeyError("a name that a library does not have")
+        return f"diffusers loads {file.name}"
+
+    world.spec = altered(world.spec, verify=verify)
+    assert world.train("run", 4, *FOUR) == 0
+    out, err = capsys.readouterr()
+    assert "comparing it with diffusers failed (KeyError: 'a name that a library does not have')" in err
+    assert "not verified: run-step-000002.safetensors: " in err
+    assert "verified: diffusers loads run-step-000004" in out and "verified: diffusers loads run.safetensors" in out
+
+
 def test_a_save_that_is_wrong_is_one_line_and_training_goes_on(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:

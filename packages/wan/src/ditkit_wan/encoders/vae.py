@@ -136,6 +136,11 @@ class VaeEncoder:
         """Pixels in [0, 1], fp32, on the CPU; the weights are loaded if they are not."""
         return self._vae.decode(decode_clip, latents, self._decodings, TILES, pixels=self.strides[1])
 
+    @property
+    def decoded(self) -> str:
+        """How the last latents were decoded, in words."""
+        return self._vae.decoded
+
 
 def build(config: Mapping[str, Any]) -> Any:
     """The VAE of a configuration, on the default device."""

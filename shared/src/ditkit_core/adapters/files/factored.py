@@ -10,17 +10,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.alpha import AlphaHeader
+from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.weights.factored import (
     METHOD_OF_PART,
-    FactoredMatrices,
     is_complete,
     low_rank_of,
     rank_of_parts,
@@ -35,25 +35,6 @@ class MixedAdapter(UserError):
     """A file that can be merged but not trained further: of several methods, or in a shape that no configuration has."""
 
 
-@dataclass(frozen=True)
-class FactoredAdapter:
-    """The LoKr or LoHa of one module in a file, which may be several modules of ours."""
-
-    name: str
-    keys: Mapping[str, str]
-    """The file's key by part, perhaps `alpha`."""
-    parts: tuple[TensorSlice, ...]
-    """The parts of our modules that make up its rows."""
-    rank: int
-    scale: float
-    method: str
-
-    def matrices(self, source: SafetensorsSource, index: int) -> FactoredMatrices:
-        """Read the adapter, for one of its parts."""
-        tensors = {part: source.read(key).float() for part, key in self.keys.items() if part in METHOD_OF_PART}
-        return FactoredMatrices(tensors, index, len(self.parts))
-
-
 def understand_factored(
     source: SafetensorsSource,
     keys: Mapping[str, str],
@@ -61,7 +42,7 @@ def understand_factored(
     modules: Mapping[str, tuple[int, ...]],
     header: AlphaHeader,
     names: Sequence[str],
-) -> FactoredAdapter:
+) -> FileAdapter:
     """Understand the keys of one module of a file; its tensors are not read.
 
     Raises:
@@ -86,7 +67,7 @@ def understand_factored(
         )
     rank = low_rank_of(shapes)
     scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys and rank is not None else 1.0
-    return FactoredAdapter(names[0], keys, parts, rank_of_parts(shapes), scale, METHOD_OF_PART[next(iter(shapes))])
+    return FileAdapter(names[0], keys, parts, rank_of_parts(shapes), scale, METHOD_OF_PART[next(iter(shapes))])
 
 
 def factored_config(
@@ -101,6 +82,7 @@ def factored_config(
 
     Raises:
         MixedAdapter: If no configuration has these shapes.
+        UserError: If the configuration contradicts the file.
     """
     path, methods = source.path, {found.method for found in modules.values()}
     cannot = f"adapter.init = {path} cannot be trained further"
@@ -131,14 +113,15 @@ def factored_config(
     if min(found.scale for found in modules.values()) <= 0:
         raise MixedAdapter(f"{cannot}: its scale is not above 0; merge it with base.merge")
     if method == "lokr":
-        started = _with_factors_of(started, shapes, cannot)
-    return started, f"adapter.init: {started.name}, rank {rank} and {len(modules)} modules from {path}"
+        started = _with_factors_of(started, config, shapes, cannot)
+    factor = f", decompose_factor {started.decompose_factor}" * (method == "lokr")
+    return started, f"adapter.init: {started.name}, rank {rank}{factor} and {len(modules)} modules from {path}"
 
 
 def _with_factors_of(
-    config: AdapterConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], cannot: str
+    config: AdapterConfig, given: AdapterConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], cannot: str
 ) -> AdapterConfig:
-    """The configuration of a LoKr with the sizes of factors that make these shapes."""
+    """The configuration of a LoKr with the sizes of factors that make these shapes; UserError if others are given."""
     sizes = {side for parts in shapes.values() for side in parts.get("lokr_w1", (0, 0))}
     sizes |= {
         size
@@ -146,14 +129,20 @@ def _with_factors_of(
         if "lokr_w1_a" in parts
         for size in (parts["lokr_w1_a"][0], parts["lokr_w1_b"][1])
     }
-    for factor in (-1, *sorted(sizes - {0}, reverse=True)):
-        tried = replace(
-            config, decompose_factor=factor, decompose_both=any("lokr_w1_a" in parts for parts in shapes.values())
-        )
-        layers = {name: shape_of_parts(parts) for name, parts in shapes.items()}
+    layers = {name: shape_of_parts(parts) for name, parts in shapes.items()}
+    both = any("lokr_w1_a" in parts for parts in shapes.values())
+    for factor in (given.decompose_factor, -1, *sorted(sizes - {0}, reverse=True)):
+        tried = replace(config, decompose_factor=factor, decompose_both=both)
         if all(lokr_shapes(tried, name, layers[name]) == dict(parts) for name, parts in shapes.items()):
-            return tried
-    raise MixedAdapter(f"{cannot}: no adapter.decompose_factor makes its factors; merge it with base.merge")
+            break
+    else:
+        raise MixedAdapter(f"{cannot}: no adapter.decompose_factor makes its factors; merge it with base.merge")
+    if factor != given.decompose_factor != -1 or (given.decompose_both and not both):
+        raise UserError(
+            f"adapter.init = {config.init} has the factors of adapter.decompose_factor = {factor} and decompose_both = {str(both).lower()}; "
+            "leave both keys out"
+        )
+    return tried
 
 
 def lokr_shapes(config: AdapterConfig, module: str, layer: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

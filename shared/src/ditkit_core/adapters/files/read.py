@@ -19,7 +19,7 @@ The scale alpha / rank belongs to a module here, never to a file: `scale`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.dora import base_norm, is_over_base
-from ditkit_core.adapters.files.alpha import AlphaHeader
-from ditkit_core.adapters.files.factored import FactoredAdapter, MixedAdapter, factored_config, understand_factored
+from ditkit_core.adapters.dora import base_norm
+from ditkit_core.adapters.files.factored import MixedAdapter, factored_config, understand_factored
+from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.adapters.files.keys import KnownNames
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
@@ -41,43 +41,10 @@ from ditkit_core.weights.load import first_ten
 
 
 @dataclass(frozen=True)
-class FileAdapter:
-    """The adapter of one module in the file, which may be several modules of ours."""
-
-    name: str
-    """The module's name in the file."""
-    keys: Mapping[str, str]
-    """The file's key by part: `down`, `up`, perhaps `alpha`, `magnitude`."""
-    parts: tuple[TensorSlice, ...]
-    """The parts of our modules that make up its rows."""
-    rank: int
-    scale: float
-    """The factor of up·down."""
-
-    def rows(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> LoraMatrices:
-        """Read the adapter of one of its parts.
-
-        Args:
-            source: The file.
-            index: The part.
-            columns: Indices of the columns of B, and rows of A, to read; None for all.
-        """
-
-        def read(part: str) -> Tensor:
-            return source.read(self.keys[part], index=index, of=len(self.parts)).float()
-
-        down, up = source.read(self.keys["down"]).float().flatten(1), read("up").flatten(1)
-        if columns is not None:
-            down, up = down[columns], up[:, columns]
-        magnitude = read("magnitude").flatten() if "magnitude" in self.keys else None
-        return LoraMatrices(down, up, magnitude, magnitude is not None and is_over_base(source.metadata))
-
-
-@dataclass(frozen=True)
 class FilePiece:
     """Some rows of a module of ours in a file."""
 
-    adapter: "FileAdapter | FactoredAdapter"
+    adapter: FileAdapter
     index: int
     """Index among the adapter's parts."""
     columns: Tensor | None
@@ -98,6 +65,16 @@ class FileModule:
     method: str = "lora"
     """`lora`, `lokr` or `loha`."""
 
+    def num_factors(self, source: SafetensorsSource) -> int:
+        """Numbers in the tensors of its LoKr or LoHa."""
+        adapters = [piece.adapter for piece in self.pieces if piece is not None]
+        return sum(
+            math.prod(source.tensors[key].shape)
+            for adapter in adapters
+            for part, key in adapter.keys.items()
+            if part in METHOD_OF_PART
+        )
+
 
 @dataclass(frozen=True)
 class AdapterFile:
@@ -115,7 +92,7 @@ class AdapterFile:
         """
         pieces = self.modules[module].pieces
         adapter = pieces[0].adapter if pieces[0] is not None and len(pieces) == 1 else None
-        if not isinstance(adapter, FactoredAdapter):
+        if adapter is None or adapter.method == "lora":
             raise UserError(
                 f"{self.source.path}: {module} is in {len(pieces)} pieces, which a LoKr or LoHa of one layer is not; merge it"
             )
@@ -148,18 +125,18 @@ class AdapterFile:
 
         A tensor of the file may be several modules of ours, or some rows of one.
         """
-        changes = []
-        for piece in self.modules[module].pieces:
-            assert piece is not None and isinstance(piece.adapter, FactoredAdapter), (
-                "`_assemble_factored` refuses others"
-            )
-            changes.append(piece.adapter.matrices(self.source, piece.index).change() * piece.adapter.scale)
+        changes = [matrices.change() * scale for matrices, scale in self.factored(module)]
         return torch.cat(changes) if len(changes) > 1 else changes[0]
+
+    def factored(self, module: str) -> Iterator[tuple[FactoredMatrices, float]]:
+        """A module's LoKr or LoHa, and its scale; in several pieces, in order, where the file has its rows apart."""
+        for piece in self.modules[module].pieces:
+            assert piece is not None, "`_assemble_factored` refuses it"
+            yield piece.adapter.matrices(self.source, piece.index), piece.adapter.scale
 
 
 def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> LoraMatrices:
     def read(piece: FilePiece) -> tuple[str, LoraMatrices]:
-        assert isinstance(piece.adapter, FileAdapter)
         read = piece.adapter.rows(source, piece.index, piece.columns)
         if piece.adapter.scale != scale:
             read = replace(read, up=read.up * (piece.adapter.scale / scale))
@@ -227,7 +204,7 @@ def understand_adapter(
         )
     # Only now, because an unreadable header of a file of another model is not the problem to report.
     header = AlphaHeader.of(source)
-    adapters: dict[str, FileAdapter | FactoredAdapter] = {
+    adapters = {
         name: (understand_factored if keys[parts].keys() & METHOD_OF_PART.keys() else _understand)(
             source, keys[parts], parts, modules, header, known.forms[parts]
         )
@@ -249,10 +226,10 @@ def understand_adapter(
     return AdapterFile(source, found)
 
 
-def _columns(source: SafetensorsSource, adapter: FileAdapter | FactoredAdapter) -> dict[str, Tensor | None]:
+def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tensor | None]:
     """The columns of an adapter's B that belong to each of our modules; None for all."""
     owners = [part.name for part in adapter.parts]
-    if len(set(owners)) == 1 or isinstance(adapter, FactoredAdapter):
+    if len(set(owners)) == 1 or adapter.method != "lora":
         return dict.fromkeys(owners)
     up = source.read(adapter.keys["up"]).float().flatten(1)
     columns: dict[str, Tensor | None] = dict(columns_of_owners(up, owners))
@@ -263,7 +240,7 @@ def _columns(source: SafetensorsSource, adapter: FileAdapter | FactoredAdapter) 
 
 def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
     given = [piece for piece in pieces if piece is not None]
-    if any(isinstance(piece.adapter, FactoredAdapter) for piece in given):
+    if any(piece.adapter.method != "lora" for piece in given):
         return _assemble_factored(source, module, pieces)
     with_magnitude = [piece for piece in given if "magnitude" in piece.adapter.keys]
     if with_magnitude and len(with_magnitude) < len(pieces):
@@ -281,7 +258,7 @@ def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FileP
 
 def _assemble_factored(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
     adapters = [None if piece is None else piece.adapter for piece in pieces]
-    methods = {each.method if isinstance(each, FactoredAdapter) else "lora" for each in adapters if each is not None}
+    methods = {each.method for each in adapters if each is not None}
     first = adapters[0]
     if len(methods) > 1 or None in adapters or first is None:
         raise UserError(

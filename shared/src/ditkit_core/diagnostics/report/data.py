@@ -68,6 +68,8 @@ class ListedSample:
     """A video or an image, or nothing if it was removed."""
     prompt: str
     seed: str
+    decoded: str = ""
+    """How the VAE decoded it, in words; empty for samples of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +214,7 @@ def _listed(path: Path, title: str) -> SampleSet | None:
             file=path.parent / Path(str(each.get("file"))).name,
             prompt=str(each.get("prompt", "")),
             seed=str(each.get("seed", "")),
+            decoded=str(each.get("decoded", "")),
         )
         for each in mappings(listed)
     ]

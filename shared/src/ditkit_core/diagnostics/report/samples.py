@@ -141,8 +141,10 @@ class _Media:
         """A sample with its label, which is a link to the file."""
         shown = self._shown.get(sample.file, _Shown(Html()))
         named = label if shown.link is None else element("a", label, href=shown.link)
-        note = [] if shown.is_embedded else [element("small", "in the run's folder")]
-        return element("figure", shown.element, element("figcaption", named, *note, dir="auto"), class_="tile")
+        notes = [] if shown.is_embedded else ["in the run's folder"]
+        notes += [f"decoded {sample.decoded}"] if sample.decoded not in ("", "whole") else []
+        small = [element("small", note) for note in notes]
+        return element("figure", shown.element, element("figcaption", named, *small, dir="auto"), class_="tile")
 
 
 def small_jpeg(pixels: still.RgbImage, size: tuple[int, int], most_bytes: int) -> bytes:

@@ -17,7 +17,7 @@ from ditkit_core.diagnostics.verification.exported import (
     unverified,
     write_result,
 )
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.context import RunContext
@@ -37,22 +37,25 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
         skipped: Names of exports to leave alone.
 
     Raises:
-        UserError: If the run's own files cannot be read.
+        UserError: If an export could not be compared, whatever the reason; the others are verified before.
     """
     adapted: LoadedModel | None = None
     gone: set[str] = set()
-    failure: UserError | OSError | None = None
+    failure: UserError | None = None
     with torch.random.fork_rng(devices=[]):
         while left := [each for each in unverified(folder) if result_name(folder, each) not in {*skipped, *gone}]:
             export = left[0]
+            # Whatever diffusers and peft raise: a mistake in there, or in here, must not end the training that goes on.
+            what = f"{export.path}: comparing it with diffusers failed"
             try:
-                about = Result.of(export)  # first: a file that changes while it is compared is compared again
-                result = _copied(folder, export, about)
-                if result is None:
-                    if adapted is None and not export.is_whole:
-                        adapted = _model(run)
-                    result = _compared(run, folder, export, about, adapted)
-            except (UserError, OSError) as error:
+                with given_to_library(what, "training goes on; load the file yourself before you use it"):
+                    about = Result.of(export)  # first: a file that changes while it is compared is compared again
+                    result = _copied(folder, export, about)
+                    if result is None:
+                        if adapted is None and not export.is_whole:
+                            adapted = _model(run)
+                        result = _compared(run, folder, export, about, adapted)
+            except UserError as error:
                 if is_left(folder, export):
                     failure = failure or error  # a damaged save leaves the others to be verified
                 gone.add(result_name(folder, export))  # or removed meanwhile, as each save is in its turn

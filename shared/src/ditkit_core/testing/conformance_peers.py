@@ -1,0 +1,133 @@
+"""Checks of levers that people know from other trainers: a family's numbers against diffusers' transformer with peft's adapters."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.diffusers_model import DiffusersModel
+from ditkit_core.adapters.files.export import base_tensors
+from ditkit_core.adapters.files.read import merge_into, open_adapter
+from ditkit_core.adapters.files.write import write_adapter
+from ditkit_core.adapters.inject import adapter_layers, adapter_state
+from ditkit_core.data.masks import at_latent_size
+from ditkit_core.encoding.loss_masks import weighted
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.world import make_model
+from ditkit_core.training.flow_matching import NoisedBatch, matching_base, velocity_errors
+from ditkit_core.training.train_model import TrainModel
+
+_SIGMA, _GUIDANCE = 0.5, 1.0
+"""diffusers multiplies both by 1000; the products of these values are exact."""
+_CLOSE: Mapping[str, float] = {"rtol": 1e-4, "atol": 1e-5}
+"""fp32 in two orders of summation."""
+
+
+class PeerChecks:
+    """Inherit next to the class with a family's tiny items, and set `diffusers`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+    diffusers: ClassVar[DiffusersModel]
+
+    def items(self, count: int, ragged: bool = False) -> Sequence[Mapping[str, Tensor]]:
+        """Training items."""
+        raise NotImplementedError
+
+    def test_a_masked_loss_is_that_of_a_mask_over_the_squared_errors_of_diffusers(self) -> None:
+        """As the scripts of diffusers and kohya, diffusion-pipe and SimpleTuner have it: squared errors, times the mask in the latents'
+        size (one image for all frames of a clip), and their mean. A floor outside is OneTrainer's `unmasked_weight`."""
+        model: Any = make_model(self.spec, self.arch).eval()
+        (item,), random = self.items(1), torch.Generator().manual_seed(0)
+        latents, outside = item["latents"], 0.25
+        noise = torch.randn(latents.shape, generator=random).requires_grad_()
+        frames, height, width = latents.shape[1:]
+        mask = (torch.rand(1, 8 * height, 8 * width, generator=random) > 0.6).float()
+
+        cached = at_latent_size(mask.expand(1 + 4 * (frames - 1), -1, -1), (frames, height, width))
+        batch = NoisedBatch([weighted(item, cached, outside)], torch.tensor([_SIGMA]), [noise])
+        ours = velocity_errors(TrainModel(model, BlockEngine(), self.spec), batch, _GUIDANCE)[0]
+
+        small = functional.interpolate(mask[None], size=(height, width), mode="area")
+        predicted = self.diffusers.run(self.diffusers.transformer(model), self._inputs(item, noise))
+        squares = functional.mse_loss(predicted, noise - latents, reduction="none")
+        theirs = (squares * (outside + (1 - outside) * small)).mean()
+
+        torch.testing.assert_close(ours, theirs, **_CLOSE)
+        gradients = [torch.autograd.grad(loss, noise)[0] for loss in (ours, theirs)]
+        torch.testing.assert_close(*gradients, **_CLOSE)
+        assert abs(ours - squares.mean()) > 0.1 * ours, "without the mask it is another"
+
+    def test_a_step_that_matches_the_base_has_diffusers_prediction_with_adapters_disabled_as_target(
+        self, tmp_path: Path
+    ) -> None:
+        """ai-toolkit's preservations and OneTrainer's prior prediction: what the model predicts while its network is switched off."""
+        model = self._adapted(4)
+        (item,) = self.items(1)
+        noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0))
+        train = TrainModel(model, BlockEngine(), self.spec)
+        batch = matching_base(train, NoisedBatch([item], torch.tensor([_SIGMA]), [noise]), _GUIDANCE)
+        assert batch.targets is not None
+        theirs, inputs = self.diffusers.transformer(model), self._inputs(item, noise)
+        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        with torch.no_grad():
+            ours = velocity_errors(train, batch, _GUIDANCE)[0]
+            predicted = self.diffusers.run(theirs, inputs)
+            theirs.disable_adapters()
+            target = self.diffusers.run(theirs, inputs)
+        torch.testing.assert_close(batch.targets[0], target, **_CLOSE)
+        torch.testing.assert_close(ours, functional.mse_loss(predicted, target), rtol=1e-3, atol=0)
+        assert ours > 1e-4
+
+    @pytest.mark.filterwarnings(
+        "ignore:Already found a `peft_config`:UserWarning"
+    )  # two adapters are what is asked for
+    def test_an_assistant_is_an_adapter_that_diffusers_has_in_training_and_not_in_samples(self, tmp_path: Path) -> None:
+        """ai-toolkit's `assistant_lora_path`; here it is merged into the base that trains, and taken off each layer for samples."""
+        model, strength = self._adapted(4), 0.7
+        theirs = copy.deepcopy(self.diffusers.transformer(model))  # of its own: the base changes below
+        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        path = tmp_path / "assistant.safetensors"
+        theirs.load_lora_adapter(self._written(self._adapted(3), path), adapter_name="assistant")
+        layers = {name: (layer.out_features, layer.in_features) for name, layer in adapter_layers(model).items()}
+        file = open_adapter(path, self.diffusers.names, layers)
+        (item,) = self.items(1)
+        inputs = self._inputs(item, torch.ones_like(item["latents"]))
+        found, expected = {}, {}
+        with torch.no_grad():
+            base = base_tensors(model)
+            for name, edit in merge_into([(file, strength)]).items():
+                edit(base[name])
+            found["training"] = model(inputs)[0]
+            with added(model, [AddedAdapter(file, -strength)], lambda name: torch.float32):
+                found["samples"] = model(inputs)[0]
+            for where, names in (("training", ["own", "assistant"]), ("samples", ["own"])):
+                theirs.set_adapters(names, [1.0, strength][: len(names)])
+                expected[where] = self.diffusers.run(theirs, inputs)
+        for where, output in found.items():
+            torch.testing.assert_close(output, expected[where], **_CLOSE)
+        assert (found["training"] - found["samples"]).norm() > 0.01 * found["samples"].norm()
+
+    def _adapted(self, rank: int) -> Any:
+        return make_model(self.spec, self.arch, adapter=AdapterConfig(rank=rank)).eval()
+
+    def _written(self, model: Any, path: Path) -> dict[str, Tensor]:
+        """The tensors of the file with the model's adapter in diffusers' names."""
+        scaling = next(iter(adapter_layers(model).values())).scaling["default"]
+        names, state = self.diffusers.names, adapter_state(model)
+        write_adapter(path, state, scaling, names, form="diffusers", dtype=torch.float32, metadata={})
+        return load_file(path)
+
+    def _inputs(self, item: Mapping[str, Tensor], noise: Tensor) -> Any:
+        sigma = torch.tensor([_SIGMA])
+        noised = (1 - _SIGMA) * item["latents"] + _SIGMA * noise
+        return self.spec.training.make_inputs([noised], sigma, [item], _GUIDANCE)

@@ -1,0 +1,33 @@
+"""Latents of a sample, which tests compare with those of other programs."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ditkit_core.models.encoders import GenerationRequest, Sampler
+from ditkit_core.models.protocol import Engine, StagedModel
+from ditkit_core.sampling.denoise import generate, single_stage
+
+
+class _Undecoded:
+    """A sampler whose samples stay latents."""
+
+    decoded = ""
+
+    def __init__(self, sampler: Sampler):
+        self.denoise, self.release = sampler.denoise, sampler.release
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents
+
+
+def generate_latents(
+    sampler: Sampler,
+    job: GenerationRequest,
+    model: StagedModel,
+    engine: Engine,
+    on_step: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Latents of one sample of one model: what `generate` decodes."""
+    (latents,) = generate(_Undecoded(sampler), [job], single_stage(model, engine), on_step)
+    return latents
