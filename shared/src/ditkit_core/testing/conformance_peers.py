@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from ditkit_core.training.train_model import TrainModel
 
 _SIGMA, _GUIDANCE = 0.5, 1.0
 """diffusers multiplies both by 1000; the products of these values are exact."""
-_CLOSE: Mapping[str, float] = {"rtol": 1e-4, "atol": 1e-5}
+_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 """fp32 in two orders of summation."""
 
 
@@ -62,9 +63,9 @@ class PeerChecks:
         squares = functional.mse_loss(predicted, noise - latents, reduction="none")
         theirs = (squares * (outside + (1 - outside) * small)).mean()
 
-        torch.testing.assert_close(ours, theirs, **_CLOSE)
+        _close(ours, theirs)
         gradients = [torch.autograd.grad(loss, noise)[0] for loss in (ours, theirs)]
-        torch.testing.assert_close(*gradients, **_CLOSE)
+        _close(*gradients)
         assert abs(ours - squares.mean()) > 0.1 * ours, "without the mask it is another"
 
     def test_a_step_that_matches_the_base_has_diffusers_prediction_with_adapters_disabled_as_target(
@@ -84,7 +85,7 @@ class PeerChecks:
             predicted = self.diffusers.run(theirs, inputs)
             theirs.disable_adapters()
             target = self.diffusers.run(theirs, inputs)
-        torch.testing.assert_close(batch.targets[0], target, **_CLOSE)
+        _close(batch.targets[0], target)
         torch.testing.assert_close(ours, functional.mse_loss(predicted, target), rtol=1e-3, atol=0)
         assert ours > 1e-4
 
@@ -114,7 +115,7 @@ class PeerChecks:
                 theirs.set_adapters(names, [1.0, strength][: len(names)])
                 expected[where] = self.diffusers.run(theirs, inputs)
         for where, output in found.items():
-            torch.testing.assert_close(output, expected[where], **_CLOSE)
+            _close(output, expected[where])
         assert (found["training"] - found["samples"]).norm() > 0.01 * found["samples"].norm()
 
     def _adapted(self, rank: int) -> Any:
