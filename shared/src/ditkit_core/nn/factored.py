@@ -9,6 +9,7 @@ The arithmetic is peft's: the change in the factors' dtype (fp32), one rounding 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -71,7 +72,8 @@ class Factors(NamedTuple):
         return "hada_w1_a" not in self.parts
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A part of equal parts of the rows of a LoKr's or LoHa's change."""
 
     named: Named

@@ -146,14 +146,13 @@ def build_meta_model(
     if num_scaled(source := open_weights(components.locate(component))):
         check_scaled(str(source.path), adapter.method)
     preset, arch = choose_arch(spec, components, source)
-    model = build_on_meta(spec, arch, precision)
+    model, files = build_on_meta(spec, arch, precision), base.files(component)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # Before anything slow, so that wrong files fail at once: importing peft alone takes seconds.
     mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
     # All adapter files are opened before anything is converted, so that a wrong one fails at once.
-    files = base.files(component)
     merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in files)]
     adapter, start = _started_from_file(adapter, open_file, say)
     if keeps_codes:

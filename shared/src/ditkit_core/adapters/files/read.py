@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import base_norm
+from ditkit_core.adapters.files.alpha import AlphaHeader
 from ditkit_core.adapters.files.factored import MixedAdapter, factored_config, understand_factored
 from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.adapters.files.keys import KnownNames
