@@ -40,11 +40,11 @@ def no_wait_on_the_host(patch):
 
 
 def an_event_before_its_copies(patch):
-    def copy(queue, parts, index, there):
+    def copy(queue, fills, index, there):
         with queue.lane.copies():
             there[index] = queue.lane.record()
-            for part in parts:
-                part.fetch()
+            for fill in fills:
+                fill()
 
     patch.setattr(BlockQueue, "_copy", copy)
 

@@ -6,7 +6,8 @@ is away. (A new tensor in place of a weight would keep alive the old one, which 
 
 Trained weights are streamed where the optimizer steps in the backward. Their optimizer state is on the host, too: it is copied with the
 weights for the block's backward. Both are copied back once a step, when the block's backward is over and its weights are updated. A
-forward needs no optimizer state and copies nothing back.
+forward needs no optimizer state and copies nothing back. Where a step has several micro-batches, all backwards but the last only add to the
+sums of gradients, which are on the host as well: they copy those alone.
 
 A device has at most two streamed blocks at a time: the running one and the next one. A backward leaves none, so the next forward waits
 for its first block. That block could be fetched early, but it would then occupy memory through everything that a run does between two
@@ -45,6 +46,10 @@ class KeepsState(Protocol):
 
     def is_kept_on_host(self, name: str, entry: str) -> bool:
         """Whether an entry stays on the host wherever the parameter is."""
+
+    @property
+    def backwards(self) -> tuple[int, int]:
+        """Backwards of the step that have begun, and that have not. The last one updates the parameters."""
 
 
 def base_device_map(model: StagedModel, placement: Placement) -> Callable[[str], torch.device]:
@@ -125,7 +130,7 @@ class BlockSwap(BlockHooks):
     def state_buffers(self) -> list[Tensor]:
         """Buffers on the devices for optimizer state."""
         queues = self._queues.values()
-        return [part.buffer for queue in queues for parts in queue.states.values() for part in parts]
+        return [part.buffer for queue in queues for part in queue.of_optimizer()]
 
     def attach(self, optimizer: KeepsState | None) -> None:
         """Stream an optimizer's state of the streamed weights, which is on the host, from now on; None: no state."""
@@ -185,9 +190,8 @@ class BlockSwap(BlockHooks):
 
     def _put(self, *, on_host: bool) -> None:
         for queue in self._queues.values():
-            for parts in [queue.blocks.values(), *queue.states.values()]:
-                for part in parts:
-                    part.put(on_host=on_host)
+            for part in (*queue.blocks.values(), *queue.of_optimizer()):
+                part.put(on_host=on_host)
 
 
 class BlockQueue:
@@ -198,6 +202,8 @@ class BlockQueue:
         self.blocks: dict[int, Streamed] = {}
         self.states: dict[int, list[Streamed]] = {}
         """Optimizer state of a block's weights; more than one entry if a weight had its first gradient later than others."""
+        self.sums: dict[int, list[Streamed]] = {}
+        """The same of the sums of gradients over micro-batches."""
         self.is_full = False
         """Whether all blocks stay on the device, as inside `BlockSwap.whole`."""
         self.lane = CopyLane(device)
@@ -211,7 +217,9 @@ class BlockQueue:
         self._state_there: dict[int, torch.cuda.Event | None] = {}
         """The same for optimizer state."""
         self._updated: set[int] = set()
-        """Blocks whose backward has begun: their weights on the device are newer than the host's."""
+        """Blocks whose backward has begun: what it writes is newer on the device than on the host."""
+        self._is_first = self._updates = True
+        """Whether the backward that runs or comes next is the first of its step, and whether it is the last, which updates."""
         self._is_storing = False
         """Whether something is being copied to the host and nobody has waited for it."""
         self._ahead = 0
@@ -226,8 +234,8 @@ class BlockQueue:
         """Stream the state of an optimizer, which is on the host now."""
         # Before the buffers of the last optimizer are freed: freed memory that is still page-locked cannot
         # be locked again.
-        self._pages.unlock([part.host for part in itertools.chain.from_iterable(self.states.values())])
-        self.states, self._names, self._optimizer = {}, {}, optimizer
+        self._pages.unlock([part.host for part in self.of_optimizer()])
+        self.states, self.sums, self._names, self._optimizer = {}, {}, {}, optimizer
         if optimizer is None:
             return
         names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
@@ -235,6 +243,10 @@ class BlockQueue:
             own = dict.fromkeys(names.get(id(slot.device)) for slot in block.trained())
             self._names[index] = [name for name in own if name is not None]
             self._take_state(index)
+
+    def of_optimizer(self) -> Iterator[Streamed]:
+        """Optimizer state and sums of gradients of all blocks."""
+        return itertools.chain.from_iterable((*self.states.values(), *self.sums.values()))
 
     def pre_forward(self, index: int) -> None:
         """Prepare a block's forward, and fetch the next block.
@@ -252,6 +264,8 @@ class BlockQueue:
         self._advance(index, following)
         if self._trains and trains and index == last:
             # The backward begins with this block and needs its optimizer state, which the forward did not.
+            begun, left = (0, 1) if self._optimizer is None else self._optimizer.backwards
+            self._is_first, self._updates = begun == 0, left <= 1
             self._fetch(index, with_state=True)
 
     def pre_backward(self, index: int) -> None:
@@ -293,14 +307,16 @@ class BlockQueue:
 
     def _fetch(self, index: int, *, with_state: bool = False) -> None:
         if index not in self._there:
-            self._copy([self.blocks[index]], index, self._there)
+            self._copy([self.blocks[index].fetch], index, self._there)
         if with_state and index not in self._state_there:
-            self._copy(self.states.get(index, ()), index, self._state_there)
+            fills = [part.make_room if self._is_first else part.fetch for part in self.sums.get(index, ())]
+            fills += [part.fetch for part in self.states.get(index, ()) if self._updates]
+            self._copy(fills, index, self._state_there)
 
-    def _copy(self, parts: Sequence[Streamed], index: int, there: dict[int, torch.cuda.Event | None]) -> None:
+    def _copy(self, fills: Sequence[Callable[[], None]], index: int, there: dict[int, torch.cuda.Event | None]) -> None:
         with self.lane.copies():
-            for part in parts:
-                part.fetch()
+            for fill in fills:
+                fill()
             there[index] = self.lane.record()
 
     def _wait_for(self, index: int) -> None:
@@ -318,11 +334,12 @@ class BlockQueue:
                 self._empty(index)
 
     def _empty(self, index: int) -> None:
-        parts = [self.blocks[index], *self.states.get(index, ())]
+        block, states, sums = self.blocks[index], self.states.get(index, ()), self.sums.get(index, ())
         is_new = index in self._updated
         self._is_storing |= is_new
-        for part in parts:
-            if is_new:
+        written = (block, *states) if self._updates else sums
+        for part in (block, *states, *sums):
+            if is_new and part in written:
                 part.store()
             part.empty()
         del self._there[index]
@@ -335,17 +352,17 @@ class BlockQueue:
         """Stream from now on the optimizer state of a block's weights that is not streamed yet: it exists after a first update only."""
         if self._optimizer is None:
             return
-        known = {(id(slot.entries), slot.leaf) for part in self.states.get(index, ()) for slot in part.slots}
-        found: list[Found] = []
-        for name in self._names[index]:
-            optimizer = self._optimizer
-            kept = {entry for entry in optimizer.state_of(name) if optimizer.is_kept_on_host(name, entry)}
-            for entries in (optimizer.state_of(name), optimizer.sum_of(name)):
+        optimizer = self._optimizer
+        for streamed, entries_of in ((self.states, optimizer.state_of), (self.sums, optimizer.sum_of)):
+            known = {(id(slot.entries), slot.leaf) for part in streamed.get(index, ()) for slot in part.slots}
+            found: list[Found] = []
+            for name in self._names[index]:
+                entries = entries_of(name)
                 for entry in [entry for entry, value in entries.items() if isinstance(value, Tensor)]:
-                    if entry not in kept:
+                    if not optimizer.is_kept_on_host(name, entry):
                         found += self._parts(entries, entry, known)
-        if found:
-            self.states.setdefault(index, []).append(self._streamed(found, returns=True))
+            if found:
+                streamed.setdefault(index, []).append(self._streamed(found, returns=True))
 
     def _parts(self, entries: MutableMapping[str, Any], entry: str, known: Collection[tuple[int, str]]) -> list[Found]:
         """The entries that a tensor is stored in and that are not streamed yet: its own, or those of the tensors inside of a quantized one."""

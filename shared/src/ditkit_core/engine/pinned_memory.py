@@ -86,9 +86,13 @@ class Streamed:
         """The slots of trained weights."""
         return (slot for slot in self.slots if slot.device.requires_grad)
 
+    def make_room(self) -> None:
+        """Allocate the device's buffer, for values that are written there."""
+        self.buffer.untyped_storage().resize_(self.num_bytes)
+
     def fetch(self) -> None:
         """Fill the device's buffer."""
-        self.buffer.untyped_storage().resize_(self.num_bytes)
+        self.make_room()
         self._filled.copy_(self.host, non_blocking=True)
 
     def store(self) -> None:

@@ -92,7 +92,9 @@ class StageCost:
     """Trained parameters; in a full fine-tune, all parameters."""
     gradients: int = 0
     optimizer: int = 0
-    """The optimizer's state."""
+    """The optimizer's state, and sums of gradients over micro-batches where it applies those."""
+    sums: int = 0
+    """Those sums alone."""
     average: int = 0
     update_extra: int = 0
     """Peak of clipping and the optimizer's step above the memory before them, as if the stage were the whole model."""

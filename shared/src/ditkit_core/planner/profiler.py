@@ -336,6 +336,7 @@ class _Measuring:
             adapters=size(list(named.values())),
             gradients=0 if self.job.optim.fused_backward else gradients,
             optimizer=size(states),
+            sums=size([trained.optimizer.sum_of(name) for name in named]),
             average=size([trained.average.values[name] for name in named if name in trained.average.values]),
             rows=tuple(
                 ParameterRows(len(p), p.nbytes // max(1, len(p)), p.requires_grad) for p in stage.parameters() if p.ndim
@@ -362,7 +363,7 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
     if like is None:
         update, whole = _extra(apart.update), _extra(together.update)[0]
         extras = [
-            (cost.optimizer, update[place] * (cost.adapters > 0))
+            (cost.optimizer, cost.sums, update[place] * (cost.adapters > 0))
             for cost, place in zip(costs, apart.places, strict=True)
         ]
         adds_up = 2 * whole > sum(update.values()) + max(update.values())
@@ -370,10 +371,10 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
         of_stages = [extras[stage] for stage in (0, *blocks, head)]
     else:
         found = replace(found, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up)
-        of_stages = [(cost.optimizer, cost.update_extra) for cost in (like.embed, *like.blocks, like.head)]
+        of_stages = [(cost.optimizer, cost.sums, cost.update_extra) for cost in (like.embed, *like.blocks, like.head)]
     stages = [
-        replace(cost, optimizer=state, update_extra=extra)
-        for cost, (state, extra) in zip((found.embed, *found.blocks, found.head), of_stages, strict=True)
+        replace(cost, optimizer=state, sums=sums, update_extra=extra)
+        for cost, (state, sums, extra) in zip((found.embed, *found.blocks, found.head), of_stages, strict=True)
     ]
     return replace(found, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
 

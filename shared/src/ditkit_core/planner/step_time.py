@@ -246,8 +246,11 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
 
     forward, backward = [], []
     for stage, is_streamed in stages:
-        # In a full fine-tune, trained weights are copied in for the forward; for the backward in and out again, with optimizer state.
-        trained = (stage.adapters, 2 * (stage.adapters + stage.optimizer)) if profile.trains_all else (0, 0)
+        # In a full fine-tune, trained weights are copied in for each forward and backward. The last backward of a step also has optimizer
+        # state, and copies both back; those before it copy sums of gradients back, which those after the first had before.
+        once, again = stage.adapters + 2 * (stage.optimizer - stage.sums), 2 * (work.micro_batches - 1) * stage.sums
+        updated = stage.adapters + (once + again) // work.micro_batches
+        trained = (stage.adapters, updated) if profile.trains_all else (0, 0)
         there, back = (stage.weights + each if is_streamed else 0 for each in trained)
         forward.append(timed(stage, there, backward=False))
         backward.append(timed(stage, back, backward=True))

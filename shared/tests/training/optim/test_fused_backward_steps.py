@@ -1,11 +1,14 @@
 """The optimizer's step in the backward with clipping and accumulation: the numbers of the ordinary loop, resident or streamed."""
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from saved_states import CLIPS, assert_same_state, numbers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_training import ToyBatch, ToyData, train
 
 from ditkit_core.adapters.inject import trainable_parameters
@@ -87,6 +90,54 @@ def test_streamed_blocks_of_two_devices_sum_and_clip_to_the_bit():
     with PretendDevices():
         divided = steps(FUSED, streams=True, devices=[one, one, two, two], **given)
     assert_same(divided, steps(replace(FUSED, fused_backward=False), **given))
+
+
+class Copied(TorchDispatchMode):
+    """Counts bytes that are copied between the buffers of streamed blocks, by what they are and whether they come to the device."""
+
+    def __init__(self, swap):
+        super().__init__()
+        (queue,) = swap._queues.values()
+        self.bytes, self._of = Counter(), {}
+        kinds = {"weights": [queue.blocks.values()], "state": queue.states.values(), "sums": queue.sums.values()}
+        for kind, parts in kinds.items():
+            for part in itertools.chain.from_iterable(parts):
+                self._of[part.buffer.untyped_storage()._cdata] = f"{kind} come"
+                self._of[part.host.untyped_storage()._cdata] = f"{kind} return"
+        self.size = {kind: sum(part.num_bytes for each in parts for part in each) for kind, parts in kinds.items()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        storage = args[0].untyped_storage()._cdata if func is torch.ops.aten.copy_.default else 0
+        if storage in self._of and args[1].dtype == torch.uint8:
+            self.bytes[self._of[storage]] += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_only_the_last_backward_of_a_step_moves_optimizer_state_and_returns_weights(micro_batches):
+    """Those before it return sums of gradients; the first brings none. The buffers of the last two blocks stay after a forward."""
+    model = make_model(TOY, ARCH)
+    swap = stream(model, trained=True)
+    trained = TrainState(model, trainable_parameters(model), FUSED, EMAConfig(), swap)
+    run = TrainModel(model, BlockEngine(hooks=(swap,)), TOY)
+    batches = [ToyBatch([f"{micro}"], toy_items(4)[micro:][:1]) for micro in range(micro_batches)]
+    for step in range(2):
+        copied = Copied(swap)
+        with copied:
+            context = StepContext(step=step, seed=1, flow=FlowConfig())
+            training_step(run, batches, trained.optimizer, context, lr=1e-2, clip_norm=0.0)
+    size, before = copied.size, micro_batches - 1
+    assert size["state"] > size["weights"] > 0 and bool(size["sums"]) == bool(before)
+    assert copied.bytes == Counter(
+        {
+            "weights come": micro_batches * size["weights"] * 6 // 4,
+            "weights return": size["weights"],
+            "state come": size["state"],
+            "state return": size["state"],
+            "sums come": before * size["sums"],
+            "sums return": before * size["sums"],
+        }
+    )
 
 
 @pytest.mark.parametrize("clip_by", ["step", "last_step", "block"])

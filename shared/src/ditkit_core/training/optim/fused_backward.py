@@ -71,6 +71,7 @@ class OptimizerInBackward:
         self.updated: list[str] = []
 
     def __enter__(self) -> Self:
+        self._optimizer.backwards = (0, self._count)
         for name, parameter in self._optimizer.parameters.items():
             handle = parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
             self._handles.append(handle)
@@ -79,6 +80,7 @@ class OptimizerInBackward:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for handle in self._handles:
             handle.remove()
+        self._optimizer.backwards = (0, 1)
         if error is None:
             self._apply_late()
         if error is None and self._sound:
@@ -87,6 +89,7 @@ class OptimizerInBackward:
     def begin_backward(self) -> None:
         """Called before each backward; the last one of the step updates the parameters."""
         self._begun += 1
+        self._optimizer.backwards = (self._begun, self._count - self._begun)
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
         """A gradient is complete: add it to those of other micro-batches, or apply it, unless it or one before it is not finite."""

@@ -113,6 +113,8 @@ class NamedOptimizer:
         self._sum_dtype = accumulation
         self.streamed: Collection[str] = ()
         """Names of the parameters whose state and sums of gradients are streamed with their weights, which keeps them between steps."""
+        self.backwards: tuple[int, int] = (0, 1)
+        """With `fused_backward`: backwards of the step that have begun, and that have not; the last one updates."""
         self._sums: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
         self._expect_gradients()
         self._rounds = any(self._proxies[name] is not parameter for name, parameter in self.parameters.items())
