@@ -1,5 +1,6 @@
 """The folder of a run: whose it is, and that one process trains in it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -150,6 +151,28 @@ def test_a_lock_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
         other.wait()
         with open_run(tmp_path, Tree()) as (run, _):
             assert run.path == tmp_path
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the locks of Windows are not flock's")
+def test_where_the_file_system_has_no_locks_a_run_goes_on_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun starts it again: at the first attempt. A process that still runs keeps the folder."""
+    import fcntl
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if not (child := os.fork()):
+        with open_run(tmp_path, Tree()):
+            os._exit(0)  # nothing is released, as after a kill
+    os.waitpid(child, 0)
+    assert (tmp_path / ".lock").read_text(), "its file is still there"
+    with open_run(tmp_path, Tree()):
+        refused(tmp_path, Tree(), match="in use by another process")
+    with open_run(tmp_path, Tree()):
+        pass
 
 
 def test_completion_is_remembered(tmp_path: Path) -> None:

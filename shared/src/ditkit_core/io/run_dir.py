@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.resume import ConfigChange, compare, refuse
@@ -345,13 +346,21 @@ def _locked(path: Path) -> Iterator[None]:
     """Lock a folder against other processes.
 
     The operating system releases the lock when the process ends, however it ends. A file with a process id could be stale, and in a
-    container the same few ids are used again.
+    container the same few ids are used again. Where the file system has no locks, filelock makes such a file, and removes that of a process
+    of this machine that is gone.
     """
     owner = path / _OWNER
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(path / ".lock", timeout=0)
-        lock.acquire()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flock not supported")
+            try:
+                lock.acquire()
+            except Timeout:
+                if not isinstance(lock, SoftFileLock):
+                    raise
+                lock.acquire()  # the first attempt removed the file of a process that is gone, and did no more
     except Timeout as error:
         who = RunFolder(path).owner() or "unknown"
         raise UserError(f"{path} is in use by another process ({who}); stop it or choose another run.folder") from error

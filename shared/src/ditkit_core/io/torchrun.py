@@ -265,7 +265,9 @@ class _Heartbeat(threading.Thread):
             os._exit(1)
 
     def report(self, message: str, *, is_consequence: bool = False) -> bool:
-        """Print why the process ends and on which rank, and give it to torchrun's summary, unless another rank has failed before.
+        """Print why the process ends and on which rank, unless another rank has failed before, and give it to torchrun's summary.
+
+        The summary shows the process that ended first, which need not be the one that failed first: every rank gives it the same line.
 
         Args:
             message: What happened, and what to do.
@@ -278,19 +280,19 @@ class _Heartbeat(threading.Thread):
 
         if is_consequence:
             self._wait_for_cause()
-        if not self._is_first_to_fail():
-            return False
-        where = f"rank {self._launch.rank} of {self._launch.size} on {socket.gethostname()}"
-        complain(f"error: {where}: {message}")
-        get_error_handler().record_exception(UserError(f"{where}: {message}"))
-        return True
+        line = f"rank {self._launch.rank} of {self._launch.size} on {socket.gethostname()}: {message}"
+        first = self._first_to_fail(line)
+        if first == line:
+            complain(f"error: {line}")
+        get_error_handler().record_exception(UserError(first))
+        return first == line
 
-    def _is_first_to_fail(self) -> bool:
-        own = str(self._launch.rank)
+    def _first_to_fail(self, line: str) -> str:
+        """The line of the rank that failed first: this one's, unless another rank has failed before."""
         try:
-            return bool(self._own.compare_set("failed", "", own) == own.encode())
+            return self._own.compare_set("failed", "", line).decode()
         except RuntimeError:
-            return True  # the store is gone, so that nobody else can be asked
+            return line  # the store is gone, so that nobody else can be asked
 
     def _wait_for_cause(self) -> None:
         end = time.monotonic() + _GRACE / 2
@@ -304,7 +306,7 @@ class _Heartbeat(threading.Thread):
         if self.is_alive():
             self.join(_GRACE)
         if not finished:
-            self._is_first_to_fail()
+            self._first_to_fail(f"rank {self._launch.rank} of {self._launch.size} on {socket.gethostname()} failed")
         else:
             with suppress(RuntimeError):
                 self._main.set(f"alive/{self._launch.rank}", "left")
