@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from ditkit_core.engine.block_hooks import BlockHooks
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io import step_clock
 from ditkit_core.io.step_clock import PARTS, StepClock
+from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.testing.world import make_model, outcome
 
 CPU, FIRST, LAST = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -111,3 +116,34 @@ def test_other_devices_and_no_devices_are_ignored() -> None:
     nothing.begin()
     nothing.enter(CPU, "forward")
     assert nothing.numbers() == {} and nothing.devices == ()
+
+
+class Copying(BlockHooks):
+    """Takes time, as waiting for a streamed block does."""
+
+    def __init__(self, times: Times):
+        self._times = times
+
+    def pre_forward(self, index: int, block: nn.Module) -> None:
+        self._times.after(4)
+
+    def pre_backward(self, index: int, block: nn.Module) -> None:
+        self._times.after(8)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
+def test_what_a_block_waits_for_is_copies_and_its_recompute_is_not_its_backward(times: Times, policy: str) -> None:
+    """By a clock that only hooks and blocks move on: a block's forward takes 1, in a recompute too."""
+    depth = 3
+    model = make_model(TOY, ToyArch(depth=depth))
+    for block in model.blocks():
+        block.register_forward_pre_hook(lambda *_: times.after(1))
+    clock = StepClock([CPU])
+    engine = BlockEngine(policy=policy, hooks=(Copying(times),), clock=clock)
+    clock.begin()
+    outcome(TOY, model, toy_items(2), engine)
+    clock.end()
+    found = clock.read()[CPU]
+    assert found["copies"] == depth * (4 + 8)
+    assert (found["forward"], found["recompute"]) == (depth, 0 if policy == "none" else depth)
+    assert found["backward"] == found["waiting"] == found["optimizer"] == 0

@@ -20,6 +20,7 @@ NIGHTLY_FOR_VARIANTS = (
     "test_pipelining_changes_the_order_of_summation_alone",
     "test_streaming_trained_weights_changes_no_bit",
     "test_updating_in_the_backward_changes_no_bit",
+    "test_levers_of_a_full_fine_tune_change_no_bit",
     "test_backward_may_start_in_another_thread",
     "test_steps_on_one_batch_lower_its_loss",
     "test_streams_wait_for_each_other",
@@ -53,6 +54,7 @@ ONE_IN_TWO = dict.fromkeys(
         "test_streaming_trained_weights_changes_no_bit",
         "test_one_backward_over_several_streamed_forwards",
         "test_updating_in_the_backward_changes_no_bit",
+        "test_levers_of_a_full_fine_tune_change_no_bit",
     ),
     2,
 )

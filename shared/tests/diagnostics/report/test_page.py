@@ -54,6 +54,20 @@ def test_what_was_trained_the_verdict_and_the_samples_come_first(tmp_path: Path)
     assert not any("open" in attributes for attributes in page.all("details")), "what is special is folded"
 
 
+def test_the_account_of_steps_is_shown_as_shares_of_their_time(tmp_path: Path) -> None:
+    """Of each GPU, the largest first; what takes less than half a percent is left to the chart."""
+    run = write_run(tmp_path)
+    parts = {"cuda:0/forward": 1.0, "cuda:0/backward": 2.0, "cuda:1/waiting": 0.99, "cuda:1/copies": 0.01}
+    with open(run / "metrics.jsonl", "a") as file:
+        for step in (41, 42):
+            numbers = {f"seconds/{name}": step / 41 * seconds for name, seconds in parts.items()}
+            file.write(json.dumps({"step": step, "mfu": 0.41, **numbers}) + "\n")
+    page = read(run)
+    check_numbers(page, run)
+    assert "Seconds of a step" in page.titles and "share of the GPUs' peak rate" in page.shown
+    assert "cuda:0: backward 50%, cuda:0: forward 25%, cuda:1: waiting 25%" in page.shown
+
+
 def test_activations_that_are_not_finite_unfold_the_sentinels(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     with open(run / "metrics.jsonl", "a") as file:
