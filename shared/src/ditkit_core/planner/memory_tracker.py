@@ -23,6 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from ditkit_core.nn.context import as_on
 
 _HOST = torch.device("cpu")
+_DEVICE_OF = torch.ops.prim.device.default
+"""What torch asks of fake tensors twice as often as it computes with them."""
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten._int_mm: torch.ops.aten.mm}
 """Operations whose arithmetic torch counts under another name, or not at all."""
@@ -92,8 +94,8 @@ class MemoryTracker(TorchDispatchMode):
         self.at_peak = {device: Counter(purposes) for device, purposes in self.live.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Before the operation, whose outputs would otherwise raise a peak with storages that are empty by now.
-        if self._elastic:
+        # Before an operation whose outputs would otherwise raise a peak with storages that are empty by now; a view allocates nothing.
+        if self._elastic and not func.is_view:
             self.poll()
         out = func(*args, **(kwargs or {}))
         for leaf in _tensors(out):
@@ -142,13 +144,16 @@ class MemoryTracker(TorchDispatchMode):
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree that own a storage; of wrapper tensors, such as 8-bit optimizer state, the inner tensors."""
-    for leaf in tree_leaves(tree):
-        if not isinstance(leaf, Tensor):
-            continue
+    for leaf in _leaves(tree):
         if is_traceable_wrapper_subclass(leaf):
             yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
         else:
             yield leaf
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    """The tensors of an argument or a result, most of which are one: a plan spent a tenth of its time in torch's general trees."""
+    return [tree] if isinstance(tree, Tensor) else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
@@ -202,6 +207,8 @@ class Meter(MemoryTracker):
         self._kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:
+            return func(*args)
         if self.is_updating:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return args[0].dtype.is_floating_point * 1.0 or 1
@@ -217,6 +224,11 @@ class Meter(MemoryTracker):
             self.kernels[Kernel(_kind(func, args) if flops else "elementwise", flops, moved)] += 1
         del workspace
         return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under it, and torch's guard against its compiler costs as much as the rest of a small operation."""
+        return False
 
     def _flash_workspace(self, query: Tensor) -> Tensor | None:
         """The accumulator of the query's gradient: FlashAttention 2 keeps it in fp32, padded to its tiles."""
@@ -234,7 +246,7 @@ def _kind(func: Any, args: Any) -> str:
     name = func._overloadpacket.__name__
     if "attention" in name:
         return "attention_backward" if "backward" in name else "attention"
-    first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    first = _leaves(args)[0]
     if first.dtype.itemsize == 1:
         return "matmul_int8" if first.dtype == torch.int8 else "matmul_fp8"
     return "matmul_16" if first.dtype.itemsize == 2 else "matmul_32"
@@ -249,11 +261,11 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         given = args[position] if position < len(args) else kwargs.get(name)
         if given is None or isinstance(given, (bool, int, float, torch.dtype)):
             continue
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        tensors = _leaves(given)
         written += tensors if is_written else []
         read += tensors if is_read else []
     known = {x.untyped_storage()._cdata for x in (*written, *read)}
-    written += [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known]
+    written += [x for x in _leaves(out) if x.untyped_storage()._cdata not in known]
     if not written:
         return 0
     if func._overloadpacket.__name__ in _FROM_A_VALUE:
@@ -289,7 +301,7 @@ def _touched(x: Tensor) -> int:
 
 def _on_one_device(func: Any, args: Any) -> Any:
     """The arguments on one device: `torch.tensor` puts tables on the host, because fake devices are CPUs whose index it ignores."""
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim]
+    tensors = [leaf for leaf in _leaves(args) if leaf.ndim]
     for wrapper in filter(is_traceable_wrapper_subclass, tensors):
         for name in wrapper.__tensor_flatten__()[0]:
             if (inner := getattr(wrapper, name)).device == _HOST:

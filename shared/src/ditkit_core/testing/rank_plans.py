@@ -91,6 +91,8 @@ class _Counter(MemoryTracker):
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "c10d":
+            return super().__torch_dispatch__(func, types, args, kwargs)
         name = str(func).removeprefix("c10d.").removesuffix(".default").strip("_")
         if name == "allgather_base":
             self.sent[name] += args[0].nbytes - args[1].nbytes
