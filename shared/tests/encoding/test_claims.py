@@ -2,7 +2,6 @@
 
 import errno
 import json
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -14,22 +13,20 @@ import pytest
 
 from ditkit_core.encoding.claims import alone_with, claimed
 from ditkit_core.testing.ranks import once
+from ditkit_core.testing.scripts import run_script
 
 SCRIPT = Path(__file__).parents[1] / "support" / "encoding_processes.py"
 NUM = 12 + 13
 """Clips and captions, the empty one included."""
 
 
-def run_script(folder: Path) -> Any:
-    folder.mkdir()
-    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def make(folder: Path) -> Any:
+    return json.loads(run_script(SCRIPT, folder).splitlines()[-1])
 
 
 @pytest.fixture
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return once(tmp_path_factory.getbasetemp(), SCRIPT.stem, run_script)
+    return once(tmp_path_factory.getbasetemp(), SCRIPT.stem, make)
 
 
 def begun(case: dict[str, Any]) -> Counter[str]:

@@ -1,8 +1,6 @@
 """Ranks that divide the weights read their own rows: bitwise those of a whole model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +8,15 @@ import pytest
 from rows_of_toy import CASES, RARER
 
 from ditkit_core.testing.ranks import once
+from ditkit_core.testing.scripts import run_script
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rows_of_toy.py"
 WORLDS = (2, 5)
 """Of five ranks, rows cannot be divided evenly, and blocks of nf4 begin in one and end in the next."""
 
 
-def run_script(folder: Path) -> Any:
-    folder.mkdir()
-    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def load(folder: Path) -> Any:
+    run_script(SCRIPT, folder)
     return {
         str(num): [json.loads((folder / str(num) / f"{rank}.json").read_text()) for rank in range(num)]
         for num in WORLDS
@@ -28,7 +25,7 @@ def run_script(folder: Path) -> Any:
 
 @pytest.fixture(params=WORLDS)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = once(tmp_path_factory.getbasetemp(), SCRIPT.stem, run_script)[str(request.param)]
+    found: list[dict[str, Any]] = once(tmp_path_factory.getbasetemp(), SCRIPT.stem, load)[str(request.param)]
     return found
 
 

@@ -1,6 +1,4 @@
-"""What the ranks do for `training/test_replicas.py`; with `all` as second argument, each change of their number."""
-
-import sys
+"""What the ranks do for `training/test_replicas.py`."""
 
 from ditkit_core.testing.replicas import CASES, main
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -8,9 +6,11 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 WORLDS = (1, 2, 3, 4)
 EVERY = tuple((first, second) for first in WORLDS for second in WORLDS)
 DAILY = ((1, 3), (3, 2))
+ELSEWHERE = ("lora with dropout", "lora, five micro-batches", "lokr", "full")
+"""The daily cases of three replicas, and, but for the one with dropout, of ranks that share tokens."""
+SHARED = ((2, 2), (4, 2))
+ARCH, ITEMS = ToyArch(dim=16, depth=2), toy_items(6, ragged=True)
 
 if __name__ == "__main__":
-    continued = EVERY if "all" in sys.argv else DAILY
-    arch, items, shared = ToyArch(dim=16, depth=2), toy_items(6, ragged=True), ((2, 2), (4, 2))
-    worlds = WORLDS if "all" in sys.argv else WORLDS[:3]
-    main(TOY, arch, items, worlds=worlds, continued=continued, cases=[*CASES], shared=shared)
+    main(TOY, ARCH, ITEMS, worlds=WORLDS[:2], continued=(), cases=[*CASES])
+    main(TOY, ARCH, ITEMS, worlds=WORLDS[2:3], continued=DAILY, cases=ELSEWHERE, shared=SHARED)

@@ -23,7 +23,7 @@ DAILY = (
     "lora on nf4",
     "lokr",
 )
-WORLDS = (Divided(4, 2), Divided(4, 2, context=2))
+WORLDS = (Divided(4, 2), Divided(4, 2, context=2, few=("lokr", "lora on nf4")))
 EVERY = (Divided(2, 2), Divided(4, 2), Divided(4, 4))
 BOTH = (Divided(2, 2, context=2), Divided(4, 2, context=2), Divided(4, 4, context=2), Divided(4, 2, context=4))
 

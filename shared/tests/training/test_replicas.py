@@ -1,12 +1,10 @@
 """Several ranks that train one run as replicas."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from replicas_of_toy import DAILY, EVERY, WORLDS
+from replicas_of_toy import DAILY, ELSEWHERE, EVERY, WORLDS
 
 from ditkit_core.testing.conformance_replicas import ReplicaConformance, index_of, losses
 from ditkit_core.testing.replicas import CASES
@@ -16,6 +14,7 @@ class TestReplicas(ReplicaConformance):
     script = Path(__file__).parents[1] / "support" / "replicas_of_toy.py"
     worlds = WORLDS[:3]
     continued = DAILY
+    elsewhere = ELSEWHERE
 
     def test_more_micro_batches_need_no_more_exchanges(self, folder):
         """Two replicas exchange gradients once a step, whether they add up two micro-batches each or four."""
@@ -28,7 +27,7 @@ class TestReplicas(ReplicaConformance):
     def test_ranks_that_share_tokens_train_what_one_process_trains(self, folder, ranks):
         """Sums over tokens are taken in another order, in fp32 or bf16."""
         names = json.loads((folder / "ranks.json").read_text())[ranks][0]
-        assert len(names) == len(CASES) - 1, "all but the case with dropout, whose masks are of all tokens"
+        assert len(names) == len(self.elsewhere) - 1, "all but the case with dropout, whose masks are of all tokens"
         for name in names:
             expected, found = losses(folder / f"{name} on 1"), losses(folder / f"{name} on {ranks}")
             limit = 1e-2 if "bf16" in name else 1e-4
@@ -44,12 +43,10 @@ class TestReplicas(ReplicaConformance):
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_from_any_number_of_ranks_with_any_other(tmp_path):
-    script = str(TestReplicas.script)
-    assert subprocess.run([sys.executable, script, str(tmp_path), "all"], timeout=280, check=False).returncode == 0
-    assert len(EVERY) == 16
-    names = [name for name in CASES if CASES[name].trained != "full"]
-    for name in names:
-        assert index_of(tmp_path / f"{name} on 4") == index_of(tmp_path / f"{name} on 1"), name
-    for pair in EVERY:
-        TestReplicas.check_continued(tmp_path, *pair)
+class TestEveryReplicas(TestReplicas):
+    """Every case on up to four ranks, and each change of their number."""
+
+    script = TestReplicas.script.with_name("every_replicas_of_toy.py")
+    worlds = WORLDS
+    continued = EVERY
+    elsewhere = tuple(CASES)

@@ -1,8 +1,6 @@
 """Saves of divided weights: written while training goes on, complete or not there."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +9,19 @@ import torch
 
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.testing.ranks import once
+from ditkit_core.testing.scripts import run_script
 from ditkit_core.training.checkpoint import latest, load_state
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_saves_of_toy.py"
 
 
-def run_script(folder: Path) -> Any:
-    folder.mkdir()
-    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return {"folder": str(folder), **json.loads(done.stdout.splitlines()[-1])}
+def make(folder: Path) -> Any:
+    return {"folder": str(folder), **json.loads(run_script(SCRIPT, folder).splitlines()[-1])}
 
 
 @pytest.fixture
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = once(tmp_path_factory.getbasetemp(), SCRIPT.stem, run_script)
+    found: dict[str, Any] = once(tmp_path_factory.getbasetemp(), SCRIPT.stem, make)
     return found
 
 

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.testing.scripts import output_of
+
 SUPPORT = "support"
 """The folder next to the tests from which they import modules by name."""
 
@@ -24,6 +26,8 @@ def printed(
 
     `variables` are those of its environment besides this process's own.
     """
+    if isinstance(script, Path) and folder is None and not variables:
+        return json.loads(output_of(script, *arguments, seconds=timeout).splitlines()[-1])
     named = ["-m", script] if isinstance(script, str) else [str(script)]
     env = os.environ | variables | ({} if folder is None else {"PYTHONPATH": str(folder / SUPPORT)})
     command = [sys.executable, *named, *arguments]

@@ -1,8 +1,6 @@
 """Checks of a model whose ranks share the tokens of each sample: numbers are those of one process, and no exchange is repeated for nothing."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +9,7 @@ import pytest
 
 from ditkit_core.testing.context_steps import Found
 from ditkit_core.testing.ranks import once
+from ditkit_core.testing.scripts import run_script
 
 GRADIENTS = {"fp64": 1e-7, "fp32": 1e-6, "bf16": 3e-2}
 """By dtype. A sum over tokens is taken in parts, one of each rank: another order of additions in fp32; in bf16 each part is rounded. Those of
@@ -36,10 +35,7 @@ class ContextConformance:
 
     @classmethod
     def _run(cls, folder: Path) -> str:
-        folder.mkdir()
-        command = [sys.executable, str(cls.script), str(folder), cls.scope]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        run_script(cls.script, folder, cls.scope)
         return str(folder)
 
     def test_outputs_are_those_of_one_process(self, found: list[tuple[str, str, Found]]) -> None:

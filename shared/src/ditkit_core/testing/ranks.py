@@ -14,16 +14,17 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ditkit_core.testing.scripts import start
 
 
 class RanksFailed(AssertionError):
@@ -50,23 +51,21 @@ def run_ranks(
         RanksFailed: If one fails or takes too long; none is left running.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[BaseProcess] = []
     try:
         for rank in range(num):
-            environment = os.environ | {
+            variables = {
                 "RANK": str(rank), "WORLD_SIZE": str(num), "RANKS_FOLDER": str(folder), "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             }  # fmt: skip
-            with _log(folder, rank).open("wb") as log:
-                command = [sys.executable, str(script), *arguments]
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            log = _log(folder, rank)
+            processes.append(start(script, *arguments, out=log, err=log, variables=variables))
         late = _wait(processes, seconds, grace)
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-    codes = [process.returncode for process in processes]
+            process.kill()
+            process.join()
+    codes = [process.exitcode for process in processes]
     if late or any(codes):
         what = f"not done after {seconds:g} s" if late else f"ended with {codes}"
         said = (f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-4000:]}" for rank in range(num))
@@ -74,14 +73,14 @@ def run_ranks(
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num)]
 
 
-def _wait(processes: Sequence["subprocess.Popen[bytes]"], seconds: float, grace: float) -> bool:
+def _wait(processes: Sequence[BaseProcess], seconds: float, grace: float) -> bool:
     """Wait until all have ended, or one has failed and the others had their grace; whether time ran out."""
     end = time.monotonic() + seconds
     failed = False
-    while any(process.poll() is None for process in processes):
+    while any(process.exitcode is None for process in processes):
         if time.monotonic() > end:
             return not failed
-        if not failed and any(process.poll() for process in processes):
+        if not failed and any(process.exitcode for process in processes):
             failed, end = True, min(end, time.monotonic() + grace)
         time.sleep(0.02)
     return False

@@ -128,10 +128,12 @@ class Divided(NamedTuple):
     size: int
     shard: int
     context: int = 1
+    few: tuple[str, ...] = ()
+    """The cases that it trains; empty for all."""
 
     def cases(self, names: Sequence[str]) -> list[str]:
         """Those that it can train: masks of dropout are of all tokens at once."""
-        return [name for name in names if self.context == 1 or "dropout" not in name]
+        return [name for name in names if name in (self.few or names) and (self.context == 1 or "dropout" not in name)]
 
     def __str__(self) -> str:
         return f"{self.size} by {self.shard}{f' of {self.context}' * (self.context > 1)}"
@@ -277,7 +279,7 @@ def main(
     sharded: Sequence[Divided] = (),
     shared: Sequence[tuple[int, int]] = (),
 ) -> None:
-    """The work of a script: cases in every world, and runs that go on with another number of ranks.
+    """The work of a script: cases in every world, and runs that go on with another number of ranks. A second call adds to the first.
 
     Args:
         spec: The model family.
@@ -293,7 +295,8 @@ def main(
     make_model(spec, arch, adapter=ADAPTERS["lora"])  # imports peft, which else each of the processes would do
     folder = Path(sys.argv[1])
     replicas = Replicas(spec, arch, items, folder, cases)
-    ranks_of: dict[str, Any] = {}
+    table = folder / "ranks.json"
+    ranks_of: dict[str, Any] = json.loads(table.read_text()) if table.exists() else {}
     for num in worlds:
         ranks_of[str(num)] = forked(num, replicas.every, folder / f"world {num}")
     for world in sharded:
@@ -303,7 +306,7 @@ def main(
         runs = [
             (f"{name} on {other if other.size > 1 else 1}", name)
             for other in (Divided(1, 1), *sharded)
-            for name in other.cases(cases)
+            for name in other.cases(world.cases(cases))
             if other != world
         ]
         work = partial(replace(replicas, divided=world).loaded, runs=runs)
@@ -317,4 +320,4 @@ def main(
         for num, steps in ((first, STEPS // 2), (second, STEPS)):
             half = partial(replicas.train, name, steps=steps, into=into)
             forked(num, half, folder / f"{into} {steps}")
-    (folder / "ranks.json").write_text(json.dumps(ranks_of))
+    table.write_text(json.dumps(ranks_of))

@@ -1,8 +1,6 @@
 """Plans of ranks, next to bytes that real ranks have and send."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,24 +8,21 @@ from planned_ranks import ARCH, CASES, SIZE
 
 from ditkit_core.testing.rank_plans import RankBytes, planned
 from ditkit_core.testing.ranks import once
+from ditkit_core.testing.scripts import run_script
 from ditkit_core.testing.toy import TOY
 
 SCRIPT = Path(__file__).parents[2] / "support" / "planned_ranks.py"
 
 
-def run_script(folder: Path) -> str:
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def measure(folder: Path) -> str:
+    run_script(SCRIPT, folder)
     return (folder / "ranks.json").read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_has_and_sends_what_is_planned(tmp_path_factory, name):
     case, base = CASES[name], tmp_path_factory.getbasetemp()
-    measured = RankBytes(**json.loads(once(base, SCRIPT.stem, run_script))[name])
+    measured = RankBytes(**json.loads(once(base, SCRIPT.stem, measure))[name])
     plan = planned(case.job(TOY, ARCH, SIZE), case)
     assert plan.sent == pytest.approx(measured.sent, rel=0.01) and measured.sent > 10**6
     assert plan.peak == pytest.approx(measured.peak, rel=0.05)

@@ -1,0 +1,73 @@
+"""Scripts of tests, in processes of their own: copies of one process that has imported what scripts import, which takes seconds each time.
+
+A script behaves as under `python script.py`, but for modules that are imported already. What measures memory or imports, or reads its
+environment while it is imported, needs a new process.
+"""
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+_IMPORTED = ("peft", "torch._dynamo", "torch.distributed.fsdp", "ditkit_core.testing.replicas")
+"""What every copy has imported."""
+
+
+def start(
+    script: Path, *arguments: str, out: Path, err: Path, variables: Mapping[str, str] | None = None
+) -> BaseProcess:
+    """Start a script.
+
+    Args:
+        script: A Python file.
+        arguments: Its command line.
+        out: The file for what it prints.
+        err: The file for its errors, which may be the same.
+        variables: Of its environment, besides those of this process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    environment = os.environ | (variables or {})
+    process = context.Process(target=_run, args=([str(script), *arguments], dict(environment), (str(out), str(err))))
+    process.start()
+    return process
+
+
+def run_script(script: Path, folder: Path, *arguments: str, seconds: float = 280.0) -> str:
+    """Run a script whose first argument is a new folder, and return what it printed; else as `output_of`."""
+    folder.mkdir()
+    return output_of(script, str(folder), *arguments, seconds=seconds)
+
+
+def output_of(script: Path, *arguments: str, seconds: float = 280.0) -> str:
+    """Run a script, and return what it printed.
+
+    Raises:
+        AssertionError: If it fails or takes too long, with the end of its output.
+    """
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = start(script, *arguments, out=out, err=err)
+        try:
+            process.join(seconds)
+        finally:
+            process.kill()
+            process.join()
+        printed, said = (file.read_text(errors="replace") for file in (out, err))
+    assert process.exitcode == 0, f"{script.name} ended with {process.exitcode}\n{printed[-2000:]}{said[-4000:]}"
+    return printed
+
+
+def _run(command: list[str], environment: Mapping[str, str], streams: tuple[str, str]) -> None:
+    """In the copy: what Python does with a script."""
+    for stream, file in enumerate(streams, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
