@@ -199,7 +199,7 @@ def test_a_mistake_is_one_line_of_one_rank_and_in_the_summary(tmp_path):
     assert not (tmp_path / "run" / "state").exists()
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("divided", [(), ("--ranks.shard", "2"), ("--ranks.context", "2")], ids=" ".join)
 def test_two_gpus_train_what_one_trains(tmp_path, divided):
