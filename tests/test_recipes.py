@@ -104,6 +104,8 @@ def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any
     few = FEW | {"run.folder": str(folder / "run"), "train.swap_blocks": [min(1, n) for n in config.train.swap_blocks]}
     if config.sample.every_steps:
         few["sample.every_steps"] = 1
+    if config.base.quantized_cache:
+        few["base.quantized_cache"] = str(folder / "quantized")
     if config.train.devices:
         few |= {"train.devices": ["cpu", "cpu:1"], "train.split_points": [1]}
     return values | few
