@@ -78,9 +78,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     def planned(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
         assert found.chosen is not None
         per_machine = 1 if ranks is None else ranks.nproc
-        own = None if host is None else host // per_machine
-        fitting = create_run(spec, config)
-        return auxiliary_of(fitting, found.chosen, gpus=bool(options.gpus), per_machine=per_machine, host=own)
+        own, on_gpus = None if host is None else host // per_machine, bool(options.gpus)
+        return auxiliary_of(create_run(spec, config), found.chosen, gpus=on_gpus, per_machine=per_machine, host=own)
 
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
     changes_so_far = found.level.changed if found.level else ()

@@ -26,7 +26,7 @@ from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.train_step import StepContext, training_step
+from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 
 ARCH = ToyArch(depth=4, dim=64, dropout=0.1)
 CLIP = 0.05
@@ -138,6 +138,40 @@ def test_only_the_last_backward_of_a_step_moves_optimizer_state_and_returns_weig
             "sums return": before * size["sums"],
         }
     )
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "schedulefree_adamw"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
+def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_finite(name, rounding):
+    """Those of the gradient and of all after it, with updates before it that count, whatever dtype the weights have."""
+    if name == "schedulefree_adamw":
+        pytest.importorskip("schedulefree")
+        if rounding != "nearest":
+            return  # refused
+    model = make_model(TOY, ToyArch(dim=16), dtype=torch.float32 if rounding == "nearest" else torch.bfloat16)
+    parameters = trainable_parameters(model)
+    matrices = {each for each, p in parameters.items() if each.startswith("layers.") and p.ndim == 2}
+    config = OptimConfig(name=name, lr=3e-3, fused_backward=True, rounding=rounding)
+    optimizer = NamedOptimizer(parameters, config, matrices=matrices)
+
+    def step(number):
+        run, batch = TrainModel(model, BlockEngine(), TOY), ToyBatch(["a", "b"], toy_items(2))
+        context = StepContext(step=number, seed=1, flow=FlowConfig())
+        training_step(run, [batch], optimizer, context, lr=1e-2, clip_norm=0.0)
+
+    step(0)
+    before = {each: p.detach().clone() for each, p in parameters.items()}
+    rests = {each: optimizer.state_of(each).get("rounding_rest") for each in parameters}
+    rests = {each: rest.clone() for each, rest in rests.items() if rest is not None}
+    model.layers[1].out.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(NonFiniteLoss):
+        step(1)
+    changed = {each for each, p in parameters.items() if not torch.equal(p, before[each])}
+    assert "head.out.weight" in changed and "layers.1.out.weight" not in changed
+    assert not any(each.startswith(("layers.0.", "embed.")) for each in changed)
+    assert bool(rests) == (rounding == "split")
+    for each in rests.keys() - changed:
+        assert torch.equal(optimizer.state_of(each)["rounding_rest"], rests[each])
 
 
 @pytest.mark.parametrize("clip_by", ["step", "last_step", "block"])

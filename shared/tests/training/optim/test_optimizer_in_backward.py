@@ -22,7 +22,6 @@ from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.optim.optimizer import NamedOptimizer
@@ -269,31 +268,6 @@ def test_with_adafactor_it_does():
     """torch's reads numbers of each parameter on the host; the check is one of them."""
     waits, parameters = host_waits("adafactor", 1)
     assert waits > parameters
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "split"])
-def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_finite(name, rounding):
-    """Those of the gradient and of all after it, with updates before it that count, whatever dtype the weights have."""
-    pytest.importorskip(PACKAGES.get(name, "torch"))
-    if rounding != "nearest" and name == "schedulefree_adamw":
-        return  # refused
-    dtype = torch.float32 if rounding == "nearest" else torch.bfloat16
-    model = make_model(TOY, ToyArch(dim=16), dtype=dtype)
-    optimizer = of_all_weights(model, optim(name, fused=True, rounding=rounding))
-    parameters = optimizer.parameters
-    step(model, optimizer, number=0)
-    before = {each: p.detach().clone() for each, p in parameters.items()}
-    rests = {each: dict(optimizer.state_of(each)).get("rounding_rest") for each in parameters}
-    rests = {each: None if rest is None else rest.clone() for each, rest in rests.items()}
-    model.layers[1].out.weight.register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(NonFiniteLoss):
-        step(model, optimizer, number=1)
-    changed = {each for each, p in parameters.items() if not torch.equal(p, before[each])}
-    assert "head.out.weight" in changed and "layers.1.out.weight" not in changed
-    assert not any(each.startswith(("layers.0.", "embed.")) for each in changed)
-    for each, rest in rests.items():
-        assert each in changed or rest is None or torch.equal(optimizer.state_of(each)["rounding_rest"], rest)
 
 
 def test_a_gradient_that_is_not_finite_on_one_device_stops_the_updates_there():
