@@ -1,6 +1,7 @@
 """What the core's tests share. Imports no torch: pytest-xdist's controller, which runs no test, reads it too."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     from ditkit_core.planner.memory import Profile
     from ditkit_core.planner.planned_step import StepJob
 
-_PROFILES: "dict[tuple[str, int | None], tuple[StepJob, Profile]]" = {}
+_PROFILES: "dict[tuple[Any, ...], tuple[StepJob, Any]]" = {}
+"""By the step, and what is asked of it."""
 
 
 @pytest.fixture
@@ -20,15 +22,22 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     A profile is a frozen value that the step alone decides. The step is kept with it, so that no function of another step gets its address.
     """
     from ditkit_core.commands import fit_task
-    from ditkit_core.planner import partition, profiler
+    from ditkit_core.planner import auxiliary_plan, partition, profiler
 
-    profile = profiler.profile
+    profile, denoising_bytes = profiler.profile, auxiliary_plan.denoising_bytes
+
+    def once(job: "StepJob", asked: Any, make: Any) -> Any:
+        key = repr(job), asked
+        if key not in _PROFILES:
+            _PROFILES[key] = job, make()
+        return _PROFILES[key][1]
 
     def remembered(job: "StepJob", *, of_each: int | None = 3, like: "Profile | None" = None) -> "Profile":
-        key = repr(job), of_each
-        if key not in _PROFILES:
-            _PROFILES[key] = job, profile(job, of_each=of_each, like=like)
-        return _PROFILES[key][1]
+        return once(job, of_each, lambda: profile(job, of_each=of_each, like=like))
+
+    def denoised(job: "StepJob", size: Any, references: Sequence[Any] = ()) -> int:
+        return once(job, (size, tuple(references)), lambda: denoising_bytes(job, size, references))
 
     for module in (partition, fit_task):
         monkeypatch.setattr(module, "profile", remembered)
+    monkeypatch.setattr(auxiliary_plan, "denoising_bytes", denoised)

@@ -12,5 +12,5 @@ class TestEditing(Images, Conformance):
 class TestTextToImage(Images, CoreChecks):
     """Levers do not see whether there are references, and few checks see more than that."""
 
-    one_in = 11
+    one_in = 23
     grids = ([(2, 3)], [(2, 5)], [(3, 2)])

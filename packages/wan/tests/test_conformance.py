@@ -11,20 +11,20 @@ class TestWan(Clips, Conformance):
 
 
 class TestImageToVideo(Images, Conformance):
-    one_in = 11
+    one_in = 23
 
 
 class TestFirstAndLastFrame(Images, CoreChecks):
     """Only the embedding differs, which levers do not see."""
 
-    one_in = 11
+    one_in = 23
     arch = WanArch(**SIZES, in_channels=10, image_dim=14, image_positions=7)
 
 
 class TestTextImageToVideo(Clips, Conformance):
     """Every other sample begins with a clean frame."""
 
-    one_in = 11
+    one_in = 23
     arch = WanArch(**SIZES, in_channels=4, token_times=True)
 
     def sizes(self, index, grid):
@@ -34,7 +34,7 @@ class TestTextImageToVideo(Clips, Conformance):
 class TestVace(Clips, Conformance):
     """A stream beside the main one."""
 
-    one_in = 11
+    one_in = 23
     arch = WanArch(**SIZES | {"layers": 3}, in_channels=4, vace_layers=(0, 1), vace_channels=7)
     last_layers = ("ffn.2", "after_proj")
     added_as_they_are = ("after_proj",)

@@ -27,7 +27,7 @@ class _Items:
     """Clips of two latent frames; the grids of ragged ones are all of whole groups that hear music."""
 
     spec = WAN
-    one_in = 11
+    one_in = 23
     last_layers = ("ffn.2",)
 
     def items(self, count, ragged=False):

@@ -104,8 +104,9 @@ def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
 )
 def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
     of = toy_job("full", policy="full", **changed)
+    found = profile(of)
     for cuts in ((), (2,)):
-        check_plan(profile(of), of, cuts, rel=0.01)
+        check_plan(found, of, cuts, rel=0.01)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
@@ -113,14 +114,15 @@ def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_a
     """The same arithmetic but for a text of few tokens, most of a block's matmuls in 8 bits, and no more is kept for the backward."""
     stored = toy_job(policy="full", quantize="int8", kernels=kernels)
     computed = replace(stored, compute="int8")
-    plain, found = (profile(each).blocks[1] for each in (stored, computed))
+    profiles = [profile(each) for each in (stored, computed)]
+    plain, found = (each.blocks[1] for each in profiles)
     arithmetic = plain.flops_forward, plain.flops_backward
     assert (found.flops_forward, found.flops_backward) == pytest.approx(arithmetic, rel=1e-3)
     assert plain.flops_8_forward == plain.bytes_8_backward == 0
     assert 0.4 < found.flops_8_forward / found.flops_forward < 1 and found.bytes_8_forward > 0
     assert 0 < found.flops_8_backward < found.flops_backward and found.bytes_8_backward > 0
     assert (found.kept, found.released) == (plain.kept, plain.released)
-    check_plan(profile(computed), computed, (), rel=0.0)
+    check_plan(profiles[1], computed, (), rel=0.0)
 
 
 def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
@@ -223,8 +225,8 @@ def test_a_device_that_is_too_small_says_what_it_lacks():
 @pytest.mark.parametrize(
     ("method", "policies"),
     [
-        ("lora", ("none", "attn_only")),
-        pytest.param("lora", ("full+offload",), marks=pytest.mark.slow),
+        ("lora", ("attn_only",)),
+        pytest.param("lora", ("none", "full+offload"), marks=pytest.mark.slow),
         pytest.param("full", ("none", "attn_only", "full+offload"), marks=pytest.mark.slow),
     ],
 )

@@ -23,7 +23,6 @@ from ditkit_core.planner.partition import (
     weights_profile,
 )
 from ditkit_core.planner.plan import make_report
-from ditkit_core.planner.profiler import profile
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.prepare import build_on_meta
@@ -170,10 +169,11 @@ def unloaded_of(run):
         {"train__accumulation": 3, "train__pipelined": True, "train__batch_size": 6},
     ],
 )
+@pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(machine, monkeypatch, flags):
     """With pictures that weigh more than the weights, and a kind of block in front that keeps nothing."""
     machine(2.0, 1.4)
-    made, jobs = profile, []
+    made, jobs = partition.profile, []
 
     def once(job, like=None):
         jobs.append({**vars(job), "batch": [{name: x.shape for name, x in item.items()} for item in job.batch]})

@@ -1,12 +1,16 @@
 """`sample.adapter`: an adapter that samples have and training does not."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from preview_runs import check_equal, samples
 from safetensors.torch import load_file, save_file
+from sampling_child import children
 from toy_world import World
 from two_experts import TwoExperts
 
@@ -37,16 +41,35 @@ LEVERS = {
     "int8": ("--base.quantize", "int8"),
     "streamed": ("--train.swap_blocks", "2", "--adapter.targets", "attention"),
     "on another device": ("--sample.device", "cpu"),
+    "in another process": ("--sample.device", "cpu"),
 }
 
 
-@pytest.mark.parametrize("lever", LEVERS)
+def levers(mark: pytest.MarkDecorator, *without: str) -> list[Any]:
+    """Those for a test, with a mark for a real process: daily, what stands in for it draws in this one."""
+    marks = {"in another process": mark}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in LEVERS if name not in without]
+
+
+@contextmanager
+def drawn_elsewhere(world: World, lever: str) -> Iterator[None]:
+    """Previews are drawn by what stands in for a process, if this is the lever."""
+    if lever != "on another device":
+        yield
+        return
+    with children(world.spec, "draws") as started:
+        yield
+    assert started
+
+
+@pytest.mark.parametrize("lever", levers(pytest.mark.slow))
 def test_training_is_bitwise_what_it_is_without_and_samples_differ(world: World, lever: str) -> None:
     file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]')
     flags = (*LEVERS[lever], "--ema.decay", "0.5", "--save.every_steps", "1", "--save.keep_last", "9")
     previews = ("--sample.every_steps", "1", "--sample.captions", "1")
-    assert world.train("plain", 2, *flags, *previews) == 0
-    assert world.train("added", 2, *flags, *previews, "--sample.adapter", file) == 0
+    with drawn_elsewhere(world, lever):
+        assert world.train("plain", 2, *flags, *previews) == 0
+        assert world.train("added", 2, *flags, *previews, "--sample.adapter", file) == 0
     plain, added = world.folder / "plain", world.folder / "added"
     check_equal(plain, added)
     for kept in (plain / "exports").glob("*.safetensors"):
@@ -80,12 +103,13 @@ def outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
     return made
 
 
-@pytest.mark.parametrize("lever", [name for name in LEVERS if name not in ("full", "dora")])
+@pytest.mark.parametrize("lever", levers(pytest.mark.exhaustive, "full", "dora"))
 def test_training_has_an_assistant_and_samples_are_without_it(world: World, lever: str) -> None:
     file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]') + "@0.5"
     flags = (*LEVERS[lever], "--save.every_steps", "1", "--sample.every_steps", "1", "--sample.captions", "1")
-    assert world.train("assisted", 2, *flags, "--base.assistant", file) == 0
-    assert world.train("merged", 2, *flags, "--base.merge", json.dumps([file])) == 0
+    with drawn_elsewhere(world, lever):
+        assert world.train("assisted", 2, *flags, "--base.assistant", file) == 0
+        assert world.train("merged", 2, *flags, "--base.merge", json.dumps([file])) == 0
     trained = world.adapter("assisted")
     assert trained and all(torch.equal(tensor, world.adapter("merged")[name]) for name, tensor in trained.items())
     assisted, merged = samples(world.folder / "assisted"), samples(world.folder / "merged")

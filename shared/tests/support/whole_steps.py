@@ -102,7 +102,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
 
 def agree(of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False) -> Profile:
     """Hold the plan against the step; returns the profile that the plan is made of."""
-    division = divided(DEPTH, cuts, streamed)
+    division = divided(of.arch.depth, cuts, streamed)
     found = profile(of)
     plans = planned(found, division, Workload(micro_batches=of.micro_batches, pipelined=pipelined))
     plan, truth = [each.peak for each in plans], held(of, division, pipelined=pipelined)

@@ -39,7 +39,7 @@ from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.run.prepare import check_item
 from ditkit_core.testing.carries import check_carry
-from ditkit_core.testing.combinations import NIGHTLY_FOR_VARIANTS, ONE_IN_TWO, every_pair, every_value
+from ditkit_core.testing.combinations import NIGHTLY_FOR_VARIANTS, ONE_IN_FOUR, every_pair, every_value
 from ditkit_core.testing.conformance_fused import FusedChecks
 from ditkit_core.testing.conformance_levers import LeverChecks
 from ditkit_core.testing.conformance_offload import OffloadChecks
@@ -72,7 +72,7 @@ class CoreChecks:
     one_in: ClassVar[int] = 1
     """For variants of a model that passes: each variant runs one in `one_in` of a check's combinations daily, at least one, and different
     ones for each variant; the rest are marked `exhaustive`. It should be coprime to the numbers of values, so that each value occurs."""
-    one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_TWO
+    one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_FOUR
     """The same for single checks."""
     nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
     """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""
