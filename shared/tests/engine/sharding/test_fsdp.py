@@ -18,7 +18,7 @@ from ditkit_core.testing.sharded_steps import cases, check_step, policies
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
 
-SCRIPT = Path(__file__).parents[1] / "support" / "ranks_of_toy.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "ranks_of_toy.py"
 
 
 @pytest.fixture(scope="module")
