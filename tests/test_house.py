@@ -1,6 +1,7 @@
 """Rules that a machine can check: what library code never does, and what the repository never holds."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,12 @@ GIVEN_NAMES = {
 """Names that several modules define because something else calls each of them by it."""
 LIBRARY_ERRORS = "ditkit_core/errors"
 """The one module that catches every exception: what a library raises at a foreign file, or a service behind it (`given_to_library`)."""
+
+
+@functools.cache
+def groups():
+    """The files by group, read and parsed once: that takes seconds."""
+    return working_tree(ROOT).groups()
 
 
 def where(file: Path, node: ast.AST) -> str:
@@ -100,7 +107,7 @@ def test_no_file_outgrows_its_subject():
 
 
 def test_each_function_of_the_core_fits_a_page_and_takes_few_parameters():
-    functions = [(file.path, function) for file in working_tree(ROOT).groups()["core"] for function in file.functions]
+    functions = [(file.path, function) for file in groups()["core"] for function in file.functions]
     assert len(functions) > 2000
     assert [f"{path}: {each.name}" for path, each in functions if each.lines > LONGEST_FUNCTION] == []
     # A Triton kernel takes pointers, strides and sizes one by one.
@@ -110,14 +117,14 @@ def test_each_function_of_the_core_fits_a_page_and_takes_few_parameters():
 
 
 def test_the_core_defines_no_public_name_twice():
-    twice = defined_twice(working_tree(ROOT).groups()["core"])
+    twice = defined_twice(groups()["core"])
     known = {name: [f"ditkit_core.{module}" for module in modules] for name, modules in GIVEN_NAMES.items()}
     assert twice == known
 
 
 def test_the_core_has_few_folders_of_few_files_with_an_introduction_each():
     inits = {file.parent: file for file in SOURCES if file.name == "__init__.py" and CORE in f"{file.as_posix()}"}
-    counts = folders_of(file.path for group in ("core", "core testing") for file in working_tree(ROOT).groups()[group])
+    counts = folders_of(file.path for group in ("core", "core testing") for file in groups()[group])
     assert len([folder for folder in counts if folder and "/" not in folder]) <= MOST_FOLDERS
     # The conformance checks have a file for each lever.
     without_init = {folder: count - 1 for folder, count in counts.items() if folder != "testing"}
