@@ -190,6 +190,7 @@ def test_everything_in_it_runs_without_a_gpu(tmp_path: Path) -> None:
         "streaming",
         "klein",
         "demos",
+        "real",
     ]
     assert [row["part"] for row in rows if row.get("status") == "ok"] == parts
     for part in parts:

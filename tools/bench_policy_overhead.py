@@ -4,7 +4,8 @@
 
 An empty block (a carry of Wan's form, one multiplication, two calls of attention whose kernel does nothing) runs forward and backward
 under each policy, interleaved, one thread; the least CPU time of the repeats counts. From it goes what a bare `torch.utils.checkpoint` takes for
-the same, and what is left is set against a block's part of a CPU step at 1k tokens, of the model that `bench_step.py` times.
+the same, and what is left is set against a block's part of a CPU step at 1k tokens, of the model that `bench_step.py` times. The last rows
+are the account of a step's time (`seconds/forward` and others in the metrics): the same through an engine with its marks, above without.
 """
 
 import argparse
@@ -16,15 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench_step import Pair, wan_pair
+from bench_step import Pair, configured, wan_pair
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.run_block import run_block
+from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.attention.backends import BACKENDS, Backend
+from ditkit_core.nn.context import BlockSettings
 
 BARE = "a bare torch.utils.checkpoint"
+ACCOUNTED = ("none", "full", "attn_only")
 POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul, attention)")
 BLOCKS = 30
 """As many as Wan2.1's 1.3B has; the empty ones are run as a chain."""
@@ -61,12 +65,12 @@ def carry() -> Carry:
 
 def under_policy(blocks: list[Empty], policy: str) -> Callable[[], Tensor]:
     """A forward and backward of all blocks under a policy."""
-    parsed = parse_policy(policy)
+    parsed, settings = parse_policy(policy), BlockSettings(backend="nothing")
 
     def work() -> Tensor:
         state = carry()
         for index, block in enumerate(blocks):
-            state = run_block(block, state, policy=parsed, backend="nothing", name=f"block {index}")
+            state = run_block(block, state, policy=parsed, settings=settings, name=f"block {index}")
         state.tokens.sum().backward()
         return state.tokens
 
@@ -91,6 +95,47 @@ def _bare_block(block: Empty, x: Tensor) -> Tensor:
     return (x * block.scale).view_as(x).view_as(x)
 
 
+class Ends(nn.Module):
+    """What comes before the blocks, or behind them."""
+
+    def __init__(self, run: Callable[[object], object]):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))  # says where it is
+        self._run = run
+
+    def forward(self, given: object) -> object:
+        return self._run(given)
+
+
+class Chain(nn.Module):
+    """The empty blocks as a model."""
+
+    def __init__(self, blocks: list[Empty]):
+        super().__init__()
+        self.embed, self.layers = Ends(lambda _: carry()), nn.ModuleList(blocks)
+        self.head = Ends(lambda state: state.tokens)
+
+    def blocks(self) -> list[Empty]:
+        return list(self.layers)
+
+
+def accounted(blocks: list[Empty], policy: str, clock: StepClock) -> Callable[[], Tensor]:
+    """A forward and backward through the engine, as a training step has them, with the marks of a clock or of none."""
+    model, engine = Chain(blocks), BlockEngine(policy=policy, backend="nothing", clock=clock)
+
+    def work() -> Tensor:
+        clock.begin()
+        tokens = engine(model, None)
+        clock.enter(tokens.device, "backward")
+        tokens.sum().backward()
+        clock.mark_all("optimizer")
+        clock.end()
+        clock.numbers()
+        return tokens
+
+    return work
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
@@ -103,22 +148,29 @@ def main() -> None:
     )
     blocks = [Empty() for _ in range(BLOCKS)]
     work = {BARE: bare(blocks)} | {policy: under_policy(blocks, policy) for policy in POLICIES}
+    for policy in ACCOUNTED:
+        work[f"{policy}, engine"] = accounted(blocks, policy, StepClock())
+        work[f"{policy}, with the account"] = accounted(blocks, policy, StepClock([torch.device("cpu")]))
     least = dict.fromkeys(work, float("inf"))
     for _ in range(args.repeats):
         for name, run in work.items():
             least[name] = min(least[name], seconds(run))
     micro = {name: 1e6 * taken / BLOCKS for name, taken in least.items()}
 
-    pair_args = argparse.Namespace(tokens=1024, width=args.width, blocks=2, rank=16)
+    given = ["--tokens", "1024", "--width", str(args.width), "--dtype", args.dtype]
+    pair_args = configured(given)
     pair = wan_pair(pair_args, parse_dtype(args.dtype))
     block = step_seconds(pair, "full", args.repeats) / pair_args.blocks
     print(
         f"torch {torch.__version__}, one thread, least of {args.repeats}; a block's part of a step at 1024 tokens, width {args.width}, "
         f"{args.dtype}, LoRA, full: {block * 1e3:.1f} ms"
     )
-    print("| policy | microseconds a block | above a bare checkpoint | share of a step |\n|---|---|---|---|")
+    print(
+        "| policy | microseconds a block | above (a bare checkpoint; the engine) | share of a step |\n|---|---|---|---|"
+    )
     for name, taken in micro.items():
-        above = taken - micro[BARE]
+        policy, _, kind = name.partition(", ")
+        above = taken - micro[f"{policy}, engine" if kind == "with the account" else BARE]
         print(f"| {name} | {taken:.0f} | {above:+.0f} | {1e-6 * above / block:+.2%} |")
 
 

@@ -6,11 +6,9 @@ A row has a name and what was measured. Where something has to hold, `ok` says w
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,9 +46,9 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome, train_shortly
 from ditkit_core.weights.quantize import check_compute_on
 from gpu_late import Delay, late_copies, swapped
+from gpu_runs import Rows, demos, real
 from gpu_truth import append
 
-Rows = Iterator[dict[str, Any]]
 POLICIES = ("none", "full", "attn_only", "ops(matmul)")
 GIB = 2**30
 
@@ -393,39 +391,9 @@ def klein(device: torch.device, tiny: bool) -> Rows:
             }  # fmt: skip
 
 
-def demos(device: torch.device, tiny: bool) -> Rows:
-    """Both demos from files to an adapter on this device, then continued."""
-    steps = 2 if tiny else 30
-    for family in ("wan", "flux2"):
-        with tempfile.TemporaryDirectory() as folder:
-            run = Path(folder) / "run"
-            script = f"import sys; from ditkit_{family}.cli import train; sys.exit(train())"
-            flags = ["--train.device", str(device), "--encode.device", str(device), "--log.every_steps", "1"]
-            for number, extra in ((steps, ["--demo", "--run.folder", str(run)]), (2 * steps, ["--run", str(run)])):
-                command = [sys.executable, "-c", script, *extra, *flags, "--train.steps", str(number)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-                rows = _metrics(run / "metrics.jsonl")
-                last = (
-                    (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-                    if done.returncode
-                    else ""
-                )
-                taken = statistics.median(row["seconds"] for row in rows) if rows else None
-                reached = max((row["step"] for row in rows), default=0)
-                yield {
-                    "name": f"{family} to step {number}", "a step": milliseconds(taken), "said": last,
-                    "ok": done.returncode == 0 and reached == number,
-                }  # fmt: skip
-
-
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [row for row in map(json.loads, lines) if "seconds" in row]
-
-
 PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
     part.__name__: part
-    for part in (facts, numbers, bitwise, quantized, computed, tests, plan, speed, streaming, klein, demos)
+    for part in (facts, numbers, bitwise, quantized, computed, tests, plan, speed, streaming, klein, demos, real)
 }
 
 

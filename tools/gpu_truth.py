@@ -46,6 +46,7 @@ PARTS = (
     Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
     Part(name="klein", seconds=60, about="FLUX.2 klein 4B: launches and gaps"),
     Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
+    Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
 )
 _TINY_SECONDS = 1800.0
 """Limit of a part without a GPU, where only a hang shall end it."""

@@ -1,6 +1,6 @@
 """Random SIGKILLs over all stages of training, and the comparison with a run that was never disturbed.
 
-    uv run tools/kill_test.py                              # 200 kills: both families, LoRA and full fine-tuning
+    uv run tools/kill_test.py                              # 200 kills: both families, LoRA, full fine-tuning, and that with all levers of memory
     uv run tools/kill_test.py --kills 20 --seed 1
     uv run tools/kill_test.py --families wan --methods lora --kills 2
 
@@ -48,7 +48,13 @@ FLAGS = (
 METHODS = {
     "lora": ("--export.forms", '["official", "diffusers"]', "--export.merged", "true"),
     "full": ("--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
-}
+    # What a full fine-tune on a small GPU needs.
+    "streamed": (
+        "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]', "--model.dtype", "bf16", "--optim.name",
+        "adafactor", "--optim.rounding", "stochastic", "--optim.fused_backward", "true", "--train.clip_by", "last_step",
+        "--train.accumulation", "2", "--train.swap_blocks", "1",
+    ),
+}  # fmt: skip
 KEPT = {
     "wan": ("clip00", "clip06", "clip09", "clip12"),
     "flux2": ("picture00", "picture05", "picture13", "picture21", "edit00", "edit04"),
