@@ -9,7 +9,7 @@ from made_profiles import made_profile
 from torch._subclasses.fake_tensor import FakeTensor
 from toy_world import World
 
-from ditkit_core.commands import fit as fit_stage
+from ditkit_core.commands import fit_task
 from ditkit_core.commands import oom as out_of_memory
 from ditkit_core.commands.oom import MeasuredPeaks, explain, measured_peaks
 from ditkit_core.config.resolve import resolve
@@ -150,7 +150,7 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB))
     )
-    for stage in (division, fit_stage):
+    for stage in (division, fit_task):
         monkeypatch.setattr(
             stage, "profile", lambda job, like: made_profile(str(job.policy), job.quantize, work=len(job.batch))
         )

@@ -19,11 +19,11 @@ from ditkit_core.training.optim.optimizers import OptimConfig
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
-def test_every_kernel_equals_fp64_forward_and_backward(gpu, monkeypatch):
-    """In a process of its own, where the interpreter stands in for a GPU."""
+def test_every_kernel_equals_fp64_forward_and_backward(gpu):
+    """In a process of its own, where the interpreter stands in for a GPU: triton reads the variable when it is imported."""
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "0" if gpu.is_real else "1")
-    found = printed(SUPPORT / "interpreted_kernels.py", "cuda" if gpu.is_real else "cpu")
+    kind, interpret = ("cuda", "0") if gpu.is_real else ("cpu", "1")
+    found = printed(SUPPORT / "interpreted_kernels.py", kind, TRITON_INTERPRET=interpret)
     assert len(found) == 34
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
