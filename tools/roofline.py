@@ -34,6 +34,7 @@ from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS
 from ditkit_wan.spec import WAN
+from fused_kernels import fused_kernels
 
 GPUS = parse_gpus("h200,rtx5090,rtx4090,rtx3090")
 DEVICE = torch.device("cpu:1")
@@ -98,11 +99,11 @@ CASES = (
 )
 
 
-def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
-    """The step that `train` runs, by the planner's profiler; `base` is `base.compute`."""
+def job_of(case: Case, *, kernels: str = "torch", base: str = "dtype") -> StepJob:
+    """Our step of a case."""
     with torch.device("meta"):
         item = case.spec.training.empty_item(case.arch, case.size, ())
-    job = StepJob(
+    return StepJob(
         spec=case.spec,
         arch=case.arch,
         adapter=AdapterConfig(rank=RANK),
@@ -116,6 +117,23 @@ def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
         ema=EMAConfig(),
         flow=FlowConfig(),
     )
+
+
+def compiled(case: Case) -> Step:
+    """The same with `train.compile`: other kernels in place of the blocks' elementwise ones (`fused_kernels.py`)."""
+    job, step = job_of(case), ours(case)
+    found = fused_kernels(job, reduced_model(job))
+    blocks = {}
+    for title, (name, _) in case.kinds.items():
+        count, kernels = step.blocks[title]
+        kept = Counter({kernel: number for kernel, number in kernels.items() if kernel.kind != "elementwise"})
+        blocks[title] = count, kept + found[name]
+    return Step(blocks=blocks, rest=step.rest)
+
+
+def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
+    """The step that `train` runs, by the planner's profiler; `base` is `base.compute`."""
+    job = job_of(case, kernels=kernels, base=base)
     model = reduced_model(job)
     found = measure(job, model, [0] * len(model.stages()), updates=False)
     names = [type(block).__name__ for block in model.blocks()]
@@ -314,6 +332,7 @@ def page(case: Case) -> Iterator[str]:
     steps = {
         "ours": ours(case),
         "ours, kernels = triton": ours(case, kernels="triton"),
+        "ours, compiled": compiled(case),
         **{
             f"ours, {base} computed, kernels = {kernels}": ours(case, kernels=kernels, base=base)
             for base in ("int8", "fp8")
@@ -353,7 +372,9 @@ A step is forward, loss and backward of a LoRA of rank {RANK} on the default tar
 without the optimizer, which is the same for all. *ours* runs in the default precision; `kernels = triton` is `train.kernels`, whose norms,
 rotations, gated units and parts of LoRA factors pass over memory once. diffusers {{diffusers}} with peft {{peft}} has the same
 layers adapted, once without autocast (adapters and their products in fp32), once under `torch.autocast` to bf16, as its training scripts
-run. *computed* is `base.compute`, products of the frozen base in 8 bits; `-` is a GPU that has none of that format. Assumptions:
+run. *compiled* is `train.compile`: bytes and launches of elementwise work are those of the kernels that inductor schedules for a CPU, and
+matmuls and attention those of eager blocks. *computed* is `base.compute`, products of the frozen base in 8 bits; `-` is a GPU that has none
+of that format. Assumptions:
 
 - An operation reads each input and writes each result once, and is one launch. It takes as long as its arithmetic or its memory traffic,
   whichever is longer; launches cost nothing, and nothing overlaps. Interleaved halves (diffusers' rotation) count as if they were dense.

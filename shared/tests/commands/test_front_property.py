@@ -44,6 +44,7 @@ class Front:
         self.world.spec = controlled(self.world.spec)
         self.kept = {path.name for path in folder.iterdir()}
         self.is_warm = False
+        self.printed = ""
 
     def run(self, case: Case, *flags: str) -> int:
         """The exit status of one command."""
@@ -51,7 +52,8 @@ class Front:
         given = case.arguments(self.world)
         with watchdog():
             status = self.world.run("train", "--run.folder", "run", *given, *flags)
-        said = self.capsys.readouterr().err
+        captured = self.capsys.readouterr()
+        said, self.printed = captured.err, captured.out
         if status == 130:
             raise Fault(f"{flags}: took longer than {HANG_SECONDS} s")
         if status not in (0, 1, 2, 3) or "Traceback" in said:
@@ -96,12 +98,15 @@ class Front:
         accepted = self.run(case, *cheap, "--check") == 0
         found = next(self.world.folder.rglob("check.json"), None)
         known = None if found is None else json.loads(found.read_text(encoding="utf-8"))
+        needs_processes = "start it with torchrun" in self.printed  # which have tests of their own
         if not accepted:
             if known is None or not known["trainable"]:
                 return "not trainable"
             raise Fault("a check that finds nothing wrong and fails")
         if any(finding["code"] == "D20" for finding in (known or {"findings": []})["findings"]):
             return "not tried"  # of a model that would have to be fetched
+        if needs_processes:
+            return "not tried"
         if self.run(case, *cheap) != 0:
             raise Fault("the check accepted what cannot be trained")
         trained = json.loads(next(self.world.folder.rglob("data.json")).read_text(encoding="utf-8"))
@@ -137,6 +142,13 @@ class Front:
 def front(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Front:
     monkeypatch.chdir(tmp_path)
     return Front(tmp_path, capsys)
+
+
+def test_a_run_of_ranks_is_checked_in_one_process_which_says_how_to_start_it(front: Front) -> None:
+    case = Case(seed=0, flags=(("--ranks.context", "2"),), steps=("check",))
+    assert front.try_case(case) == "not tried"
+    said = "start it with torchrun: ranks.shard and ranks.context need a multiple of 2 processes"
+    assert said in front.printed.replace("\n", " ")
 
 
 CHUNKS = [range(first, first + CHUNK) for first in range(0, 100, CHUNK)]

@@ -1,5 +1,6 @@
 """`train --check`: check data and model of a run before its first step."""
 
+import math
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout, suppress
@@ -17,6 +18,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_preview_device, check_run, check_training
@@ -53,6 +55,9 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
             checkup = examine_run(run)
         files = write_check(checkup, folder.path)
         print_check(checkup)
+        processes = math.lcm(config.ranks.shard, config.ranks.context)
+        if current_ranks().size % processes:  # checked in one process, as `--plan` plans for many
+            say(f"start it with torchrun: ranks.shard and ranks.context need a multiple of {processes} processes")
         for file in files:
             say(f"written:  {file}")
     if options.json:
