@@ -7,7 +7,7 @@ files would round the base once more, and a second copy of it would be needed to
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class AddedFactors(nn.Module):
 
 
 @contextmanager
-def added(model: Any, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
+def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
     """Add adapters to a model as long as the context is open; only forwards without gradients may run meanwhile.
 
     Args:

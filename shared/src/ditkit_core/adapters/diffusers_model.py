@@ -11,7 +11,7 @@ from torch import Tensor
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.adapters.verify_whole import Conversion, compare_whole, load_whole
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.protocol import Engine
+from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.state_dict import StateDictNames
 
 
@@ -44,7 +44,7 @@ class DiffusersModel:
         share_base(theirs, model, self.names, "diffusers", lambda name: self.dtype_of(theirs, name, matmul))
         return theirs
 
-    def verify(self, adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
+    def verify(self, adapter_file: Path, components: ModelPaths, model: StagedModel, engine: Engine) -> str:
         """Load an adapter file with diffusers and compare outputs on fixed random inputs: `AdapterSpec.verify`.
 
         Raises:
@@ -62,7 +62,7 @@ class DiffusersModel:
             theirs=lambda: self.run(theirs, inputs),
         )
 
-    def verify_whole(self, folder: Path, form: str, model: Any, engine: Engine) -> str:
+    def verify_whole(self, folder: Path, form: str, model: StagedModel, engine: Engine) -> str:
         """Load the folder of a whole transformer as diffusers does, and compare outputs likewise: `AdapterSpec.verify_whole`.
 
         Raises:

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.io.memory import release_memory
 
 
 @contextmanager
-def parked(model: Any) -> Iterator[None]:
+def parked(model: nn.Module) -> Iterator[None]:
     """Keep the model's weights on the host as long as the context is open; the model cannot run meanwhile.
 
     What is on the host already stays there: all of a model on a CPU, and the copies of streamed blocks. Tensors keep their identity, because
@@ -42,7 +41,7 @@ def parked_tensors(tensors: list[Tensor]) -> Iterator[None]:
         _wait_for(tensors)
 
 
-def parked_bytes(model: Any) -> int:
+def parked_bytes(model: nn.Module) -> int:
     """Bytes that `parked` needs on the host."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
