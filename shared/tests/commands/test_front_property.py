@@ -145,7 +145,10 @@ def front(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 def test_a_run_of_ranks_is_checked_in_one_process_which_says_how_to_start_it(front: Front) -> None:
-    case = Case(seed=0, flags=(("--ranks.context", "2"),), steps=("check",))
+    shared = ("--ranks.context", "2")
+    dropout = Case(seed=0, flags=(shared, ("--adapter.dropout", "0.1")), steps=("check",))
+    assert front.try_case(dropout) == "not trainable", "by any number of processes"
+    case = Case(seed=0, flags=(shared, ("--adapter.dropout", "0")), steps=("check",))
     assert front.try_case(case) == "not tried"
     said = "start it with torchrun: ranks.shard and ranks.context need a multiple of 2 processes"
     assert said in front.printed.replace("\n", " ")

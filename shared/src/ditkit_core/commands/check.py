@@ -21,7 +21,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.run.checks import check_preview_device, check_run, check_training
+from ditkit_core.run.checks import check_preview_device, check_ranks, check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.expert_runs import resolve_arch, runs_of
@@ -41,8 +41,12 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         run = create_run(spec, config)
         check_run(run)
         check_preview_device(run)  # here and not per expert: only the run of all experts generates previews
+        # One process checks what several will train, as a plan is of many: what no number of them could train is refused.
+        several = math.lcm(config.ranks.shard, config.ranks.context)
+        lacks_processes = current_ranks().size % several != 0
         for each in runs_of(run):
             check_training(each)
+            check_ranks(each, several if lacks_processes else current_ranks().size)
         # The configuration is not stored in the folder: a check must not count as the start of a run.
         if options.demo:
             spec.demo.write(folder.inputs)
@@ -55,9 +59,8 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
             checkup = examine_run(run)
         files = write_check(checkup, folder.path)
         print_check(checkup)
-        processes = math.lcm(config.ranks.shard, config.ranks.context)
-        if current_ranks().size % processes:  # checked in one process, as `--plan` plans for many
-            say(f"start it with torchrun: ranks.shard and ranks.context need a multiple of {processes} processes")
+        if lacks_processes:
+            say(f"start it with torchrun: ranks.shard and ranks.context need a multiple of {several} processes")
         for file in files:
             say(f"written:  {file}")
     if options.json:
