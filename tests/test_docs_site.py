@@ -35,7 +35,7 @@ def test_every_module_is_on_one_page_of_the_reference():
                 assert sum(name == each or name.startswith(f"{each}.") for each in named) == 1, name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-c", "docs", ".", str(tmp_path)]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 
@@ -21,7 +21,7 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 WORKS = """
-import json, sys, time
+import json, os, signal, sys, time
 out, name = sys.argv[1:]
 def row(**values):
     with open(out, "a") as file:
@@ -33,6 +33,8 @@ if name == "broken":
     with open(out, "a") as file:
         file.write('{"part": "bro')
     raise SystemExit("it broke\\nfor a reason")
+if name == "crashing":
+    os.kill(os.getpid(), signal.SIGSEGV)
 if name == "hanging":
     time.sleep(6000)
 """
@@ -41,18 +43,19 @@ if name == "hanging":
 def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     out.write_text(json.dumps({"part": "fine", "name": "of an earlier run", "ok": False}) + "\n")
-    names = ("fine", "wrong", "broken", "hanging", "last")
+    names = ("fine", "wrong", "broken", "crashing", "hanging", "last")
     parts = [truth.Part(name=name, seconds=1 if name == "hanging" else 200, about=f"About {name}") for name in names]
     failed = truth.run(parts, out, 2000, lambda part: [sys.executable, "-c", WORKS, str(out), part.name])
     ends = {row["part"]: row for row in truth.read(out) if "status" in row}
-    assert failed == 3
+    assert failed == 4
     assert {name: end["status"] for name, end in ends.items()} == {
-        "fine": "ok", "wrong": "failed", "broken": "failed", "hanging": "failed", "last": "ok",
+        "fine": "ok", "wrong": "failed", "broken": "failed", "crashing": "failed", "hanging": "failed", "last": "ok",
     }  # fmt: skip
     assert ends["broken"]["error"] == "for a reason (status 1)" and ends["hanging"]["error"] == "ended after 1 s"
+    assert ends["crashing"]["error"] == "(status -11)"
     there = {row["part"] for row in truth.read(out) if row.get("name") == "first"}
-    assert there >= {"fine", "wrong", "broken", "last"}, "a part's rows are there however it ended"
-    assert capsys.readouterr().out.count("failed") == 3
+    assert there >= {"fine", "wrong", "broken", "crashing", "last"}, "a part's rows are there however it ended"
+    assert capsys.readouterr().out.count("failed") == 4
     table = truth.tables(truth.read(out)[1:], parts)
     assert "## wrong: failed" in table and "| first | yes | 1.5 |" in table and "| second | **no** |  |" in table
 
@@ -62,6 +65,23 @@ def test_when_the_time_is_up_the_rest_is_skipped_and_a_running_part_ended(truth,
     parts = [truth.Part(name=name, seconds=5000, about="") for name in ("hanging", "fine")]
     assert truth.run(parts, out, 1, lambda part: [sys.executable, "-c", WORKS, str(out), part.name]) == 1
     assert [row["status"] for row in truth.read(out) if "status" in row] == ["failed", "skipped"]
+
+
+def test_a_part_is_given_up_though_a_process_of_it_keeps_its_pipe(truth, monkeypatch):
+    """Compilers start workers in groups of their own, which outlive the part."""
+    waits = []
+
+    class Child:
+        pid = 0
+
+        def communicate(self, timeout: float | None = None) -> Any:
+            waits.append(timeout)
+            raise subprocess.TimeoutExpired("part", timeout or 0)
+
+    monkeypatch.setattr(truth.subprocess, "Popen", lambda *given, **options: Child())
+    monkeypatch.setattr(truth.os, "killpg", lambda group, number: None)
+    assert truth._ended(["part"], 3)["error"] == "ended after 3 s"
+    assert waits == [3, truth._LAST_WORDS_SECONDS]
 
 
 class Event:
@@ -134,6 +154,57 @@ def test_kernels_are_told_by_their_names_and_gaps_by_their_times(truth):
     assert (number["copy"], taken["copy"]) == (4, 9)
 
 
+def test_names_that_a_compiler_gives_to_spans_are_no_kernels(truth):
+    import torch
+
+    from device_clock import _is_kernel
+
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    made = [
+        ("gemm", cuda, False), ("Torch-Compiled Region: 0/0", cuda, True), ("aten::mm", cuda, False), ("other", cpu, False),
+    ]  # fmt: skip
+    events = [SimpleNamespace(name=name, device_type=kind, is_user_annotation=is_span) for name, kind, is_span in made]
+    assert [event.name for event in events if _is_kernel(event)] == ["gemm"]
+
+
+def test_on_a_gpu_the_benchmarks_have_real_sizes_that_fit(truth, monkeypatch):
+    import torch
+
+    import bench_checkpointing
+    import bench_step
+
+    gpu = torch.device("cuda", 0)
+    for module in (bench_step, bench_checkpointing):
+        monkeypatch.setattr(module, "started_on", lambda name: gpu if name == "cuda" else torch.device(name))
+    wan, flux2 = (bench_step.configured(["--device", "cuda", "--model", model]) for model in ("wan", "flux2"))
+    assert (wan.sizes, wan.dtypes, wan.width, wan.blocks, wan.rank) == ([20280], ["bf16"], 5120, 4, 32)
+    assert (flux2.sizes, flux2.dtypes, flux2.width) == ([1024, 4096], ["bf16"], 6144)
+    policies = []
+    monkeypatch.setattr(bench_checkpointing, "measure", lambda args, device: policies.append(args.policies))
+    bench_checkpointing.main(["--device", "cuda"])
+    bench_checkpointing.main([])
+    fitting = ["attn_only", "attn_only(self)"]
+    assert policies == [fitting, ["none", *fitting]], "none takes 200 GiB"
+
+
+def test_frozen_matrices_are_in_8_bits_for_a_while(truth):
+    import torch
+
+    import bench_step
+    from ditkit_core.nn.quantized_linear import quantized_weights
+    from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+    from ditkit_core.testing.world import make_model, outcome
+
+    model: Any = make_model(TOY, ToyArch(), dtype=torch.bfloat16).requires_grad_(False)
+    before = outcome(TOY, model, toy_items(2), None)
+    with bench_step.computed_in(model, "int8"):
+        layers = quantized_weights(model).values()
+        assert len(layers) == 12 and all(layer.in_8_bits for layer in layers)
+        inside = outcome(TOY, model, toy_items(2), None)
+    assert not quantized_weights(model) and outcome(TOY, model, toy_items(2), None).equals(before)
+    assert 0 < abs(float(inside.loss - before.loss)) < 0.1 * float(before.loss)
+
+
 def test_policies_are_compared_row_by_row(truth, capsys):
     """On a GPU, too, a policy that lacks memory gets dashes, and the next its row."""
     import bench_checkpointing
@@ -144,6 +215,37 @@ def test_policies_are_compared_row_by_row(truth, capsys):
     assert lines[2].split("|")[2].strip() == "4" and lines[3].split("|")[2].strip() == "2", "attention"
     assert lines[-1].rstrip("| ").endswith("| 0 | 0"), "no noise on a CPU"
     assert bench_checkpointing.row("none", None, None).count(" - ") == 10
+
+
+def test_a_policy_for_which_memory_is_short_gets_dashes(truth, monkeypatch, capsys):
+    import torch
+
+    import bench_checkpointing
+
+    def lacking(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench_checkpointing, "build", lambda *given: (None, None))
+    monkeypatch.setattr(bench_checkpointing, "measured", lacking)
+    bench_checkpointing.measure(SimpleNamespace(policies=["none"]), torch.device("cpu"))  # type: ignore[arg-type]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    assert [row.count(" - ") for row in rows] == [10] * 3
+
+
+def test_on_a_gpu_a_plan_has_the_workspaces_that_torch_allocates(truth, monkeypatch):
+    import torch
+
+    import plan_truth
+    from ditkit_core.planner import memory, profiler
+
+    budgets: list[Any] = []
+    monkeypatch.setattr(profiler, "profile", lambda job: SimpleNamespace(blocks=[]))
+    monkeypatch.setattr(
+        memory, "compose", lambda made, partition, given: budgets.extend(given) or [SimpleNamespace(peak=0)]
+    )
+    for device in ("cpu", "cuda"):
+        plan_truth.plan(plan_truth.tiny_cases()[0], torch.device(device))
+    assert [budget.workspace for budget in budgets] == [0, memory.CUBLAS_WORKSPACE]
 
 
 def test_a_plan_whose_case_fails_costs_one_row(truth, monkeypatch, capsys):
@@ -168,6 +270,63 @@ def test_a_plan_whose_case_fails_costs_one_row(truth, monkeypatch, capsys):
     assert "| wan-lora-full-bf16-1024x1-swapped | 200 | 190 | 210 | 900 | 1.053 |" in printed.out
     names = [case.name for case in plan_truth.grid(torch.device("cuda", 0))]
     assert len(set(names)) == len(names) > 10 and names[0] == "wan-lora-full-bf16-20280x1"
+
+
+def test_a_plan_for_a_larger_gpu_is_said_and_not_run(truth, monkeypatch):
+    import torch
+
+    import gpu_parts
+
+    small, large = gpu_parts.plan_truth.Case(model="wan"), gpu_parts.plan_truth.Case(model="flux2")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300 * 2**20, 2**30))
+    monkeypatch.setattr(gpu_parts.plan_truth, "grid", lambda device: [large, small])
+    monkeypatch.setattr(gpu_parts.plan_truth, "plan", lambda case, device: (400 if case is large else 200) * 2**20)
+    monkeypatch.setattr(gpu_parts.plan_truth, "in_own_process", lambda case, device: {"peak": 201 * 2**20})
+    first, second = gpu_parts.plan(torch.device("cuda", 0), False)
+    assert first == {"name": large.name, "planned MiB": "400", "value": "more than this GPU has free"}
+    assert second["ok"] and second["measured MiB"] == "201"
+
+
+def test_each_test_that_fails_is_a_row_at_once(truth, monkeypatch):
+    import torch
+
+    import gpu_parts
+
+    alone = [
+        "a.py::test_one[cuda] PASSED                     [ 50%]", "a.py::test_two[a word-cuda] FAILED              [100%]",
+        "=== short test summary info ===", "FAILED a.py::test_two[a word-cuda] - assert 1 == 2", "=== 1 failed, 1 passed in 3s ===",
+    ]  # fmt: skip
+    shared = [
+        "[gw1] [ 50%] ERROR b.py::test[a word] ",
+        "[gw0] [100%] PASSED b.py::test[none] ",
+        "=== 1 passed, 1 error in 2s ===",
+    ]
+    asked: list[str] = []
+
+    class Run:
+        returncode = 1
+
+        def __init__(self, command: list[str], **options: Any):
+            asked.append(" ".join(command))
+            self.stdout = shared if "packages" in command else alone
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(gpu_parts.subprocess, "Popen", Run)
+    rows = [{**row, "name": row["name"].partition(" -n")[0]} for row in gpu_parts.tests(torch.device("cuda", 0), False)]
+    assert rows == [
+        {"name": "a.py::test_two[a word-cuda]", "ok": False},
+        {"name": "a.py::test_two[a word-cuda]", "value": "assert 1 == 2"},
+        {"name": "pytest", "value": alone[-1], "ok": False},
+        {"name": "b.py::test[a word]", "ok": False},
+        {"name": "pytest", "value": shared[-1], "ok": False},
+    ]
+    # Tests that measure memory must not share the GPU; and one failure hides no other.
+    assert " -n 0 -k not trains_as_the_cpu_does " in asked[0] and all(" -m gpu " in each for each in asked)
+    assert not any(" -x" in each for each in asked)
 
 
 @pytest.mark.exhaustive  # ten minutes and more: the demos, the tests and the plans of every part

@@ -28,9 +28,14 @@ LIBRARY_ERRORS = "ditkit_core/errors"
 
 
 @functools.cache
-def groups():
-    """The files by group, read and parsed once: that takes seconds."""
-    return working_tree(ROOT).groups()
+def core():
+    """The files of the core with those for tests, read and parsed once: that takes a second."""
+    return working_tree(ROOT).files(CORE)
+
+
+def library():
+    """The files of the core without those for tests."""
+    return [file for file in core() if not file.path.startswith(f"{CORE}testing/")]
 
 
 def where(file: Path, node: ast.AST) -> str:
@@ -107,7 +112,7 @@ def test_no_file_outgrows_its_subject():
 
 
 def test_each_function_of_the_core_fits_a_page_and_takes_few_parameters():
-    functions = [(file.path, function) for file in groups()["core"] for function in file.functions]
+    functions = [(file.path, function) for file in library() for function in file.functions]
     assert len(functions) > 2000
     assert [f"{path}: {each.name}" for path, each in functions if each.lines > LONGEST_FUNCTION] == []
     # A Triton kernel takes pointers, strides and sizes one by one.
@@ -117,14 +122,14 @@ def test_each_function_of_the_core_fits_a_page_and_takes_few_parameters():
 
 
 def test_the_core_defines_no_public_name_twice():
-    twice = defined_twice(groups()["core"])
+    twice = defined_twice(library())
     known = {name: [f"ditkit_core.{module}" for module in modules] for name, modules in GIVEN_NAMES.items()}
     assert twice == known
 
 
 def test_the_core_has_few_folders_of_few_files_with_an_introduction_each():
     inits = {file.parent: file for file in SOURCES if file.name == "__init__.py" and CORE in f"{file.as_posix()}"}
-    counts = folders_of(file.path for group in ("core", "core testing") for file in groups()[group])
+    counts = folders_of(file.path for file in core())
     assert len([folder for folder in counts if folder and "/" not in folder]) <= MOST_FOLDERS
     # The conformance checks have a file for each lever.
     without_init = {folder: count - 1 for folder, count in counts.items() if folder != "testing"}

@@ -27,7 +27,7 @@ def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkey
     assert row(1, "known", "after", [wanted], [other]).endswith("| 1 | 0 % | 100 % | 0 % | 0 % |")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # of a machine that does much else
 def test_the_demo_teaches_the_new_place_and_keeps_the_known_ones(tmp_path: Path) -> None:
     check_taught("measure_demo_flux2.py", images=4, folder=tmp_path)

@@ -27,7 +27,7 @@ def test_some_rows_with_a_bias_stand_for_all_of_the_padding(monkeypatch: pytest.
     assert (some - every).norm() < 0.1 * every.norm() and (some - every).norm() < 0.5 * (none - every).norm()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_steps_of_every_stage_make_the_weights(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "train_demo_base_flux2.py"), "--steps", "2", "2"]
     command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]

@@ -42,7 +42,7 @@ def test_a_bias_stands_for_the_padding_that_is_left_out(monkeypatch: pytest.Monk
     assert expected.std() > 0.01 and torch.allclose(short, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_steps_of_every_stage_make_a_package(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "train_demo_base_wan.py"), "--steps", "2", "--clips", "1"]
     command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]

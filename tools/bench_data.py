@@ -74,13 +74,13 @@ def write_long(path: Path, frames: int) -> None:
     write_h264(path, [wide[:, place : place + SIDE].copy() for place in places], fps=FPS)
 
 
-def run_of(base: Path, clips: Path) -> RunContext:
-    """A run of the demo's tiny model on some clips, with its cache next to them."""
+def run_of(base: Path, clips: Path, cache: Path | None = None) -> RunContext:
+    """A run of the demo's tiny model on some clips, with its cache next to them unless it is named."""
     config = resolve(RunConfig)
     data = replace(config.data, folder=str(clips), frames=9, height=SIDE, width=SIDE)
     config = replace(
         config, data=data, model=replace(config.model, base=str(base), dtype="fp32"),
-        encode=replace(config.encode, cache=str(clips) + "-cache", text_dtype="fp32"), train=replace(config.train, threads=1),
+        encode=replace(config.encode, cache=str(cache or f"{clips}-cache"), text_dtype="fp32"), train=replace(config.train, threads=1),
     )  # fmt: skip
     return create_run(WAN, config)
 
@@ -95,10 +95,11 @@ def child(what: str, base: Path, clips: Path) -> dict[str, float]:
     def done(run: RunContext) -> int:
         return len(examine_dataset(run).samples if what == "doctor" else encode_all(run).samples)
 
-    done(run_of(base, clips.parent / FEW))
+    # With a cache of this process: where all is encoded, encoders and the libraries that they need would not be loaded.
+    done(run_of(base, clips.parent / FEW, clips.parent / f"{FEW}-{os.getpid()}"))
     run = run_of(base, clips)
     before, began = process_peak_bytes(), time.process_time()
-    if what.startswith("shared "):  # all processes begin when the last one has finished its imports
+    if what.startswith("together "):  # all processes begin when the last one has finished its imports
         started = clips.parent / "started"
         (started / str(os.getpid())).touch()
         while len(list(started.iterdir())) < int(what.split()[1]):
@@ -176,26 +177,29 @@ def second_start(place: Path, base: Path, repeats: int) -> str:
 
 
 def shared(place: Path, base: Path, repeats: int) -> str:
-    """Processes that fill one cache together."""
-    clips, rows = made(place / f"clips-{FILES[1]}", FILES[1]), []
+    """Processes that fill one cache together, and as many that fill one each, which shows what two processes cost each other on this machine."""
+    clips = made(place / f"clips-{FILES[1]}", FILES[1])
+    halves = [made(place / f"half-{part}", FILES[1] // 2) for part in range(2)]
 
-    def together(count: int) -> dict[str, float]:
-        shutil.rmtree(f"{clips}-cache", ignore_errors=True)
+    def together(folders: Sequence[Path]) -> dict[str, float]:
+        for folder in folders:
+            shutil.rmtree(f"{folder}-cache", ignore_errors=True)
         shutil.rmtree(place / "started", ignore_errors=True)
         (place / "started").mkdir()
-        with ThreadPoolExecutor(count) as threads:
-            found = list(threads.map(lambda _: in_child(f"shared {count}", base, clips), range(count)))
+        with ThreadPoolExecutor(len(folders)) as threads:
+            found = list(threads.map(lambda folder: in_child(f"together {len(folders)}", base, folder), folders))
         return {name: max(each[name] for each in found) for name in ("seconds", "wall")}
 
-    made(clips.parent / FEW, 3)
-    in_child("encode", base, clips.parent / FEW)  # two processes would write it at once
-    each = least(repeats, [lambda: together(1), lambda: together(2)])
-    for count, one in zip((1, 2), each, strict=True):
+    made(clips.parent / FEW, 3)  # two processes would write it at once
+    ways = {"one": [clips], "two, one cache": [clips, clips], "two, each half of the clips and its own cache": halves}
+    each = least(repeats, [lambda folders=folders: together(folders) for folders in ways.values()])  # type: ignore[misc]
+    rows = []
+    for way, one in zip(ways, each, strict=True):
         of_one = (f"{one[name] / each[0][name]:.2f}" for name in ("seconds", "wall"))
-        rows.append((count, f"{one['seconds']:.2f} s", f"{one['wall']:.2f} s", *of_one))
+        rows.append((way, f"{one['seconds']:.2f} s", f"{one['wall']:.2f} s", *of_one))
     return (
-        f"## Processes that fill one cache\n\nThe first start on {FILES[1]} clips, by the process that took longest. Its wall time counts what other programs "
-        "took from the two cores.\n\n"
+        f"## Processes that fill one cache\n\nThe first start on {FILES[1]} clips, by the process that took longest. The last row is what the machine gives to "
+        "two processes that share nothing; the row before it has what claiming costs as well. Wall time counts what other programs took from the cores.\n\n"
         + table(("processes", "processor time", "wall time", "of one's processor time", "of one's wall time"), rows)
     )
 

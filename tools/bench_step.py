@@ -16,8 +16,10 @@ matmuls and attention, below which nothing can go without changing the arithmeti
 import argparse
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,7 @@ from ditkit_core.adapters.inject import initialise, inject
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.weights.quantize import compute_in_8_bits, linears_of_blocks, replace_layer
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product", "aten::mkldnn_linear")
 Predict = Callable[[], Tensor]
@@ -208,9 +211,11 @@ class Steps:
     """diffusers' under autocast to the matmuls' dtype."""
 
 
-def steps_of(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, compile: bool = False) -> Steps:
-    """The steps, ours compiled or not."""
-    engine = BlockEngine(policy=args.checkpointing, compile=compile)
+def steps_of(
+    args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, compile: bool = False, kernels: str = "torch"
+) -> Steps:
+    """The steps, ours compiled or not, with the kernels of `train.kernels`."""
+    engine = BlockEngine(policy=args.checkpointing, compile=compile, kernels=kernels)
     if args.checkpointing != "none":
         pair.theirs.enable_gradient_checkpointing()
 
@@ -232,6 +237,26 @@ def steps_of(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, *, compil
         theirs=lambda: finish(pair.theirs, pair.their_predict),
         autocast=lambda: finish(pair.theirs, autocast),
     )
+
+
+@contextmanager
+def computed_in(model: Any, kind: str) -> Iterator[None]:
+    """Inside the block the frozen matrices of a model's blocks are `int8` or `fp8`, and their codes are multiplied."""
+    layers = {name: model.get_submodule(name) for name in linears_of_blocks(model)}
+    # No adapter, and not kept in fp32.
+    frozen = {n: x for n, x in layers.items() if not x.weight.requires_grad and x.weight.dtype == torch.bfloat16}
+    for name, layer in frozen.items():
+        replace_layer(model, name, kind)
+        made = model.get_submodule(name)
+        made.set_weight(layer.weight.float())
+        made.bias = layer.bias
+    compute_in_8_bits(model, kind)
+    try:
+        yield
+    finally:
+        for name, layer in frozen.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, layer)
 
 
 def floor_share(step: Callable[[], Tensor], device: torch.device) -> float:

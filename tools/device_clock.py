@@ -138,7 +138,9 @@ def kind_of(name: str, *, on_gpu: bool) -> str:
 
 
 def _is_kernel(event: Any) -> bool:
-    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("aten::")
+    # Compiled code names its spans, which the profiler shows on the GPU, too: they are no kernels.
+    is_on_gpu = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    return is_on_gpu and not event.name.startswith("aten::")
 
 
 def _is_operation(event: Any) -> bool:

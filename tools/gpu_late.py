@@ -30,7 +30,7 @@ class Delay(BlockHooks):
 
 def _sleep(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda._sleep(200_000_000)  # a tenth of a second or more
+        torch.cuda._sleep(50_000_000)  # 20 ms or more, twice what the copy of a block takes
 
 
 @contextmanager

@@ -6,11 +6,12 @@ A row has a name and what was measured. Where something has to hold, `ok` says w
 """
 
 import argparse
-import statistics
+import math
+import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,25 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import bench_step
 import plan_truth
-from device_clock import (
-    busy_and_span,
-    by_kind,
-    interleaved,
-    launches,
-    mebibytes,
-    milliseconds,
-    peak_bytes,
-    seconds,
-    started_on,
-    unless_out_of_memory,
-)
+from device_clock import launches, milliseconds, seconds, started_on
 from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.pinned_memory import PinnedPool, host_memory
 from ditkit_core.errors import UserError
-from ditkit_core.models.precision import PrecisionConfig, set_precision
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
@@ -46,7 +33,7 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome, train_shortly
 from ditkit_core.weights.quantize import check_compute_on
 from gpu_late import Delay, late_copies, swapped
-from gpu_runs import Rows, demos, real
+from gpu_speed import Rows, klein, speed, streaming
 from gpu_truth import append
 
 POLICIES = ("none", "full", "attn_only", "ops(matmul)")
@@ -101,7 +88,7 @@ def _attention_kernels(device: torch.device, queries: int, keys: int, heads: int
 
 
 def numbers(device: torch.device, tiny: bool) -> Rows:
-    """Loss and every gradient: fp32 against the CPU, bf16 against fp64 next to the CPU's own error."""
+    """Every gradient: fp32 against the CPU, bf16 against fp64 next to the CPU's own error."""
     for name, spec, arch, items in _families(tiny):
         for adapter in ("full", "lora"):
             made = {
@@ -110,18 +97,40 @@ def numbers(device: torch.device, tiny: bool) -> Rows:
             }
             on_cpu = {dtype: outcome(spec, model, items, BlockEngine()) for dtype, model in made.items()}
             truth = on_cpu[torch.float64].gradients
-            for policy in POLICIES:
-                engine = BlockEngine(policy=policy)
+            for way, engine in _engines(device).items():
                 there = {
                     dtype: outcome(spec, made[dtype].to(device), items, engine)
                     for dtype in (torch.float32, torch.bfloat16)
                 }
                 fp32 = _distance(there[torch.float32].gradients, on_cpu[torch.float32].gradients)
-                errors = [_distance(each[torch.bfloat16].gradients, truth) for each in (there, on_cpu)]
+                errors = [_error(each[torch.bfloat16].gradients, truth) for each in (there, on_cpu)]
                 yield {
-                    "name": f"{name} {adapter} {policy}", "fp32 against CPU": fp32, "bf16 against fp64": errors[0],
+                    "name": f"{name} {adapter} {way}", "fp32 against CPU": fp32, "bf16 against fp64": errors[0],
                     "CPU's bf16 against fp64": errors[1], "ok": fp32 <= 1e-4 and errors[0] <= 1.2 * errors[1] + 1e-6,
                 }  # fmt: skip
+
+    if not tiny:
+        yield _compiled(device)
+
+
+def _engines(device: torch.device) -> dict[str, BlockEngine]:
+    """The ways to run a model whose numbers are compared."""
+    engines = {policy: BlockEngine(policy=policy) for policy in POLICIES}
+    if device.type == "cuda":
+        engines["kernels of Triton"] = BlockEngine(policy="full", kernels="triton")
+    return engines
+
+
+def _compiled(device: torch.device) -> dict[str, Any]:
+    """Compiled blocks against eager ones; of the smallest model, because the compiler takes long."""
+    runs = []
+    for compile in (False, True):
+        model = make_model(TOY, ToyArch(), adapter=ADAPTERS["lora"]).to(device)
+        engine = BlockEngine(policy="attn_only", compile=compile)
+        values = train_shortly(TOY, model, toy_items(2), engine)[1]
+        runs.append({name: value for name, value in values.items() if name.startswith("gradient")})
+    apart = _distance(runs[1], runs[0])
+    return {"name": "toy compiled, fp32", "against eager": apart, "ok": apart <= 1e-4}
 
 
 def _families(tiny: bool) -> Iterator[tuple[str, Any, Any, list[dict[str, Tensor]]]]:
@@ -142,6 +151,13 @@ def _distance(found: dict[str, Tensor | None], right: dict[str, Tensor | None]) 
     return max(
         float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs if a is not None
     )
+
+
+def _error(found: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> float:
+    """The relative difference of all gradients together: that of one small tensor changes by a seventh with the order of a sum."""
+    pairs = [(found[name], tensor) for name, tensor in right.items() if tensor is not None]
+    apart = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in pairs if a is not None))
+    return apart / math.hypot(*(float(b.double().norm()) for _, b in pairs))
 
 
 def bitwise(device: torch.device, tiny: bool) -> Rows:
@@ -256,139 +272,72 @@ def _both_ways(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
     return out.detach(), torch.autograd.grad(out, x, out.detach())[0]
 
 
+_FAILED = re.compile(r"\[gw\d+\] \[ *\d+%\] (?:FAILED|ERROR) (.+)|(.+::.+) (?:FAILED|ERROR) +\[ *\d+%\]")
+"""A line of `pytest -v` on a test that failed, from workers or from a single process."""
+
+
 def tests(device: torch.device, tiny: bool) -> Rows:
-    """The tests for a GPU, in one process, until the first that fails; where it is tiny they are only collected."""
-    root = Path(__file__).parents[1]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-q",
-        "-m",
-        "gpu",
-        "-x",
-        "--timeout",
-        "60",
-        "-p",
-        "no:cacheprovider",
+    """The tests for a GPU, and each that fails; where it is tiny they are only collected.
+
+    Those that measure memory run in one process. The others, eight of ten, compare small models, and four processes share the GPU.
+    """
+    small = "trains_as_the_cpu_does"
+    runs = [
+        ["-n", "0", "-k", f"not {small}", "shared/tests"],
+        ["-n", "4", "-k", small, "shared/tests/testing", "packages"],
     ]
-    command += ["--collect-only", "shared/tests/engine/test_pinned_memory.py"] if tiny else ["shared/tests", "packages"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    last = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[-1]
-    yield {"name": "pytest -m gpu", "value": last, "ok": done.returncode in ((0, 5) if tiny else (0,))}
+    if tiny:
+        runs = [["-n", "0", "--collect-only", "shared/tests/engine/test_pinned_memory.py"]]
+    for chosen in runs:
+        command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=no", "-m", "gpu", "--timeout", "60", *chosen]
+        last, root, pipe = "nothing", Path(__file__).parents[1], subprocess.PIPE
+        with subprocess.Popen(
+            command, cwd=root, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as run:
+            for line in run.stdout or ():
+                last = line.strip() or last
+                name, _, reason = last.partition(" - ")
+                if failed := _FAILED.fullmatch(last):
+                    yield {"name": failed[1] or failed[2], "ok": False}  # at once: the part may run out of time
+                elif name.startswith(("FAILED ", "ERROR ")):  # at the end, in pytest's summary
+                    yield {"name": name.partition(" ")[2], "value": reason[:200]}
+        yield {"name": f"pytest {' '.join(chosen)}", "value": last, "ok": run.returncode in ((0, 5) if tiny else (0,))}
 
 
 def plan(device: torch.device, tiny: bool) -> Rows:
-    """Plans of slices at full width against what a process of their own occupies."""
-    for case in plan_truth.tiny_cases() if tiny else plan_truth.grid(device)[:8]:
-        found = plan_truth.compared(case, device)
-        within = found.ratio is not None and abs(found.ratio - 1) <= plan_truth.TOLERANCE
-        yield {"name": case.name, **found.columns(), **({} if tiny else {"ok": within})}
+    """Plans of slices at full width against what a process of their own occupies; a case is planned while the one before it runs."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    cases = plan_truth.tiny_cases() if tiny else plan_truth.grid(device)[:8]
+    with ThreadPoolExecutor(1) as beside:
+        planned = plan_truth.plan(cases[0], device)
+        for case, following in zip(cases, [*cases[1:], None], strict=True):
+            run = beside.submit(plan_truth.in_own_process, case, device) if planned <= free else None
+            next_planned = 0 if following is None else plan_truth.plan(following, device)
+            if run is None:
+                yield {
+                    "name": case.name,
+                    "planned MiB": f"{planned / 2**20:,.0f}",
+                    "value": "more than this GPU has free",
+                }
+            else:
+                found = plan_truth.Comparison(planned=planned, measured=run.result())
+                within = found.ratio is not None and abs(found.ratio - 1) <= plan_truth.TOLERANCE
+                yield {"name": case.name, **found.columns(), **({} if tiny else {"ok": within})}
+            planned = next_planned
 
 
-def speed(device: torch.device, tiny: bool) -> Rows:
-    """Medians of interleaved steps of ours and of diffusers', then one step of each by kinds of kernels."""
-    given = ["--device", str(device), *(["--tiny"] if tiny else ["--repeats", "5"])]
-    args = bench_step.configured([*given, "--dtype", "bf16"])
-    dtype = torch.bfloat16
-    pair = bench_step.wan_pair(args, dtype)
-    eager = bench_step.steps_of(args, pair, dtype)
-    default, fast = (PrecisionConfig(preset=preset).precision(dtype, {}) for preset in ("default", "fast"))
+def demos(device: torch.device, tiny: bool) -> Rows:
+    """`gpu_runs.demos`."""
+    import gpu_runs  # imports diffusers, for which no other part has the seconds
 
-    def under(precision: Any, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            set_precision(pair.ours, precision)
-            try:
-                return step()
-            finally:
-                set_precision(pair.ours, default)
-
-        return run
-
-    steps = {
-        "ours": eager.ours, "ours, fast": under(fast, eager.ours), "diffusers": eager.theirs,
-        "diffusers in autocast": eager.autocast,
-    }  # fmt: skip
-    if not tiny:
-        steps["ours, compiled"] = bench_step.steps_of(args, pair, dtype, compile=True).ours
-    found = bench_step.measured(steps, args.repeats, device)
-    for name, row in found.items():
-        times = {
-            "seconds": row.seconds,
-            "of ours": None
-            if row.seconds is None or found["ours"].seconds is None
-            else row.seconds / found["ours"].seconds,
-        }
-        yield {"name": name, **times, "peak": mebibytes(row.peak), "loss": row.loss}
-    for name, step in steps.items():
-        if found[name].seconds is None:
-            continue
-        made = launches(step, device)
-        (number, taken), (busy, span) = by_kind(made), busy_and_span(made)
-        kinds = {kind: f"{number[kind]} in {taken[kind] / 1e3:.1f} ms" for kind in number}
-        yield {"name": f"{name}: kernels", **kinds, "gaps": f"{(span - busy) / 1e3:.1f} of {span / 1e3:.1f} ms"}
+    yield from gpu_runs.demos(device, tiny)
 
 
-def streaming(device: torch.device, tiny: bool) -> Rows:
-    """Time of page-locking and copying, and how much of the copies a step hides."""
-    on_gpu, size = device.type == "cuda", 2**20 if tiny else 2**30
-    pages, memory = PinnedPool(argparse.Namespace()), host_memory(size, device)
-    memory.zero_()
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    if on_gpu:
-        start = time.perf_counter()
-        pages.lock(memory, device)
-        yield {"name": "page-locking a GiB", "seconds": time.perf_counter() - start, "ok": pages.all_locked}
-    copying = statistics.median(interleaved([lambda: there.copy_(memory, non_blocking=True)], 5, device)[0])
-    yield {"name": "host to device", "GB/s": size / copying / 1e9}
-    back = statistics.median(interleaved([lambda: memory.copy_(there, non_blocking=True)], 5, device)[0])
-    yield {"name": "device to host", "GB/s": size / back / 1e9}
-    if on_gpu:
-        pages.unlock([memory])
-    arch = ToyArch(depth=3) if tiny else ToyArch(depth=12, dim=5120, heads=40)
-    items = toy_items(2) if tiny else [{**item, "latents": torch.randn(4, 8, 64, 64)} for item in toy_items(2)]
-    times, moved = [], 0
-    for swap in (False, True):
-        model: Any = make_model(TOY, arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
-        streamer = swapped(model, device) if swap else None
-        if streamer is None:
-            model.to(device)
-        else:
-            moved = 2 * streamer.num_bytes
-        engine = BlockEngine(policy="full", hooks=() if streamer is None else (streamer,))
-        step = partial(outcome, TOY, model, items, engine)
-        step()
-        times.append(min(seconds(step, device) for _ in range(3)))
-        del model, step, streamer
-    resident, streamed = times
-    hidden = 1 - max(0.0, streamed - resident) / (moved * copying / size)
-    row = {"resident": milliseconds(resident), "streamed": milliseconds(streamed), "share of copies hidden": hidden}
-    yield {"name": f"a step that streams {moved / GIB:.2f} GiB", **row}
+def real(device: torch.device, tiny: bool) -> Rows:
+    """`gpu_runs.real`."""
+    import gpu_runs
 
-
-def klein(device: torch.device, tiny: bool) -> Rows:
-    """A step of a small model, which the host may not feed fast enough: launches, and the time between kernels."""
-    for tokens in (64,) if tiny else (1024, 4096):
-        given = ["--device", str(device), "--model", "flux2", "--dtype", "bf16", "--tokens", str(tokens)]
-        given += ["--tiny"] if tiny else ["--width", "3072", "--blocks", "20"]
-        args = bench_step.configured(given)
-        pair = unless_out_of_memory(lambda args=args: bench_step.flux2_pair(args, torch.bfloat16))
-        if pair is None:
-            yield {"name": f"{tokens} tokens", "value": "out of memory", "ok": False}
-            continue
-        for name, step in (
-            ("ours", bench_step.steps_of(args, pair, torch.bfloat16).ours),
-            ("diffusers", bench_step.steps_of(args, pair, torch.bfloat16).autocast),
-        ):
-            step()
-            taken, made = min(seconds(step, device) for _ in range(2 if tiny else 5)), launches(step, device)
-            busy, span = busy_and_span(made)
-            yield {
-                "name": f"{name}, {tokens} tokens", "step": milliseconds(taken), "launches": len(made),
-                "busy": f"{busy / max(span, 1e-9):.0%}", "peak": mebibytes(peak_bytes(step, device)),
-            }  # fmt: skip
+    yield from gpu_runs.real(device, tiny)
 
 
 PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {

@@ -14,6 +14,7 @@ from diffusers import Flux2Transformer2DModel
 from PIL import Image
 
 from device_clock import mebibytes, milliseconds
+from ditkit_core.io.memory import release_memory
 from ditkit_flux2.demo import write as demo_checkpoint
 
 Rows = Iterator[dict[str, Any]]
@@ -46,7 +47,11 @@ def real(device: torch.device, tiny: bool) -> Rows:
             "--data.height", str(side), "--data.width", str(side), "--adapter.rank", "32", "--train.checkpointing", "full",
             "--held_out.clips", "1", "--sample.captions", "0", "--log.every_steps", "1", "--log.tensorboard", "false", *_on(device),
         ]  # fmt: skip
-        plan = json.loads(_command("flux2", folder, *given, "--plan", "--json").stdout)
+        asked = _command("flux2", folder, *given, "--plan", "--json")
+        if not asked.stdout.strip():
+            yield {"name": "plan", **_outcome(asked, run, 0)}
+            return
+        plan = json.loads(asked.stdout)
         planned = max(each["peak"] for each in plan["devices"])
         for number in (steps, 2 * steps):
             done = _command("flux2", folder, *given, "--train.steps", str(number))
@@ -80,6 +85,8 @@ def _write_checkpoint(folder: Path, device: torch.device, tiny: bool) -> None:
             joint_attention_dim=3 * demo_checkpoint.TEXT_DIM, guidance_embeds=False,
         )  # fmt: skip
     model.to(torch.bfloat16).save_pretrained(folder / "transformer")
+    del model
+    release_memory()  # which the run, in a process of its own, needs
 
 
 def _write_images(folder: Path, side: int) -> None:

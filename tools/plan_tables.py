@@ -49,7 +49,7 @@ class Row:
 
     spec: ModelSpec
     file: str
-    """Of the package's configs, without its ending."""
+    """Of the package's configs or of the recipes, without its ending."""
     size: tuple[int, int, int]
     """Frames, height and width."""
 
@@ -60,9 +60,9 @@ class Row:
         flags = {"data.height": height, "data.width": width, "data.buckets": False}
         if self.spec.data.frame_step:
             flags["data.frames"] = frames
-        return resolve(
-            RunConfig, file=ROOT / "packages" / self.spec.name / "configs" / f"{self.file}.toml", flags=flags
-        )
+        shipped = ROOT / "packages" / self.spec.name / "configs" / f"{self.file}.toml"
+        recipe = ROOT / "docs" / "recipes" / shipped.name
+        return resolve(RunConfig, file=recipe if recipe.exists() else shipped, flags=flags)
 
     @property
     def name(self) -> str:
@@ -70,6 +70,7 @@ class Row:
         frames, height, width = self.size
         config = self.config
         trained = "full fine-tune" if config.adapter.method == "full" else f"LoRA {config.adapter.rank}"
+        trained += f", {config.optim.name}" * (config.optim.name != "adamw")
         return f"{config.model.preset}, {trained}<br>{height}×{width}{f'×{frames}' if frames > 1 else ''}"
 
 
@@ -80,12 +81,15 @@ ROWS = (
         for size in ((49, 480, 832), (81, 720, 1280))
     ),
     Row(spec=WAN, file="t2v_1.3b_full", size=(49, 480, 832)),
+    Row(spec=WAN, file="wan_14b_full_24gb", size=(33, 480, 832)),
     *(
         Row(spec=FLUX2, file=file, size=(1, side, side))
         for file in ("klein_base_4b_lora", "klein_base_9b_lora", "dev_lora")
         for side in (512, 1024)
     ),
     Row(spec=FLUX2, file="klein_base_4b_full", size=(1, 1024, 1024)),
+    Row(spec=FLUX2, file="klein_9b_full_24gb", size=(1, 1024, 1024)),
+    Row(spec=FLUX2, file="dev_full_24gb", size=(1, 1024, 1024)),
 )
 
 
@@ -102,7 +106,7 @@ def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
     chosen = searched.fit.chosen
     if chosen is None:
         return "<br>".join(["–", *_change(row, gpus)])
-    seconds = chosen.time.seconds
+    seconds = chosen.seconds
     changed = "".join(f"<br>{each.key.rpartition('.')[2]} {each.value}" for each in searched.level.changed)
     return f"{_settings(chosen)}{changed}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.adapters.files.read import open_adapter
-from ditkit_core.adapters.inject import adapter_state
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_flux2.adapters import RULES
@@ -96,7 +96,7 @@ def test_keys_of_alpha_are_rejected_in_these_names(tmp_path: Path, form: str) ->
 def test_forms_that_stack_otherwise_become_each_other_to_the_bit(tmp_path: Path, first: str, second: str) -> None:
     """q, k and v apart in one form, one tensor in the other: A is three times as high there, or shared."""
     world = Adapted("klein base", (*QKV, "*.linear1", "head.linear"), alpha=6.0)
-    shapes, state = layers_of(world), adapter_state(world.model)
+    shapes, state = layers_of(world), trainable_parameters(world.model)
     source, out = world.write(tmp_path, first), tmp_path / "out.safetensors"
     assert cli.run(FLUX2, "export", ["--adapter", str(source), "--to", second, "--out", str(out)]) == 0
     file = open_adapter(out, NAMES, shapes)

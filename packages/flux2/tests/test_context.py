@@ -12,6 +12,6 @@ class TestContext(ContextConformance):
     outputs = 2e-6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestContextOfEveryPolicy(TestContext):
     scope = "all"

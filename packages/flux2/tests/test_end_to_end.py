@@ -77,6 +77,7 @@ def test_diffusers_pipeline_draws_with_the_adapter_what_it_draws_with_our_weight
     assert torch.equal(sample(), plain) and (plain - ours).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):
     """With buckets, several captions, dropout and references, which the demo has, and all else that decides what a step sees."""
     flags = (
@@ -98,6 +99,7 @@ def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):
     assert whole.keys() == parts.keys() and all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_a_run_draws_from_a_prompt_and_from_a_picture_to_edit(demo, tmp_path, capsys):
     run = tmp_path / "run"
     assert demo.train(run, "--sample.captions", "0") == 0

@@ -42,5 +42,5 @@ def test_the_estimate_is_above_the_measured_floor_and_of_its_order():
     (card,) = parse_gpus("h200")
     task = task_for(run_of(512), (card,))
     chosen = fit(task).chosen
-    seconds = step_seconds(task.profile_of("attn_only", "none"), chosen.division, [card], PLAIN).seconds
+    seconds = step_seconds(task.profile_of("attn_only", "none"), chosen.division, [card], PLAIN)
     assert 0.33 < seconds < 2 * 0.33

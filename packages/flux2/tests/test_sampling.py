@@ -150,25 +150,29 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # two adapters are what is asked for
+@pytest.mark.parametrize(("added_kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
 def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
-    sampler: Flux2Sampler, vae_folder: Path, tmp_path: Path
+    sampler: Flux2Sampler, vae_folder: Path, tmp_path: Path, added_kind: str, strength: float
 ) -> None:
-    written, kind = ExportConfig(dtype="fp32"), "klein base"
+    written, kind = ExportConfig(dtype="fp32", forms=("diffusers",)), "klein base"
     files, model = [], tiny_model(kind)
     shapes = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     for name, rank in (("fast", 3), ("trained", 4)):
         model = tiny_model(kind)
-        inject(model, AdapterConfig(rank=rank), FLUX2.adapters.targets)
+        adapter = AdapterConfig(rank=rank, use_dora=name == "fast" and added_kind == "dora")
+        inject(model, adapter, FLUX2.adapters.targets)
         initialise(model, rank, device_of=lambda _: CPU)
         for module, layer in adapter_layers(model).items():
             up = layer.lora_B["default"].weight
             up.data = torch.randn(up.shape, generator=generator("up", module, rank)) / 4
         files += export_adapter(model.eval(), FLUX2, tmp_path, name, written, metadata={})
-    fast = AddedAdapter(open_adapter(files[0], FLUX2.architecture.names, shapes), 0.7)
+    fast = AddedAdapter(open_adapter(files[0], FLUX2.architecture.names, shapes), strength)
     alone = generate_latents(sampler, job(), model, run_plain)
     with torch.no_grad(), added(model, [fast], lambda name: torch.float32):
         latents = generate_latents(sampler, job(), model, run_plain)
-    expected, _ = pipeline_latents(kind, tiny_model(kind), vae_folder, job(), {files[1]: 1.0, files[0]: 0.7})
+    # First, because peft scales what earlier adapters added with a DoRA's factors too.
+    files_of_both = {files[0]: strength, files[1]: 1.0}
+    expected, _ = pipeline_latents(kind, tiny_model(kind), vae_folder, job(), files_of_both)
     # as without adapters: fp32 in two orders of summation, amplified by guidance
     assert (latents - expected[-1]).abs().max() / expected[-1].std() < 1e-4
     assert (latents - alone).abs().max() / expected[-1].std() > 0.05

@@ -8,7 +8,7 @@ from sharded_of_flux2 import CASES, WORLDS
 from ditkit_core.testing.conformance_sharded import ShardedConformance
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestSharded(ShardedConformance):
     script = Path(__file__).parent / "support" / "sharded_of_flux2.py"
     sharded = WORLDS

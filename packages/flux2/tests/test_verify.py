@@ -7,7 +7,7 @@ import torch
 from adapted_flux2 import ADALN, Adapted, kinds_of_layers
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.adapters.inject import adapter_state
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.errors import UserError
 from ditkit_flux2.verify import DIFFUSERS
 
@@ -22,10 +22,10 @@ def all_layers(kind: str, form: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("kind", ["dev", "klein base", "klein"])
 def test_an_adapter_on_every_layer_is_what_diffusers_computes(tmp_path: Path, kind: str, form: str) -> None:
     world = Adapted(kind, all_layers(kind, form), alpha=6.0)
-    before = {name: value.clone() for name, value in adapter_state(world.model).items()}
+    before = {name: value.clone() for name, value in trainable_parameters(world.model).items()}
     line = world.verify(world.write(tmp_path, form))
     assert "agrees with our model" in line and "cannot tell" not in line and "\n" not in line
-    assert all(torch.equal(before[name], value) for name, value in adapter_state(world.model).items())
+    assert all(torch.equal(before[name], value) for name, value in trainable_parameters(world.model).items())
 
 
 @pytest.mark.parametrize("targets", [QKV, ("*.q",), ("*.k", "double_blocks.1.txt_attn.v"), ("*.q", "*.v", "*.proj")])

@@ -23,7 +23,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.prepare import build_meta_model, load_weights
-from ditkit_wan.adapters import fillers, readers
+from ditkit_wan.adapters import RULES, fillers
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
 from ditkit_wan.verify import DIFFUSERS
@@ -176,7 +176,7 @@ def test_diffusers_loads_nothing_of_an_architecture_that_it_has_no_model_of() ->
         assert ("has no such model" in rules.readers(official, blocks)["diffusers"]) == has_none, preset
         assert not rules.readers(official, blocks)["ComfyUI"] and rules.strangers == WAN.adapters.rules.strangers
     for name in ("layers.4.music.v", "embed.img_emb_refimage.proj.1", "head.head_global.head"):
-        assert "has no such model" in readers(official, [*blocks, name])["diffusers"]
+        assert "has no such model" in RULES.readers(official, [*blocks, name])["diffusers"]
 
 
 def test_a_file_is_said_to_be_for_the_preset_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,9 +192,11 @@ def test_a_file_is_said_to_be_for_the_preset_that_is_named(tmp_path: Path, capsy
 
 def test_other_readers() -> None:
     official = AdapterLayout(form="official")
-    assert not any(said for reader, said in readers(official, ["layers.0.ffn.0"]).items() if reader != "musubi-tuner")
-    vace = readers(official, ["layers.0.ffn.0", "vace_blocks.0.ffn.0"])
+    assert not any(
+        said for reader, said in RULES.readers(official, ["layers.0.ffn.0"]).items() if reader != "musubi-tuner"
+    )
+    vace = RULES.readers(official, ["layers.0.ffn.0", "vace_blocks.0.ffn.0"])
     assert "rejects vace_blocks.0.ffn.0" in vace["diffusers"] and not vace["ComfyUI"]
-    assert "k_img without v_img" in readers(official, ["layers.0.cross_attn.k_img"])["diffusers"]
-    assert not readers(AdapterLayout(form="videox"), ["layers.0.ffn.0"])["ComfyUI"]
-    assert readers(AdapterLayout(form="diffusers", naming="diffusers"), ["layers.0.ffn.0"])["DiffSynth"]
+    assert "k_img without v_img" in RULES.readers(official, ["layers.0.cross_attn.k_img"])["diffusers"]
+    assert not RULES.readers(AdapterLayout(form="videox"), ["layers.0.ffn.0"])["ComfyUI"]
+    assert RULES.readers(AdapterLayout(form="diffusers", naming="diffusers"), ["layers.0.ffn.0"])["DiffSynth"]

@@ -13,7 +13,7 @@ class TestContext(ContextConformance):
     script = Path(__file__).parent / "support" / "context_of_wan.py"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 class TestContextOfEveryPolicy(TestContext):
     scope = "all"
 

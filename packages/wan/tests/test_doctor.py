@@ -27,6 +27,7 @@ def check(demo: Demo, run: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads((run / "check.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_demo_is_checked_in_little_time_and_long_captions_are_shown(demo: Demo, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(demo.inputs, run / "inputs")

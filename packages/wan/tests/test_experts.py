@@ -175,6 +175,7 @@ def trained(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_both_experts_are_trained_verified_and_drawn_with(trained: Path) -> None:
     for name, rank in (("high_noise", 2), ("low_noise", 4)):
         for form in ("", "_diffusers"):
@@ -185,7 +186,7 @@ def test_both_experts_are_trained_verified_and_drawn_with(trained: Path) -> None
     assert list((trained / "samples").glob("step-000003-0-*.mp4"))
 
 
-@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize("with_adapters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_drawing_over_the_boundary_is_that_of_diffusers(
     trained: Path, checkpoints: dict[str, Path], with_adapters: bool
 ) -> None:

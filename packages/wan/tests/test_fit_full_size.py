@@ -60,6 +60,6 @@ def test_the_estimate_is_above_the_measured_floor_and_of_its_order(run):
     task = task_for(run, (card,))
     chosen = fit(task).chosen
     profile = task.profile_of("attn_only", "none")
-    seconds = step_seconds(profile, chosen.division, [card], PLAIN).seconds
+    seconds = step_seconds(profile, chosen.division, [card], PLAIN)
     assert 3.8 < seconds < 2 * 3.8
     assert chosen.setting.quantize == "none" and chosen.setting.swap == (0,)

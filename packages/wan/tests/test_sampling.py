@@ -79,10 +79,11 @@ def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any,
     torch.testing.assert_close(pixels, video, atol=1e-4, rtol=0)
 
 
-def adapted(checkpoint: Path, rank: int) -> Any:
+def adapted(checkpoint: Path, rank: int, *, use_dora: bool = False) -> Any:
     """The checkpoint's transformer with an adapter of random values."""
     components, precision = ModelPaths(base=str(checkpoint), dtype="fp32"), Precision(matmul=torch.float32)
-    unloaded = build_meta_model(WAN, components, AdapterConfig(rank=rank), BaseConfig(), precision=precision)
+    adapter = AdapterConfig(rank=rank, use_dora=use_dora)
+    unloaded = build_meta_model(WAN, components, adapter, BaseConfig(), precision=precision)
     model = load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=rank).model
     for name, layer in adapter_layers(model).items():
         up = layer.lora_B["default"].weight
@@ -91,17 +92,19 @@ def adapted(checkpoint: Path, rank: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # two adapters are what is asked for
+@pytest.mark.parametrize(("kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
 def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
-    checkpoint: Path, job: GenerationRequest, tmp_path: Path
+    checkpoint: Path, job: GenerationRequest, tmp_path: Path, kind: str, strength: float
 ) -> None:
-    model, other, written = adapted(checkpoint, 4), adapted(checkpoint, 3), ExportConfig(dtype="fp32")
+    model, other = adapted(checkpoint, 4), adapted(checkpoint, 3, use_dora=kind == "dora")
+    written = ExportConfig(dtype="fp32", forms=("diffusers",))
     files = [
         export_adapter(each, WAN, tmp_path, name, written, metadata={})[0]
         for each, name in ((model, "trained"), (other, "fast"))
     ]
     bare = build_on_meta(WAN, model.embed.arch, Precision(matmul=torch.float32))
     shapes = {name: tuple(m.weight.shape) for name, m in bare.named_modules() if isinstance(m, torch.nn.Linear)}
-    fast = AddedAdapter(open_adapter(files[1], WAN.architecture.names, shapes), 0.7)
+    fast = AddedAdapter(open_adapter(files[1], WAN.architecture.names, shapes), strength)
     sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     alone = generate_latents(sampler, job, model, run_plain)
     with torch.no_grad(), added(model, [fast], lambda name: torch.float32):
@@ -110,8 +113,9 @@ def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
 
     pipeline = diffusers_pipeline(checkpoint)
     for file in files:
-        pipeline.load_lora_weights(str(file), adapter_name=file.stem)
-    pipeline.set_adapters(["trained", "fast"], [1.0, 0.7])
+        pipeline.load_lora_weights(str(file), adapter_name=file.stem.removesuffix("_diffusers"))
+    # First, because peft scales what earlier adapters added with a DoRA's factors too.
+    pipeline.set_adapters(["fast", "trained"], [strength, 1.0])
     noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
     expected = pipeline(
         prompt="a red circle", negative_prompt="blue", height=32, width=48, num_frames=5, num_inference_steps=3,

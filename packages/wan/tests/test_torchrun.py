@@ -84,7 +84,7 @@ def test_two_ranks_train_what_one_process_trains(alone, tmp_path):
     assert all(line["sent_bytes"] > 0 <= line["wait_seconds"] for line in lines if "loss" in line)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_ranks_share_the_tokens_of_each_clip_and_one_process_goes_on(alone, tmp_path):
     run = tmp_path / "run"
     command = torchrun("--demo", "--run.folder", str(run), *SHORT, *ON_CPU, "--ranks.context", "2")
@@ -100,7 +100,7 @@ def test_two_ranks_share_the_tokens_of_each_clip_and_one_process_goes_on(alone, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.exhaustive), "full"])
 def test_two_ranks_divide_the_weights_and_one_process_goes_on(tmp_path, method):
     """Samples and exports need weights whole: rank 0 has them only with the help of rank 1."""
     run, steps = tmp_path / "run", ["--train.steps", "4", "--save.every_steps", "2", "--held_out.every_steps", "4"]
@@ -183,7 +183,9 @@ def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path):
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
     (line,) = (line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: "))
-    assert re.match(r"error: rank 0 of 2 on \S+: rank 1 of 2 on \S+ sent no heartbeat for 3 s", line)
+    assert re.match(
+        r"error: rank 0 of 2 on \S+ in step \d+: rank 1 of 2 on \S+ in step \d+ sent no heartbeat for 3 s", line
+    )
 
 
 @pytest.mark.slow

@@ -1,13 +1,19 @@
 """Adapters that are added to a loaded model for samples."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from ditkit_core.adapters.added import AddedAdapter, AddedLora, added, added_bytes
-from ditkit_core.adapters.files.read import open_adapter
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.dora import DORA_METADATA
+from ditkit_core.adapters.files.read import AdapterFile, open_adapter
+from ditkit_core.errors import UserError
+from ditkit_core.nn.quantized_linear import dense_weight
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
 
@@ -73,3 +79,114 @@ def test_lokr_and_loha_are_added_as_they_are_merged_also_where_a_file_has_layers
     assert own == sum(tensor.nbytes for tensor in stored), "in fp32, whatever the layer's dtype"
     loha = added_bytes([adapter], shapes, lambda name: torch.bfloat16, {"layers.0.qkv"})
     assert loha > 12 * layers["layers.0.qkv"].weight.numel()
+
+
+NAMES, DORA = TOY.architecture.names, ("layers.0.qkv", "layers.1.mlp.0", "head.out")
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def written(path: Path, shapes: dict[str, tuple[int, ...]], seed: int, magnitude: str = "") -> AdapterFile:
+    """A file with adapters of `DORA`; with magnitudes over the norm of the merged rows, or of the base's."""
+    random, tensors = torch.Generator().manual_seed(seed), {}
+    for name in DORA:
+        (part,) = NAMES.from_native["official"](f"{name}.weight")
+        stem = f"diffusion_model.{part.name.removesuffix('.weight')}"
+        out, into = shapes[name]
+        tensors[f"{stem}.lora_A.weight"] = torch.randn(3, into, generator=random) / into**0.5
+        tensors[f"{stem}.lora_B.weight"] = torch.randn(out, 3, generator=random) / 3**0.5
+        if magnitude:
+            tensors[f"{stem}.dora_scale"] = 0.5 + torch.rand(out, 1, generator=random)
+    save_file(tensors, path, {DORA_METADATA: "yes"} if magnitude == "base" else {})
+    return open_adapter(path, NAMES, shapes)
+
+
+def outputs(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {name: model.get_submodule(name)(x) for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("magnitude", ["merged", "base"])
+@pytest.mark.parametrize("trained", ["none", "lora", "lokr", "dora"])
+def test_doras_are_added_as_they_are_merged_whatever_is_trained_over_them(
+    tmp_path: Path, trained: str, magnitude: str
+) -> None:
+    """Two of them: each with its norm of the base, as peft has it."""
+    options: dict[str, Any] = {"use_dora": True} if trained == "dora" else {}
+    method = "lokr" if trained == "lokr" else "lora"
+    config = None if trained == "none" else AdapterConfig(rank=4, method=method, **options)
+    model = make_model(TOY, ToyArch(), adapter=config).eval()
+    base = make_model(TOY, ToyArch())
+    shapes = shapes_of(base)
+    files = [written(tmp_path / f"{seed}.safetensors", shapes, seed, magnitude) for seed in (1, 2)]
+    inputs = {name: torch.randn(5, shapes[name][1], generator=torch.Generator().manual_seed(3)) for name in DORA}
+    plain = outputs(model, inputs)
+    adapters = [AddedAdapter(files[0], 0.5), AddedAdapter(files[1], 1.0)]
+    with added(model, adapters, lambda name: torch.float32):
+        found = outputs(model, inputs)
+    assert {type(module).__name__ for module in model.modules()}.isdisjoint({"AddedDoras"})
+    for name, x in inputs.items():
+        layer: Any = model.get_submodule(name)
+        frozen = layer if trained == "none" else layer.base_layer
+        expected = plain[name]
+        for file, strength in ((files[0], 0.5), (files[1], 1.0)):
+            weight = frozen.weight.detach().clone()
+            file.change(name, weight, strength)
+            expected = expected + x @ (weight - frozen.weight.detach()).T
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5, msg=name)  # fp32 in another order
+        assert (expected - plain[name]).norm() > 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("assistant", ["", "merged", "base"])
+def test_a_dora_is_over_the_base_that_an_assistant_is_taken_out_of(tmp_path: Path, assistant: str) -> None:
+    model = make_model(TOY, ToyArch(), adapter=AdapterConfig(rank=4)).eval()
+    shapes = shapes_of(make_model(TOY, ToyArch()))
+    merged = written(tmp_path / "assistant.safetensors", shapes, 1, assistant)
+    dora = written(tmp_path / "dora.safetensors", shapes, 2, "merged")
+    inputs = {name: torch.randn(5, shapes[name][1], generator=torch.Generator().manual_seed(3)) for name in DORA}
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in DORA}
+    before = {name: layer.base_layer.weight.detach().clone() for name, layer in layers.items()}
+    plain = outputs(model, inputs)
+    with added(model, [AddedAdapter(dora, 0.6)], lambda name: torch.float32):
+        expected = outputs(model, inputs)
+    for name, layer in layers.items():
+        merged.change(name, layer.base_layer.weight.data, 0.8)
+    taken_out = AddedAdapter(merged, 0.8, before.__getitem__)
+    assert (outputs(model, inputs)[DORA[0]] - plain[DORA[0]]).norm() > 0.1
+    for adapters, wanted in (([taken_out], plain), ([AddedAdapter(dora, 0.6), taken_out], expected)):
+        with added(model, adapters, lambda name: torch.float32):
+            for name, out in outputs(model, inputs).items():
+                torch.testing.assert_close(out, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_an_assistant_that_leaves_nothing_of_a_row_is_refused(tmp_path: Path) -> None:
+    model = make_model(TOY, ToyArch())
+    shapes = shapes_of(model)
+    file = written(tmp_path / "zero.safetensors", shapes, 1, "merged")
+    tensors = {key: file.source.read(key) for key in file.source.tensors}
+    tensors = {key: tensor * 0 if key.endswith("dora_scale") else tensor for key, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "zero.safetensors")
+    file = open_adapter(tmp_path / "zero.safetensors", NAMES, shapes)
+    before = dict(model.named_modules())
+    weights = {name: dense_weight(model.get_submodule(name)) for name in DORA}
+    taken_out = AddedAdapter(file, 1.0, weights.__getitem__)
+    refused = pytest.raises(UserError, match="cannot be taken out of layers.0.qkv again")
+    with refused, added(model, [taken_out], lambda name: torch.float32):
+        pass
+    assert dict(model.named_modules()) == before
+
+
+def test_the_bytes_of_a_dora_are_planned(tmp_path: Path) -> None:
+    model = make_model(TOY, ToyArch())
+    shapes = shapes_of(model)
+    plain = AddedAdapter(written(tmp_path / "lora.safetensors", shapes, 1), 1.0)
+    dora = AddedAdapter(written(tmp_path / "dora.safetensors", shapes, 1, "base"), 1.0)
+
+    def size(each: AddedAdapter) -> int:
+        return added_bytes([each], shapes, lambda name: torch.bfloat16, set(DORA))
+
+    rows = sum(shapes[name][0] for name in DORA)
+    largest = max(out * into for out, into in (shapes[name] for name in DORA))
+    assert size(dora) == size(plain) + 8 * rows + 8 * largest

@@ -11,8 +11,8 @@ from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.read import initial_adapter, open_adapter
-from ditkit_core.adapters.files.write import write_adapter
-from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.files.write import trained_adapters, write_adapter
+from ditkit_core.adapters.inject import adapter_layers, initialise, inject, trainable_parameters
 from ditkit_core.adapters.verify import compare_with_pipeline
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
@@ -48,15 +48,16 @@ def verify(folder: Path, pipeline: Pipeline, *, size: float = 1.0, dtype: torch.
         for layer in adapter_layers(model).values():
             layer.lora_B["default"].weight.mul_(size)
     file = folder / "adapter.safetensors"
-    write_adapter(file, adapter_state(model), CONFIG.scaling, NAMES, form="diffusers", dtype=dtype, metadata={})
+    adapters = trained_adapters(adapter_layers(model))
+    write_adapter(file, adapters, NAMES, form="diffusers", dtype=dtype, metadata={})
     (item,) = toy_items(1)
     inputs = ToyInputs([item["latents"]], torch.tensor([0.5]), [item["text"]])
-    before = adapter_state(model)
+    before = {name: value.detach().clone() for name, value in trainable_parameters(model).items()}
     line = compare_with_pipeline(
         file, ModelPaths(transformer="toy.safetensors"), model, NAMES, pipeline=pipeline,
         ours=lambda: model(inputs)[0], theirs=lambda: pipeline.transformer.eval()(inputs)[0],
     )  # fmt: skip
-    assert all(torch.equal(value, adapter_state(model)[name]) for name, value in before.items())
+    assert all(torch.equal(value, trainable_parameters(model)[name]) for name, value in before.items())
     return line
 
 

@@ -320,6 +320,7 @@ def test_memory_that_runs_out_is_an_error_with_a_remedy(world: World) -> None:
     assert status == 1 and codes(found) == ["D25"] and "--fit" in found["findings"][0]["remedy"]
 
 
+@pytest.mark.slow
 def test_memory_is_planned_for_accelerators(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

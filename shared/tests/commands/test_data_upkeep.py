@@ -137,10 +137,28 @@ def test_samples_can_be_looked_at(world: World) -> None:
     assert (seen / "wide.txt").read_text() == "ohwx red\n"
 
 
-@pytest.mark.parametrize("folder", ["clips", "clips/seen", ".", "other/../clips"])
-def test_a_dump_does_not_go_among_the_clips(world: World, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("folder", "flags"),
+    [
+        ("clips", ()),
+        ("clips/seen", ()),
+        (".", ()),
+        ("other/../clips", ()),
+        ("~/clips", ()),
+        ("clips", ("--data.folder", "~/clips")),
+        ("class/seen", ("--prior.folder", "~/class")),
+    ],
+)
+def test_a_dump_does_not_go_among_the_clips(
+    world: World,
+    folder: str,
+    flags: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(world.folder))
     before = {path: path.read_bytes() for path in (world.folder / "clips").iterdir()}
-    assert encode(world, "--dump", folder) == 1
+    assert encode(world, "--dump", folder, *flags) == 1
     assert "which is data; name a folder apart from the data" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (world.folder / "clips").iterdir()} == before
 

@@ -301,6 +301,7 @@ def test_ranks_divide_what_does_not_fit_one_gpu(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_ranks_share_samples_where_a_step_has_fewer_micro_batches(tmp_path, capsys):
     given = [*small_run(tmp_path), "--train.accumulation", "2", "--fit"]
     assert cli.run(TOY, "train", [*given, "--gpus", "24GiB", "--nproc", "2", "--nodes", "2"]) == 0

@@ -146,9 +146,9 @@ def front(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 def test_a_run_of_ranks_is_checked_in_one_process_which_says_how_to_start_it(front: Front) -> None:
     shared = ("--ranks.context", "2")
-    dropout = Case(seed=0, flags=(shared, ("--adapter.dropout", "0.1")), steps=("check",))
-    assert front.try_case(dropout) == "not trainable", "by any number of processes"
-    case = Case(seed=0, flags=(shared, ("--adapter.dropout", "0")), steps=("check",))
+    compiled = Case(seed=0, flags=(shared, ("--train.compile", "true")), steps=("check",))
+    assert front.try_case(compiled) == "not trainable", "by any number of processes"
+    case = Case(seed=0, flags=(shared, ("--adapter.dropout", "0.1")), steps=("check",))
     assert front.try_case(case) == "not tried"
     said = "start it with torchrun: ranks.shard and ranks.context need a multiple of 2 processes"
     assert said in front.printed.replace("\n", " ")
@@ -162,8 +162,8 @@ MORE = [range(first, first + 4 * CHUNK) for first in range(100, 2000, 4 * CHUNK)
     "seeds",
     [
         *CHUNKS,
-        *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MORE[:6]),
-        *(pytest.param(seeds, marks=pytest.mark.exhaustive) for seeds in MORE[6:]),
+        *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MORE[:1]),
+        *(pytest.param(seeds, marks=pytest.mark.exhaustive) for seeds in MORE[1:]),
     ],
     ids=lambda seeds: str(seeds[0]),
 )

@@ -72,20 +72,21 @@ def test_the_first_rank_alone_decides_by_the_clock_when_both_save(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "said"),
+    ("name", "rank", "step", "said"),
     [
         (
             "no memory",
             1,
+            3,
             r"out of memory \(CUDA out of memory. Tried to allocate 2.00 GiB\); without torchrun, --plan shows",
         ),
-        ("cannot save", 0, r"cannot write .*step-000004: No space left on device; free some space"),
-        ("cannot read", 1, r"a disk that is gone"),
+        ("cannot save", 0, 4, r"cannot write .*step-000004: No space left on device; free some space"),
+        ("cannot read", 1, 4, r"a disk that is gone"),
     ],
 )
-def test_what_one_rank_cannot_do_is_one_line_that_names_it(folder, name, rank, said):
+def test_what_one_rank_cannot_do_is_one_line_that_names_it(folder, name, rank, step, said):
     (line,) = lines(folder, name)
-    assert re.match(rf"error: rank {rank} of 2 on \S+: .*{said}", line)
+    assert re.match(rf"error: rank {rank} of 2 on \S+ in step {step}: .*{said}", line)
     assert line.removeprefix("error: ") in result(folder, name)["said"], "torchrun's summary has it, too"
     assert saves(folder, name) == [2], "the save before it stays"
 

@@ -126,6 +126,7 @@ def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tm
     assert status == 0 and [row["stage"] for row in found["auxiliary"]] == ["encode", "encode"], "nothing is drawn"
 
 
+@pytest.mark.slow
 def test_fit_changes_how_a_run_encodes_where_its_gpu_has_no_room_for_that(tmp_path, capsys):
     """The VAE in tiles where that is enough; else both encoders on the CPU. Nothing changes where there is room."""
     given = ["--model.preset", "tiny", "--run.folder", str(tmp_path / "run"), *SIZE, "--sample.captions", "0", "--fit"]
@@ -312,6 +313,7 @@ def test_every_device_of_a_divided_model_denoises(tmp_path, capsys):
     assert second["available"] == other["total"] - other["reserve"] - other["workspace"]
 
 
+@pytest.mark.slow
 def test_what_pipelining_would_bring_is_estimated(tmp_path, capsys):
     flags = ("--gpus", "2x24GiB", "--train.accumulation", "4")
     _, out, _ = plan(tmp_path, capsys, "--json", *flags)
@@ -332,6 +334,7 @@ def test_class_pictures_are_planned_where_they_are_missing(tmp_path, capsys):
     assert found["auxiliary"][-1]["size"] == [1, 256, 256]
 
 
+@pytest.mark.slow
 def test_class_pictures_that_are_larger_than_the_data_are_what_is_planned(tmp_path, capsys):
     for folder, size in (("data", (128, 128)), ("class", (256, 64))):
         (tmp_path / folder).mkdir()

@@ -61,3 +61,16 @@ def test_a_path_that_no_architecture_of_the_family_reads_is_not_looked_at() -> N
     gone = PARTS | {"model.text_encoder": "./gone"}
     assert refusal(**gone).startswith("model.text_encoder = './gone'")
     assert refusal(components=("vae", "transformer"), **gone) == ""
+
+
+@pytest.mark.parametrize("verb", ["plan", "fit"])
+def test_a_plan_of_a_demo_that_is_not_written_says_how_to_write_it(verb: str) -> None:
+    def planned(**flags: str) -> None:
+        given = {"model.base": "run/inputs/checkpoint", "run.folder": "run"} | flags
+        check_paths("train", verb, resolve(RunConfig, flags=given), TrainOptions(demo=True), COMPONENTS)
+
+    with pytest.raises(UserError, match=f"--{verb} writes nothing, .* write it with --demo --check"):
+        planned()
+    planned(**{"model.preset": "t2v-1.3b"})
+    Path("run/inputs/checkpoint").mkdir(parents=True)
+    planned()

@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from toy_world import equal
 from two_experts import BOUNDARY, EXPERTS, STEPS, TwoExperts
 
+from ditkit_core.errors import UserError
 from ditkit_core.run import model as run
+from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.training import trainer as train
 
@@ -101,6 +103,7 @@ def test_each_step_of_training_is_on_its_experts_side(world: TwoExperts, monkeyp
     assert {low for low, _ in seen[2:]} == {0.0} and all(0.8749 < high < 0.875 for _, high in seen[2:])
 
 
+@pytest.mark.slow
 def test_one_expert_is_in_memory_at_a_time(
     world: TwoExperts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +252,7 @@ def test_adapter_files_are_drawn_with_as_the_run_draws(world: TwoExperts, capsys
     assert world.run("sample", "--run", "nowhere", *drawing) != 0
 
 
+@pytest.mark.slow
 def test_exports_are_one_file_for_each_expert(world: TwoExperts) -> None:
     assert world.train("both", 2, "--export.forms", '["official", "diffusers"]', "--experts.rank", "[2, 3]") == 0
     names = {file.name for file in (world.folder / "both" / "exports").iterdir()}
@@ -304,6 +308,18 @@ def test_class_pictures_are_drawn_once_with_both_before_either_is_trained(
     assert not (world.folder / "both" / "high_noise" / "prior").exists()
     assert world.train("high", 1, *prior, "--experts.train", "high_noise") == 0
     assert equal(world.exported("both", "high_noise"), world.adapter("high"))
+
+
+def test_class_images_that_no_text_makes_are_refused_before_experts_encode_anything(
+    world: TwoExperts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: RunContext) -> None:
+        raise UserError("this model starts from an image")
+
+    monkeypatch.setattr("ditkit_core.commands.train.check_class_prompt", refuse)
+    assert world.train("both", 1, "--prior.prompt", "a class", "--prior.images", "3", "--sample.captions", "0") == 1
+    assert "this model starts from an image" in capsys.readouterr().err
+    assert not list((world.folder / "cache").rglob("*.safetensors"))
 
 
 def test_a_full_fine_tune_trains_each_in_its_folder(world: TwoExperts) -> None:
@@ -385,6 +401,7 @@ def test_swapped_files_are_refused(world: TwoExperts, capsys: pytest.CaptureFixt
     assert "exchange them, or rename the file" in error(capsys)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_the_one_that_is_resident(world: TwoExperts, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--train.device", "cpu", "--experts.rank", "[2, 8]")
     assert world.train("both", 1, "--plan", "--gpus", "24GiB", *flags) == 0
@@ -404,6 +421,7 @@ def test_a_plan_is_of_the_one_that_is_resident(world: TwoExperts, capsys: pytest
     assert "rank = [2, 8]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_audit_is_of_one_expert_and_leaves_the_folder_to_the_run(world: TwoExperts) -> None:
     assert world.train("both", 1, "--audit-precision", "--sample.captions", "0") == 0
     assert (world.folder / "both" / "audit" / "precision.json").exists()

@@ -5,7 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 from toy_world import World, equal
+
+from ditkit_core.diagnostics.step_trace import top_kernels
 
 
 def test_steps_after_warm_up_are_traced_and_nothing_else_changes(
@@ -37,3 +41,10 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureF
         in capsys.readouterr().err
     )
     assert not (tmp_path / "run" / "profile.json.gz").exists()
+
+
+def test_a_run_on_the_cpu_shows_its_operations_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as made:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    assert any(name == "aten::mm" for name, *_ in top_kernels(made, 1).rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.encoding.batch_sampler import epoch_order
+from ditkit_core.encoding.batch_sampler import Epochs
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader, files_of, split_held_out
@@ -78,24 +78,24 @@ def test_items_belong_to_their_ids(samples: list[EncodedSample]) -> None:
 
 
 def test_orders_differ_by_seed_and_epoch(samples: list[EncodedSample]) -> None:
-    orders = [tuple(epoch_order(seed, epoch, IDS)) for seed in range(3) for epoch in range(3)]
+    orders = [tuple(Epochs(IDS, seed).order(epoch)) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9
     assert drawn(samples, 7) != drawn(samples, 7, seed=1)
-    expected = [IDS[i] for epoch in range(3) for i in epoch_order(4, epoch, IDS)]
+    expected = [IDS[i] for epoch in range(3) for i in Epochs(IDS, 4).order(epoch)]
     assert drawn(samples, 3, seed=4, batch_size=7) == expected
 
 
 def test_an_order_depends_on_ids_alone() -> None:
-    order = [IDS[i] for i in epoch_order(5, 2, IDS)]
+    order = [IDS[i] for i in Epochs(IDS, 5).order(2)]
     turned = IDS[::-1]
-    assert [turned[i] for i in epoch_order(5, 2, turned)] == order
+    assert [turned[i] for i in Epochs(turned, 5).order(2)] == order
     more = ["new", *IDS]
-    assert [more[i] for i in epoch_order(5, 2, more) if more[i] != "new"] == order
+    assert [more[i] for i in Epochs(more, 5).order(2) if more[i] != "new"] == order
     assert order == ["clip2", "clip4", "clip1", "clip6", "clip0", "clip3", "clip5"]  # on every platform and version
 
 
 def test_first_places_are_evenly_spread() -> None:
-    counts = torch.bincount(torch.tensor([epoch_order(0, epoch, IDS)[0] for epoch in range(2100)]), minlength=7)
+    counts = torch.bincount(torch.tensor([Epochs(IDS, 0).order(epoch)[0] for epoch in range(2100)]), minlength=7)
     assert counts.min() > 240 and counts.max() < 360  # 300 each, 3.7 standard deviations
 
 

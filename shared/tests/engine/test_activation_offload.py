@@ -113,7 +113,7 @@ def test_named_operations_say_what_is_sent():
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=[pytest.mark.slow] * (name in POLICIES)) for name in ALL_KINDS]
+    "policy", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in POLICIES)) for name in ALL_KINDS]
 )
 def test_what_is_sent_is_what_is_planned(policy):
     check_sent(toy_job(arch=ToyArch(dim=256, depth=4), size=(5, 128, 128), policy=f"{policy}+offload"))

@@ -92,7 +92,7 @@ def test_buckets_frame_counts_and_numbers_of_samples_take_six_graphs():
     assert not found["kept"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_divided_streamed_pipelined_model_and_one_that_steps_in_its_backward_compile_to_the_same_numbers():
     check_levers("few_levers", CONFORMANCE, ["TestToyWithDropoutInBlockAndAttention"])
 
@@ -103,7 +103,7 @@ def test_levers_compose_with_compiled_blocks():
     check_levers("levers", CONFORMANCE, ["TestToyWithDropoutInBlockAndAttention"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_blocks_go_with_a_quantized_base():
     for kind, found in printed(SCRIPT, "quantized").items():
         assert all(under["equal"] for under in found.values()), (kind, found)

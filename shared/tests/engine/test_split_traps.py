@@ -239,10 +239,15 @@ def train_toy(folder, steps, way, method, name):
     return load_state(result.save)
 
 
+def how_often(name):
+    """Marks: in the default set the usual optimizer, and one that knows matrices."""
+    return () if name in ("adamw", "muon") else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        pytest.param(method, name, marks=() if method == daily else pytest.mark.exhaustive)
+        pytest.param(method, name, marks=how_often(name) if method == daily else pytest.mark.exhaustive)
         for name, daily in zip(OPTIMIZERS, itertools.cycle(("lora", "full")))
         for method in ("lora", "full")
         if (method, name) != ("lora", "muon")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.engine import engine
-from ditkit_core.engine.activation_offload import _DeviceStore
+from ditkit_core.engine.activation_offload import HostStore, _DeviceStore
 from ditkit_core.engine.block_swap import BlockQueue
 from ditkit_core.engine.pinned_memory import CopyLane, Streamed, page_lock
 from ditkit_core.io.runtimes import runtime_of
@@ -146,3 +146,12 @@ def test_a_fault_is_found(plant: Plant, case: StreamCase, found: str, monkeypatc
 @pytest.mark.parametrize("case", dict.fromkeys(case for _, case, _ in FAULTS))
 def test_without_a_fault_nothing_is_found(case: StreamCase) -> None:
     assert unordered(TOY, ARCH, toy_items(2), case) == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_tensor_that_no_hook_asked_for_is_waited_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward without the marks of blocks: each operation fetches what it saved, and waits for it."""
+    if not waits:
+        monkeypatch.setattr(_DeviceStore, "wait_for", nothing)
+    monkeypatch.setattr(HostStore, "pre_backward", nothing)
+    assert bool(unordered(TOY, ARCH, toy_items(2), OFFLOAD)) != waits

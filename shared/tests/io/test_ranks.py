@@ -78,3 +78,17 @@ def test_the_gpu_of_a_rank_is_that_of_its_number_on_the_machine(monkeypatch):
 def test_a_timeout_below_a_second_is_refused():
     with pytest.raises(UserError, match=r"ranks.timeout = 0.5 must be at least 1 second"):
         RanksConfig(timeout=0.5)
+
+
+@pytest.mark.parametrize("name", ["ditkit", "torch", "configuration", "data", "base"])
+def test_a_rank_that_differs_in_something_is_refused_with_its_machine(name):
+    own = {"ditkit": "0.1", "torch": "2.15", "configuration": "a1", "data": "b2", "base": "c3"}
+
+    class First(Ranks):
+        def all_gather_object(self, value):
+            return [value, value, {**value, "host": "elsewhere", name: "another"}]
+
+    with pytest.raises(
+        UserError, match=rf"rank 2 on elsewhere has another {name} \(another\) than rank 0 on \S+ \({own[name]}\)"
+    ):
+        First(0, 3).check_same(own)

@@ -1,7 +1,7 @@
 """The account of a step's time: every moment of a device belongs to one part, on the device's own clock."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,17 +32,22 @@ class Times:
 
 @dataclass
 class Event:
-    """Of a GPU: times are in milliseconds between two events."""
+    """Of a GPU: times are in milliseconds between two events that are over, and those before an event that is waited for are."""
 
     at: float
+    over: ClassVar[float] = -1.0
+
+    def synchronize(self) -> None:
+        Event.over = max(Event.over, self.at)
 
     def elapsed_time(self, end: "Event") -> float:
+        assert max(self.at, end.at) <= Event.over, "Both events must be completed before calculating elapsed time."
         return 1000 * (end.at - self.at)
 
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
-    found = Times()
+    found, Event.over = Times(), -1.0
     monkeypatch.setattr(step_clock, "_now", found)
     return found
 

@@ -256,6 +256,7 @@ def test_a_model_says_what_its_gradients_are_summed_in(matmul: torch.dtype) -> N
         assert {parameter.grad_dtype for parameter in model.parameters()} == {expected}
 
 
+@pytest.mark.slow
 def test_a_plan_sees_half_the_stream_under_full() -> None:
     """What `full` keeps of a block is the stream that enters it; modulation and text are handed to all blocks, and kept once."""
     wide, narrow = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject, trainable_parameters
+from ditkit_core.adapters.inject import adapter_layers, initialise, inject, trainable_parameters
 from ditkit_core.nn import factored
 from ditkit_core.nn.factored import parts_of, weight_change
 
@@ -98,7 +98,7 @@ def test_a_new_adapter_changes_nothing_depends_on_seed_and_name_and_learns(name:
         inject(model, CONFIGS[name], {"all": ("q", "out")})
         initialise(model, seed, device_of=lambda module: torch.device("cpu"))
         model.double()
-        states.append(adapter_state(model))
+        states.append(trainable_parameters(model))
         x = torch.randn(3, 24, dtype=torch.float64)
         assert torch.equal(run(model, x)[0], run(small(), x)[0])
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])

@@ -252,10 +252,11 @@ def test_where_bf16_stalls_it_learns():
     ("rounding", "fused", "streamed"),
     [
         ("stochastic", False, ()),
-        pytest.param("split", False, (), marks=pytest.mark.slow),
-        pytest.param("split", True, (1, 3, 5), marks=pytest.mark.slow),
+        ("split", False, ()),
+        ("split", True, (1, 3, 5)),
     ],
 )
+@pytest.mark.slow
 def test_the_plan_is_what_a_step_holds(rounding, fused, streamed):
     changed = {"precision": Precision(matmul=BF16), "optim": OptimConfig(rounding=rounding, fused_backward=fused)}
     if fused:

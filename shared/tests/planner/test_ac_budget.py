@@ -199,6 +199,7 @@ def resolved(run: RunContext):
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
+@pytest.mark.slow
 def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(monkeypatch, capsys):
     peaks = [make_report(run_of(policy)).devices[0].peak for policy in ("full", "none")]
     free = sum(peaks) // 2

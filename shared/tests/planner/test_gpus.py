@@ -5,7 +5,15 @@ import torch
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
-from ditkit_core.planner.gpus import KNOWN_GPUS, default_reserve, gpu_named, gpus_here, of_size, parse_gpus
+from ditkit_core.planner.gpus import (
+    KNOWN_GPUS,
+    default_reserve,
+    gpu_named,
+    gpus_here,
+    keeping_reserves,
+    of_size,
+    parse_gpus,
+)
 from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.step_time import assumptions
 
@@ -124,4 +132,5 @@ def test_what_is_no_gpu_is_refused():
 
 def test_what_others_use_adds_to_the_reserve():
     (card,) = parse_gpus("24GiB")
-    assert card.keeping_free(GIB).reserve == card.reserve + GIB
+    (kept,) = keeping_reserves((card,), [1.0])
+    assert kept.reserve == card.reserve + GIB

@@ -70,6 +70,7 @@ LARGE = {"size": (17, 128, 128)}
         ),
     ],
 )
+@pytest.mark.slow
 def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy, size):
     of = toy_job(policy=policy, **size)
     found = profile(of)
@@ -110,6 +111,7 @@ def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.slow
 def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_allocate(kernels):
     """The same arithmetic but for a text of few tokens, most of a block's matmuls in 8 bits, and no more is kept for the backward."""
     stored = toy_job(policy="full", quantize="int8", kernels=kernels)
@@ -171,6 +173,7 @@ def real_peak(of, micro_batches: int = 1) -> int:
     return ledger.peak[torch.device("cpu")]
 
 
+@pytest.mark.slow
 def test_more_micro_batches_of_an_adapter_need_more_sets_of_its_gradients():
     of = toy_job(policy="full", kind="cpu", adapter=AdapterConfig(rank=64))
     found = profile(of)
@@ -226,10 +229,11 @@ def test_a_device_that_is_too_small_says_what_it_lacks():
     ("method", "policies"),
     [
         ("lora", ("attn_only",)),
-        pytest.param("lora", ("none", "full+offload"), marks=pytest.mark.slow),
-        pytest.param("full", ("none", "attn_only", "full+offload"), marks=pytest.mark.slow),
+        pytest.param("lora", ("none", "full+offload"), marks=pytest.mark.exhaustive),
+        pytest.param("full", ("none", "attn_only", "full+offload"), marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.slow
 def test_a_profile_like_another_is_the_one_that_is_made_alone(method, policies):
     """Updates, and the backward of stages on devices of their own, depend neither on the policy nor on the format of the weights."""
     optimizer = OptimConfig(name="muon" if method == "full" else "adamw")

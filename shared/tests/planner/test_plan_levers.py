@@ -75,6 +75,7 @@ def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, opti
         ),
     ],
 )
+@pytest.mark.slow
 def test_an_update_in_the_backward_clips_and_sums(clip_by, micro_batches, dtype, cuts, streamed):
     """A block's gradients wait for each other; sums of micro-batches are the optimizer's, and are streamed with its state."""
     rounding = "stochastic" if dtype == torch.bfloat16 else "nearest"

@@ -33,6 +33,7 @@ def utilisation(*sizes: tuple[int, int, int], peak: float = 1e9) -> Utilisation:
     return Utilisation(items, lambda each: flops_of(job, each), num_tokens, peak)
 
 
+@pytest.mark.slow
 def test_a_quadratic_through_three_sizes_is_the_count_of_any_other() -> None:
     found = utilisation((1, 32, 32), (5, 64, 64), (9, 64, 96))
     job = toy_job(arch=ARCH)

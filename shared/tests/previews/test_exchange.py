@@ -63,6 +63,7 @@ def samples_of(run: Path, expert: str) -> list[Path]:
     return list((run / expert / "samples").glob("*.png"))
 
 
+@pytest.mark.slow
 def test_a_preview_has_the_first_expert_as_it_was_trained(world: TwoExperts, moved: list[int]) -> None:
     """The second one's after its first step is the sample of a run that trained the first for two and the second for one step."""
     flags = ("--base.quantize", "int8")
@@ -79,6 +80,7 @@ def test_a_preview_has_the_first_expert_as_it_was_trained(world: TwoExperts, mov
     [("--adapter.method", "full"), ("--train.swap_blocks", "1"), ("--experts.train", "low_noise")],
     ids=["full", "streamed", "one"],
 )
+@pytest.mark.slow
 def test_other_runs_are_bitwise_the_same_too(world: TwoExperts, moved: list[int], flags: tuple[str, ...]) -> None:
     without = train(world, "without", *flags, "--ema.decay", "0.5")
     run = train(world, "with", *flags, "--ema.decay", "0.5", "--sample.every_steps", "1")

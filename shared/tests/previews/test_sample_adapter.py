@@ -45,10 +45,19 @@ LEVERS = {
 }
 
 
+METHODS = {
+    "lora": (),
+    "dora": ("--adapter.use_dora", "true"),
+    "lokr": ("--adapter.method", "lokr", "--adapter.dropout", "0"),
+    "loha": ("--adapter.method", "loha", "--adapter.dropout", "0"),
+}
+
+
 def levers(mark: pytest.MarkDecorator, *without: str) -> list[Any]:
-    """Those for a test, with a mark for a real process: daily, what stands in for it draws in this one."""
-    marks = {"in another process": mark}
-    return [pytest.param(name, marks=marks.get(name, ())) for name in LEVERS if name not in without]
+    """Those for a test, with a mark for a real process. In the default set are an adapter, streamed blocks, and what stands in for a process."""
+    default = dict.fromkeys(("lora", "streamed", "on another device"), ())
+    marks = {"in another process": mark, **default}
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in LEVERS if name not in without]
 
 
 @contextmanager
@@ -96,7 +105,7 @@ def outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
             with torch.no_grad():
                 made.append(engine(model, inputs)[0])
         layers = {type(module).__name__ for module in model.modules()}
-        assert not layers & {"AddedLora", "AddedFactors"}
+        assert not layers & {"AddedLora", "AddedFactors", "AddedDoras"}
         return render(stages, sampler, requests, *rest)
 
     monkeypatch.setattr(generate, "render_samples", keeping)
@@ -117,11 +126,19 @@ def test_training_has_an_assistant_and_samples_are_without_it(world: World, leve
     assert len(pictures) == 3 and all(assisted[name] != merged[name] for name in pictures)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [
+        ("fp32", "lora"),
+        ("bf16", "dora"),
+        pytest.param("bf16", "lora", marks=pytest.mark.slow),
+        pytest.param("fp32", "dora", marks=pytest.mark.slow),
+    ],
+)
 def test_samples_of_an_assisted_run_are_those_of_the_bare_base(
-    world: World, monkeypatch: pytest.MonkeyPatch, dtype: str
+    world: World, monkeypatch: pytest.MonkeyPatch, dtype: str, method: str
 ) -> None:
-    file = donor(world)
+    file = donor(world, *METHODS[method])
     flags = ("--optim.lr", "0.05", "--sample.captions", "0", "--model.dtype", dtype)
     assert world.train("run", 2, *flags, "--base.assistant", f"{file}@0.5") == 0
     made = outputs(world, monkeypatch)
@@ -142,6 +159,7 @@ def pixels(file: Path) -> torch.Tensor:
     return torch.from_numpy(read_image(file)).int()
 
 
+@pytest.mark.slow
 def test_class_images_of_an_assisted_run_are_of_the_bare_base(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     file = donor(world)
     world.spec = altered(world.spec, advice=lambda arch: "a poor start")
@@ -155,6 +173,7 @@ def test_class_images_of_an_assisted_run_are_of_the_bare_base(world: World, caps
     assert (plain - assisted).abs().max() <= 1 < (plain - merged).abs().max()  # of 255: rounded from fp32
 
 
+@pytest.mark.slow
 def test_each_expert_has_its_own_assistant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,22 +214,30 @@ def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsy
         capsys.readouterr()
         assert world.train("run", 1, "--base.assistant", file, *flags) == 1
         assert said in capsys.readouterr().err
+    for key, value in (("base.assistant", "toy.safetensors"), ("sample.adapter", '["toy.safetensors"]')):
+        capsys.readouterr()
+        assert world.train("run", 1, f"--{key}", value) == 1
+        assert (
+            f"{key}: toy.safetensors is a whole transformer" in (said := capsys.readouterr().err)
+            and "--extract" in said
+        )
     assert world.train("run", 1, "--base.assistant", "nowhere.safetensors") == 1
     assert "nowhere.safetensors" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["lora", "lokr", "loha"])
+@pytest.mark.parametrize("method", ["dora", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "dora")])
 def test_a_sample_is_that_of_the_merged_base(world: World, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """At a strength, over a trained adapter, and all of two files at once; nothing of them stays in the model."""
-    flags = ("--adapter.method", method, "--adapter.dropout", "0", "--adapter.rank", "3", "--train.seed", "5")
+    flags = (*METHODS[method], "--adapter.rank", "3", "--train.seed", "5")
     one, other = donor(world, name="one"), donor(world, *flags, name="two")
     assert world.train("run", 2, "--optim.lr", "0.05", "--sample.captions", "0") == 0
     made = outputs(world, monkeypatch)
     base = ("sample", "--run", str(world.folder / "run"), "--prompt", "a")
     assert world.run(*base) == 0
-    assert world.run(*base, "--sample.adapter", f'["{one}@0.5", "{other}"]') == 0
-    merged = ("--base.merge", f'["{one}@0.5", "{other}"]')
-    assert world.run(*base, *merged) == 0
+    # In this order, because a DoRA's norm is of the base here, and of what was merged before it there.
+    files = json.dumps([f"{other}@0.7", f"{one}@0.5"])
+    assert world.run(*base, "--sample.adapter", files) == 0
+    assert world.run(*base, "--base.merge", files) == 0
     plain, added, by_merging = made
     # fp32 in another order: the low rank's product is rounded on its own, or with the weight
     torch.testing.assert_close(added, by_merging, atol=1e-5, rtol=1e-5)
@@ -258,10 +285,9 @@ def test_a_missing_or_other_file_is_refused_before_weights_are_read(
     assert "not FILE@strength" in refused(world, capfd, "--sample.adapter", "other.safetensors@much")
     assert "one transformer" in refused(world, capfd, "--sample.adapter_low", "other.safetensors")
     (world.folder / "away.safetensors").rename(world.folder / "toy.safetensors")
-    dora = donor(world, "--adapter.use_dora", "true")
-    assert "is a DoRA" in refused(world, capfd, "--sample.adapter", dora)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_its_samples_have_and_that_a_file_has_changed(
     world: World, capfd: pytest.CaptureFixture[str]
 ) -> None:

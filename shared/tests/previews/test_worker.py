@@ -24,7 +24,6 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.io.worker_process import visible_devices
 from ditkit_core.models.spec import Expert
 from ditkit_core.previews import stages as expert_turns
 from ditkit_core.previews import worker as preview_process
@@ -171,6 +170,7 @@ def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
     assert "samples/pending; set sample.device to generate them, or remove the files" in said.err.replace("\\", "/")
 
 
+@pytest.mark.slow
 def test_what_waits_of_a_run_that_was_given_up_is_not_drawn_into_the_next(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +270,7 @@ def test_a_preview_that_is_removed_while_it_is_drawn_is_not_missed(
     assert "step-000002.safetensors was removed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_costs_previews_and_no_training(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
         assert ("set sample.device = cuda:0 (idle) to generate them in the background" in said) is told
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_its_previews_is_told_of_an_idle_gpu(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -432,18 +434,3 @@ def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
     assert [file.name for file in queued(tmp_path)] == [
         "step-000007.safetensors", "high_noise-step-000003.safetensors", "high_noise-step-999999.safetensors",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("device", "seen", "visible"),
-    [
-        ("cpu", None, ""),
-        ("cuda", None, "0"),
-        ("cuda:1", None, "1"),
-        ("cuda:1", "3, GPU-ab", "GPU-ab"),
-        ("cuda:0", "5", "5"),
-    ],
-)
-def test_the_process_sees_its_device_alone(device: str, seen: str | None, visible: str) -> None:
-    environment = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
-    assert visible_devices(torch.device(device), environment) == visible

@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 
-from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks, RanksConfig
@@ -34,7 +33,6 @@ def test_sizes_that_fit_are_taken(context, size):
         (run(context=4), 1, r"ranks.context = 4 .* this run has one; start it with torchrun --nproc-per-node 4"),
         (run(context=2), 6, r"2 micro-batches a step in all, too few for 3 groups of 2 ranks; set train.accumulation to 3 .* at most 4 processes"),
         (run(context=1), 3, r"2 micro-batches a step in all, too few for 3 ranks; .* at most 2 processes"),
-        (run(adapter=AdapterConfig(dropout=0.1)), 2, r"adapter.dropout = 0.1 is of all tokens at once; set it to 0"),
         (run(train=TrainConfig(compile=True)), 2, r"compiled blocks .*; leave train.compile out"),
         (run(ranks=RanksConfig(shard=3)), 4, r"ranks.shard = 3 does not divide this run's 4 processes; .* set ranks.shard to 1 or 2 or 4"),
         (run(ranks=RanksConfig(shard=8)), 1, r"ranks.shard = 8 does not divide this run's 1 process; start a multiple of it"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditkit_core.commands.options import SampleOptions, TrainOptions
+from ditkit_core.commands.options import ExportOptions, SampleOptions, TrainOptions
 from ditkit_core.config.cli_args import CommonOptions, read_flags
 from ditkit_core.config.field import setting
 from ditkit_core.config.help import format_help
@@ -20,6 +20,8 @@ from ditkit_core.config.validation import nearest_key
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.data import RunData
+from ditkit_core.testing.toy import TOY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +264,9 @@ def test_a_stored_run_is_the_ground_and_unknown_keys_of_it_are_passed_over(tmp_p
     config = resolve(Small, stored=tmp_path, flags=flags("--rate.lr", "3"))
     assert (config.run.folder, config.shape.rank, config.rate.lr) == (str(tmp_path), 5, 3.0)
     assert "no config.toml" in refusal(lambda: resolve(Small, stored=tmp_path / "none"))
+    other = lambda: resolve(Small, stored=tmp_path, flags=flags("--run.folder", "other"))
+    assert refusal(other) == f"--run {tmp_path} and --run.folder other name two folders; leave one of them out"
+    assert resolve(Small, stored=tmp_path, flags=flags("--run.folder", str(tmp_path))).run.folder == str(tmp_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,3 +390,16 @@ def test_what_a_real_section_refuses_names_its_key() -> None:
                 assert f"{section}." in str(error) and "\n" not in str(error)
                 refused += 1
     assert refused > 10
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {"run.folder": "~/runs/cat", "encode.cache": "~/cache", "prior.folder": "~/class"}
+    config = resolve(RunConfig, flags=values)
+    assert config.run_folder.path == tmp_path / "runs" / "cat"
+    data = RunData(TOY, config, ())
+    assert (data.cache.folder, data.prior_folder) == (tmp_path / "cache", tmp_path / "class")
+    beside = RunData(TOY, resolve(RunConfig, flags={"run.folder": "~/runs/cat"}), ())
+    assert (beside.cache.folder, beside.prior_folder.parent) == (tmp_path / "runs" / "cache", config.run_folder.path)
+    options = ExportOptions(push="a/b", card="~/card.md")
+    assert options.hub.card == str(tmp_path / "card.md") and ExportOptions(push="a/b", card="-").hub.card == "-"

@@ -10,6 +10,8 @@ from rows_of_toy import CASES, RARER
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
 
+pytestmark = pytest.mark.slow  # ranks of their own
+
 SCRIPT = Path(__file__).parents[1] / "support" / "rows_of_toy.py"
 WORLDS = (2, 5)
 """Of five ranks, rows cannot be divided evenly, and blocks of nf4 begin in one and end in the next."""
@@ -40,7 +42,7 @@ def test_the_rows_are_those_of_the_whole_model(ranks: list[dict[str, Any]], name
 def test_all_ranks_together_read_the_file_once(ranks: list[dict[str, Any]], name: str) -> None:
     """But for nf4 where a block of weights with one scale has rows of two ranks: 96 columns are one and a half blocks."""
     read, file = sum(each[name]["read"] for each in ranks), ranks[0][name]["file"]
-    if name == "nf4" and len(ranks) == 5:
+    if "nf4" in name and "cached" not in name and len(ranks) == 5:
         assert read > 1.05 * file
     else:
         assert file <= read <= 1.05 * file
@@ -48,8 +50,8 @@ def test_all_ranks_together_read_the_file_once(ranks: list[dict[str, Any]], name
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_host_never_has_more_than_its_shard_and_a_tensor(ranks: list[dict[str, Any]], name: str) -> None:
-    """Rounding to nf4 takes several copies of a part of a tensor, which is all of one as small as these."""
-    copies = 6 if "nf4" in name else 1
+    """Rounding to nf4 takes several copies of a part of a tensor, which is all of one as small as these; the norms of a DoRA's rows take two."""
+    copies = 6 if "nf4" in name else 2 if "dora" in name else 1
     for each in ranks:
         assert each[name]["shard"] <= each[name]["peak"] <= each[name]["shard"] + copies * 4 * each[name]["largest"]
 

@@ -11,7 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.config import ExpertsConfig, RunConfig
-from ditkit_core.run.experts import check_experts, check_files, named_after, noise_range, own_settings, restricted
+from ditkit_core.run.experts import check_experts, check_named, named_after, noise_range, own_settings, restricted
 from ditkit_core.training.config import FlowConfig, HeldOutConfig
 from ditkit_core.training.flow_matching import sample_noise, shift_sigma, sigma_at
 
@@ -213,8 +213,9 @@ def test_files_of_the_other_expert_are_refused() -> None:
     right = ModelPaths(transformer="wan_high_noise.safetensors", transformer_2="wan_low_noise.safetensors")
     check_experts(ExpertsConfig(), pair(0.9), right, ["two"])
     high, low = pair(0.9)
-    check_files(high, init="a_high_noise.safetensors", merge=["b.safetensors"])
+    check_named(high, "adapter.init", "a_high_noise.safetensors")
+    check_named(high, "base.merge", "b.safetensors")
     with pytest.raises(UserError, match="adapter.init = .* is named after the high_noise expert, and this is the low"):
-        check_files(low, init="a_high_noise.safetensors", merge=[])
+        check_named(low, "adapter.init", "a_high_noise.safetensors")
     with pytest.raises(UserError, match="base.merge = .* is named after the low_noise expert"):
-        check_files(high, init="", merge=["lightning-LOW.safetensors"])
+        check_named(high, "base.merge", "lightning-LOW.safetensors")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.adapters.inject import adapter_state, canonical_name
+from ditkit_core.adapters.inject import canonical_name, trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
@@ -89,7 +89,7 @@ def test_the_base_has_the_files_values_and_the_adapters_are_new(base):
     loaded = native(result.model)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-    assert result.trainable.keys() == adapter_state(result.model).keys()
+    assert result.trainable.keys() == trainable_parameters(result.model).keys()
     assert len(result.trainable) == 26
     assert not any(parameter.is_meta for parameter in result.model.parameters())
 

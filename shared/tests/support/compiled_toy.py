@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ditkit_core.engine import activation_offload as offload
 from ditkit_core.engine import compile as compiled
@@ -19,12 +21,57 @@ from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, difference, numbers
+from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, numbers
 from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model
 
 POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul)")
+
+
+class Emptying:
+    """Hooks that free a block's frozen weights between their uses, as `swap_blocks` does: the storage stays and its memory is freed."""
+
+    def __init__(self) -> None:
+        self._there: list[tuple[Tensor, Tensor]] = []
+        self._gone: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.refilled = 0
+
+    def pre_forward(self, index: int, block: nn.Module) -> None:
+        """Fill this block's weights, and free those of the block before."""
+        self._empty()
+        frozen = (parameter for parameter in block.parameters() if not parameter.requires_grad)
+        self._there = self._gone.pop(index, []) or [(parameter, parameter.detach().clone()) for parameter in frozen]
+        self._fill(self._there)
+        self._index = index
+
+    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
+        """Nothing: the next block's hook frees it."""
+
+    def pre_backward(self, index: int, block: nn.Module) -> None:
+        """As `pre_forward`."""
+        self.pre_forward(index, block)
+
+    def restore(self) -> None:
+        """Fill all weights."""
+        self._empty()
+        for held in list(self._gone):
+            self._fill(self._gone.pop(held))
+
+    def _fill(self, weights: list[tuple[Tensor, Tensor]]) -> None:
+        for tensor, host in weights:
+            if not tensor.untyped_storage().nbytes():
+                with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+                    tensor.untyped_storage().resize_(host.nbytes)
+                    tensor.copy_(host)
+                self.refilled += 1
+
+    def _empty(self) -> None:
+        if self._there:
+            self._gone[self._index], self._there = self._there, []
+            for tensor, _ in self._gone[self._index]:
+                with _unsafe_preserve_version_counter(tensor):
+                    tensor.untyped_storage().resize_(0)
 
 
 def policies() -> Any:

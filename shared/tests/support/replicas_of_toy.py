@@ -7,7 +7,7 @@ WORLDS = (1, 2, 3, 4)
 EVERY = tuple((first, second) for first in WORLDS for second in WORLDS)
 DAILY = ((1, 3), (3, 2))
 ELSEWHERE = ("lora with dropout", "lora, five micro-batches", "lokr", "full")
-"""The daily cases of three replicas, and, but for the one with dropout, of ranks that share tokens."""
+"""The daily cases of three replicas, and of ranks that share tokens."""
 SHARED = ((2, 2), (4, 2))
 ARCH, ITEMS = ToyArch(dim=16, depth=2), toy_items(6, ragged=True)
 

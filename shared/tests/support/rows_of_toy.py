@@ -1,8 +1,9 @@
 """What the ranks do for `run/test_divided_loading.py`: each reads its rows of a model, and compares them with those of a whole one."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.model import give_dtypes
-from ditkit_core.run.prepare import MetaModel, build_meta_model, load_weights, loaded_dtype
+from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights, loaded_dtype
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.replicas import forked
 from ditkit_core.testing.specs import altered
@@ -38,7 +39,7 @@ SPEC = altered(
     infer_arch=None,
     op_group_of=lambda name: "norm" if name.endswith(RARER) else TOY.precision.op_group_of(name),
 )
-LORA, FULL = AdapterConfig(rank=4), AdapterConfig(method="full")
+LORA, FULL, DORA = AdapterConfig(rank=4), AdapterConfig(method="full"), AdapterConfig(rank=4, use_dora=True)
 FP32, BF16 = torch.float32, torch.bfloat16
 CASES = {
     "lora": (LORA, BaseConfig(), BF16),
@@ -48,6 +49,10 @@ CASES = {
     "int8": (LORA, BaseConfig(quantize="int8"), BF16),
     "fp8": (LORA, BaseConfig(quantize="fp8"), BF16),
     "nf4": (LORA, BaseConfig(quantize="nf4"), BF16),
+    "dora": (DORA, BaseConfig(), BF16),
+    "dora on int8": (DORA, BaseConfig(quantize="int8"), BF16),
+    "dora on nf4, written": (DORA, BaseConfig(quantize="nf4", quantized_cache="cache"), BF16),
+    "dora on nf4, cached": (DORA, BaseConfig(quantize="nf4", quantized_cache="cache"), BF16),
     "merged into nf4": (LORA, BaseConfig(quantize="nf4", merge=("lora.safetensors",)), BF16),
 }
 
@@ -86,29 +91,29 @@ def counted() -> Iterator[list[int]]:
         SafetensorsSource.read = read  # type: ignore[method-assign]
 
 
-def built(folder: Path, name: str) -> MetaModel:
+def built(folder: Path, name: str, cache: str = "") -> MetaModel:
     adapter, base, dtype = CASES[name]
     merge = tuple(str(folder / file) for file in base.merge)
-    base = BaseConfig(quantize=base.quantize, merge=merge)
+    base = replace(base, merge=merge, quantized_cache=base.quantized_cache and cache)
     return build_meta_model(
         SPEC, ModelPaths(transformer=str(folder / "toy.safetensors"), preset="wide"), adapter, base, precision=Precision(matmul=dtype)
     )  # fmt: skip
 
 
-def loaded(folder: Path, ranks: Ranks) -> dict[str, Any]:
+def loaded(folder: Path, whole: Mapping[str, LoadedModel], ranks: Ranks) -> dict[str, Any]:
     ranks.shard = ranks.size
-    return {name: compared(folder, name, ranks) for name in CASES}
+    return {name: compared(folder, name, expected, ranks) for name, expected in whole.items()}
 
 
-def compared(folder: Path, name: str, ranks: Ranks) -> dict[str, Any]:
-    """Load a model whole and divided: what differs, what was read, and what the host had at most."""
-    whole = built(folder, name)
-    expected = load_weights(whole, placement=place_blocks(whole.model, [CPU]), seed=0)
-    unloaded = built(folder, name)
+def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> dict[str, Any]:
+    """Load a model divided: what differs from the whole one, what was read, and what the host had at most."""
+    unloaded = built(folder, name, str(folder / f"cache {ranks.size}"))
     give_dtypes(unloaded, loaded_dtype(unloaded.spec, unloaded.precision))
     division = Division(unloaded.model, trainable_parameters(unloaded.model), unloaded.precision, ranks, CPU)
+    said: list[str] = []
+    given = {"placement": place_blocks(unloaded.model, [CPU]), "seed": 0, "division": division, "say": said.append}
     with counted() as sizes, PeakBytes() as bytes:
-        found = load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0, division=division)
+        found = load_weights(unloaded, **given)
     shards = Shards(found.model, found.trainable, unloaded.precision, ranks, CPU, division)
     parameters: dict[str, nn.Parameter] = dict(found.model.named_parameters())
     wanted = dict(expected.model.named_parameters())
@@ -118,10 +123,17 @@ def compared(folder: Path, name: str, ranks: Ranks) -> dict[str, Any]:
     differ += [path for path, each in parameters.items() if each.requires_grad != wanted[path].requires_grad]
     differ += [name for name, rows in shards.local.items() if not torch.equal(rows, own[division.paths[name]])]
     file = unloaded.source.tensors
+    num_bytes = sum(each.num_bytes for each in file.values())
+    if CASES[name][1].quantized_cache:
+        (line,) = ranks.broadcast_object(said)
+        _, is_read, read = line.partition("is read from ")
+        kept = SafetensorsSource.open(Path(read or line.partition("is written to ")[2])).tensors
+        # The first rank checks what it has written.
+        num_bytes = sum(each.num_bytes for each in kept.values()) + (0 if is_read else num_bytes)
     return {
         "differ": differ,
         "read": sum(sizes),
-        "file": sum(each.num_bytes for each in file.values()),
+        "file": num_bytes,
         "largest": max(torch.Size(each.shape).numel() for each in file.values()),
         "shard": sum(rows.nbytes for rows in own.values()),
         "whole": sum(parameter.nbytes for parameter in wanted.values()),
@@ -162,6 +174,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     into = Path(sys.argv[1])
     write(into)
-    built(into, "lora")  # imports peft, which else each of the processes would do
+    unloaded = {name: built(into, name) for name in CASES}
+    # Once for all processes, which are copies of this one.
+    whole = {
+        name: load_weights(each, placement=place_blocks(each.model, [CPU]), seed=0) for name, each in unloaded.items()
+    }
     for num in (2, 5):
-        forked(num, partial(loaded, into), into / str(num))
+        forked(num, partial(loaded, into, whole), into / str(num))

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,21 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.replicas import SHARDED, Divided, forked, main
 from ditkit_core.testing.toy import TOY, ToyArch, ToyCarry, ToyInputs, toy_items
-from ditkit_core.testing.world import make_model
+from ditkit_core.testing.world import ADAPTERS, make_model
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.losses import NonFiniteLoss
+from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.optim.optimizers import OptimConfig
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, training_step
 
 DAILY = (
     "lora, five micro-batches",
@@ -50,7 +61,7 @@ class Conditioned(nn.Module):
 
 def seldom(ranks: Ranks) -> dict[str, Any]:
     """One backward where the second rank alone uses a layer, and what the first has of whole weights while it reads them."""
-    ranks.shard = 2
+    ranks = replace(ranks, shard=2)
     model: Any = make_model(TOY, ToyArch(dim=32, depth=2))
     torch.manual_seed(3)
     model.embed = Conditioned(model.embed)
@@ -72,6 +83,70 @@ def seldom(ranks: Ranks) -> dict[str, Any]:
     return {"gradient": [] if gradient is None else gradient.norm().item(), "whole": ranks.on_first(read, shards.help)}
 
 
+class Broken(torch.autograd.Function):
+    """The same tokens, with one that is not finite in the forward or in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, backward: bool) -> torch.Tensor:
+        ctx.backward = backward
+        return tokens.clone() if backward else tokens * torch.inf
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * torch.inf, None
+
+
+def weight_is_not_finite(model: Any, rank: int) -> None:
+    """The last row, which the second rank has."""
+    with torch.no_grad():
+        model.layers[0].mlp[0].weight[-1] = torch.inf
+
+
+def tokens_are_not_finite(model: Any, rank: int, *, backward: bool = False) -> None:
+    plain = model.layers[1].forward
+    if rank == 1:
+        model.layers[1].forward = lambda carry: plain(carry._replace(tokens=Broken.apply(carry.tokens, backward)))
+
+
+BREAKS = {
+    "weight": weight_is_not_finite,
+    "tokens": tokens_are_not_finite,
+    "gradient": partial(tokens_are_not_finite, backward=True),
+}
+
+
+def origins(ranks: Ranks) -> dict[str, Any]:
+    """What ranks say of a step that is not finite, because of a weight of which one has a part, or of what one of them computes."""
+    found = {}
+    for shard, context, trained in ((2, 1, "lora"), (2, 1, "full"), (1, 2, "full"), (2, 2, "lora")):
+        together = replace(ranks, shard=shard).grouped(context)
+        for trouble, broken in BREAKS.items():
+            model: Any = make_model(TOY, ToyArch(dim=32, depth=2), adapter=ADAPTERS[trained])
+            broken(model, ranks.rank)
+            found[f"{trouble}, shard {shard}, context {context}, {trained}"] = origin(model, together)
+    return found
+
+
+def origin(model: Any, ranks: Ranks) -> Any:
+    """The evidence of one step of three micro-batches, of which the second rank of two replicas has two."""
+    trainable, shards = trainable_parameters(model), None
+    if ranks.shard > 1:
+        shards = Shards(model, trainable, Precision(matmul=torch.float32), ranks, torch.device("cpu"))
+        trainable = shards.local
+    streams = TOY.architecture.token_streams(None)
+    assert streams is not None
+    engine = BlockEngine(policy="full", context=ContextParallel(ranks, streams) if ranks.context > 1 else None)
+    batches = [Batch(ids=[f"clip {place}"], items=[dict(item)]) for place, item in enumerate(toy_items(3))]
+    try:
+        training_step(
+            TrainModel(model, engine, TOY, trainable, shards=shards), batches, NamedOptimizer(trainable, OptimConfig()),
+            StepContext(step=0, seed=1, flow=FlowConfig(), ranks=ranks), lr=1e-3, clip_norm=0.0,
+        )  # fmt: skip
+    except NonFiniteLoss as error:
+        return error.evidence["where"]
+    raise AssertionError("the step is finite")
+
+
 if __name__ == "__main__":
     work(DAILY, WORLDS)
-    forked(2, seldom, Path(sys.argv[1]) / "seldom")
+    forked(2, lambda ranks: seldom(ranks) | {"origins": origins(ranks)}, Path(sys.argv[1]) / "two")

@@ -15,11 +15,12 @@ from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.nan_debug import find_first_nonfinite
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
+from ditkit_core.training.train_step import StepContext, training_step
 
 ARCH = ToyArch(dim=16, depth=3)
 INF, NAN = float("inf"), float("nan")
@@ -143,7 +144,7 @@ def test_the_second_look_computes_attention_by_sdpa_in_place_of_flex(monkeypatch
     ],
 )
 def test_a_second_look_that_fails_does_not_hide_the_failure(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(model: Any, loss_of: Any) -> None:
+    def fails(model: Any, loss_of: Any, **ranks: Any) -> None:
         raise error
 
     monkeypatch.setattr("ditkit_core.training.train_step.find_first_nonfinite", fails)
@@ -157,7 +158,7 @@ def test_a_second_look_that_fails_does_not_hide_the_failure(error: Exception, mo
 
 
 def test_a_mistake_in_the_second_look_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(model: Any, loss_of: Any) -> None:
+    def fails(model: Any, loss_of: Any, **ranks: Any) -> None:
         raise RuntimeError("shapes do not match")
 
     monkeypatch.setattr("ditkit_core.training.train_step.find_first_nonfinite", fails)

@@ -142,7 +142,7 @@ def test_a_lower_learning_rate_is_obeyed_after_resuming(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_a_run_killed_at_any_moment_resumes_to_the_bit(method, tmp_path):
     every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=1000)}
     toy_run(tmp_path / "whole", 300, **every)
@@ -212,7 +212,7 @@ while killed:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="forks, and kills with SIGKILL")
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.exhaustive), "full"])
 def test_a_run_killed_at_any_change_that_a_save_makes_to_the_disk_resumes_to_the_bit(method, tmp_path):
     steps = 3
     every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=9)}

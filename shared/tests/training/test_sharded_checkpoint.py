@@ -12,6 +12,8 @@ from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
 from ditkit_core.training.checkpoint import latest, load_state
 
+pytestmark = pytest.mark.slow  # ranks of their own
+
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_saves_of_toy.py"
 
 

@@ -18,6 +18,7 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training import tensor_stats
 from ditkit_core.training.config import FlowConfig, TrainConfig
+from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.tensor_stats import (
@@ -29,7 +30,7 @@ from ditkit_core.training.tensor_stats import (
     normal_counts,
 )
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
+from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.trainer import Callback
 
 FLOW = FlowConfig(weighting="bell")

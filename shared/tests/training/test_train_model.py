@@ -208,8 +208,11 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
     data, locked = ToyData(), []
 
     def pinned(batches: Sequence[MicroBatch], micro: int, step: int) -> PreparedBatch:
-        made = prepare(TOY, FLOW, batches, micro, seed=1, step=step).pinned()
-        locked.append(made.noised.noise[0].is_pinned() if gpu.is_real else gpu.runtime.is_locked(made.noised.noise[0]))
+        (batch,) = batches  # as a run's, it reads its items when they are used
+        lazy = ToyBatch(list(batch.ids), LazyItems(lambda: list(batch.items), len(batch.items)))
+        made = prepare(TOY, FLOW, [lazy], micro, seed=1, step=step).pinned()
+        tensors = [made.noised.noise[0], *made.noised.items[0].values()]
+        locked.append(all(each.is_pinned() if gpu.is_real else gpu.runtime.is_locked(each) for each in tensors))
         return made
 
     with Prefetcher(data, pinned, accumulation=1, steps=3, ranks=Ranks()) as batches:

@@ -11,10 +11,11 @@ from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
 from ditkit_core.training import flow_matching
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import loss_weight, sample_noise
+from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_step import NonFiniteLoss, StepContext, accumulate_gradients, training_step
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step
 
 FLOW = FlowConfig(weighting="bell")
 PLAIN = BlockEngine()

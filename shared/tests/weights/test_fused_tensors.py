@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import check_adapted, export_adapter
 from ditkit_core.adapters.files.read import AdapterFile, config_from_file, merge_into, open_adapter
-from ditkit_core.adapters.files.write import write_adapter
-from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.files.write import Scaled, write_adapter
+from ditkit_core.adapters.inject import adapter_layers, initialise, inject, trainable_parameters
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.state_dict import TensorSlice
@@ -39,21 +39,23 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def state(modules=MODULES, *, dora: bool = False, untrained=()) -> dict[str, Tensor]:
-    """Trained adapters, as `adapter_state` gives them."""
-    tensors = {}
+def state(modules=MODULES, *, dora: bool = False, untrained=()) -> dict[str, LoraMatrices]:
+    """Trained adapters, by module."""
+    adapters = {}
     for seed, module in enumerate(modules):
         out, width = SHAPES[module]
         up = random(out, RANK, seed=seed) * (module not in untrained)
-        tensors |= {f"{module}.lora_A.weight": random(RANK, width, seed=seed), f"{module}.lora_B.weight": up}
-        if dora:
-            tensors[f"{module}.lora_magnitude_vector.weight"] = random(out, seed=seed).abs() + 0.5
-    return tensors
+        magnitude = random(out, seed=seed).abs() + 0.5 if dora else None
+        adapters[module] = LoraMatrices(random(RANK, width, seed=seed), up, magnitude)
+    return adapters
 
 
-def written(path: Path, values: dict[str, Tensor], scaling: float = 1.0, dtype=torch.float32) -> dict[str, Tensor]:
+def written(
+    path: Path, values: dict[str, LoraMatrices], scaling: float = 1.0, dtype=torch.float32
+) -> dict[str, Tensor]:
     """The file's tensors by their module and matrix, of the diffusers form."""
-    write_adapter(path, values, scaling, TOY.architecture.names, form="diffusers", dtype=dtype, metadata={})
+    adapters = {module: Scaled(matrices, scaling) for module, matrices in values.items()}
+    write_adapter(path, adapters, TOY.architecture.names, form="diffusers", dtype=dtype, metadata={})
     return {key.removeprefix("transformer."): tensor for key, tensor in load_file(path).items()}
 
 
@@ -72,35 +74,33 @@ def test_modules_that_share_a_tensor_become_one_adapter_of_their_ranks_sum(tmp_p
     values = state()
     tensors = written(tmp_path / "x.safetensors", values, 0.5)
     down, up = (tensors[f"{THEIRS}to_out_query.lora_{part}.weight"] for part in "AB")
-    assert torch.equal(down, torch.cat([values[f"layers.0.{name}.lora_A.weight"] for name in ("out", "query")]))
-    assert torch.equal(
-        up, torch.block_diag(*(values[f"layers.0.{name}.lora_B.weight"] * 0.5 for name in ("out", "query")))
-    )
+    assert torch.equal(down, torch.cat([values[f"layers.0.{name}"].down for name in ("out", "query")]))
+    assert torch.equal(up, torch.block_diag(*(values[f"layers.0.{name}"].up * 0.5 for name in ("out", "query"))))
 
 
 def test_a_fused_module_becomes_several_that_share_a(tmp_path):
     values = state()
     tensors = written(tmp_path / "x.safetensors", values, 0.5)
-    for name, rows in zip("qkv", values["layers.0.qkv.lora_B.weight"].chunk(3), strict=True):
-        assert torch.equal(tensors[f"{THEIRS}to_{name}.lora_A.weight"], values["layers.0.qkv.lora_A.weight"])
+    for name, rows in zip("qkv", values["layers.0.qkv"].up.chunk(3), strict=True):
+        assert torch.equal(tensors[f"{THEIRS}to_{name}.lora_A.weight"], values["layers.0.qkv"].down)
         assert torch.equal(tensors[f"{THEIRS}to_{name}.lora_B.weight"], rows * 0.5)
 
 
 def test_rows_in_another_order_are_rows_of_b_in_another_order(tmp_path):
     values = state(dora=True)
     tensors = written(tmp_path / "x.safetensors", values)
-    key, value = values["layers.0.key_value.lora_B.weight"].chunk(2)
+    key, value = values["layers.0.key_value"].up.chunk(2)
     assert torch.equal(tensors[f"{THEIRS}to_vk.lora_B.weight"], torch.cat([value, key]))
-    norms = values["layers.0.key_value.lora_magnitude_vector.weight"]
+    norms = values["layers.0.key_value"].magnitude
     assert torch.equal(tensors[f"{THEIRS}to_vk.lora_magnitude_vector"], torch.cat([norms[32:], norms[:32]]))
 
 
 def test_a_module_without_adapter_is_rows_of_zeros_beside_one_that_has_one(tmp_path):
     values = state(("layers.0.query",))
     tensors = written(tmp_path / "x.safetensors", values)
-    assert torch.equal(tensors[f"{THEIRS}to_out_query.lora_A.weight"], values["layers.0.query.lora_A.weight"])
+    assert torch.equal(tensors[f"{THEIRS}to_out_query.lora_A.weight"], values["layers.0.query"].down)
     up = tensors[f"{THEIRS}to_out_query.lora_B.weight"]
-    assert torch.equal(up, torch.cat([torch.zeros(32, RANK), values["layers.0.query.lora_B.weight"]]))
+    assert torch.equal(up, torch.cat([torch.zeros(32, RANK), values["layers.0.query"].up]))
     file = opened(tmp_path / "x.safetensors")
     assert list(file.modules) == ["layers.0.query"]
     assert file.modules["layers.0.query"].rank == RANK
@@ -117,10 +117,10 @@ def test_what_was_stacked_is_read_as_it_was_trained(tmp_path, dtype, dora, untra
     for module in MODULES:
         read, found = file.read(module), file.modules[module]
         assert (found.rank, found.scale, found.use_dora) == (RANK, 1.0, dora)
-        assert torch.equal(read.down, values[f"{module}.lora_A.weight"].to(dtype).float())
-        assert torch.equal(read.up, (values[f"{module}.lora_B.weight"] * 0.3).to(dtype).float())
+        assert torch.equal(read.down, values[module].down.to(dtype).float())
+        assert torch.equal(read.up, (values[module].up * 0.3).to(dtype).float())
         if dora:
-            assert torch.equal(read.magnitude, values[f"{module}.lora_magnitude_vector.weight"].to(dtype).float())
+            assert torch.equal(read.magnitude, values[module].magnitude.to(dtype).float())
     config, _ = config_from_file(AdapterConfig(), file)
     assert (config.rank, config.alpha, set(config.targets)) == (RANK, RANK, set(MODULES))
 
@@ -268,7 +268,7 @@ def test_the_model_is_asked_about_every_form_and_its_adapted_modules(tmp_path):
     assert asked == []  # nothing is adapted: nothing can be ignored
     inject(model, AdapterConfig(rank=RANK, targets=("qkv",)), TOY.adapters.targets)
     initialise(model, 0, device_of=lambda module: torch.device("cpu"))
-    assert adapter_state(model).keys() == {"layers.0.qkv.lora_A.weight", "layers.0.qkv.lora_B.weight"}
+    assert trainable_parameters(model).keys() == {"layers.0.qkv.lora_A.weight", "layers.0.qkv.lora_B.weight"}
     check_adapted(spec, ExportConfig(), model)
     assert asked == [("official", ("layers.0.qkv",))]
     for do in (

@@ -427,6 +427,7 @@ print(status("VmHWM") - before, total, sum(t.num_bytes for t in source.tensors.v
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through /proc")
+@pytest.mark.slow
 def test_the_host_holds_at_most_the_model_and_one_tensor_while_loading(tmp_path):
     """Each dtype in a process of its own: an allocator that keeps freed memory would hide the second load in the first."""
     layer_bytes = 1024 * 2048 * 4

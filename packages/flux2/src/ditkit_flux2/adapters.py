@@ -8,14 +8,7 @@ two programs read differently is not written.
 from collections.abc import Collection, Mapping
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import (
-    NO_FACTORED,
-    STRANGERS,
-    AdapterLayout,
-    AdapterRules,
-    read_by_diffsynth,
-    read_by_musubi,
-)
+from ditkit_core.models.adapter_formats import NO_FACTORED, STRANGERS, AdapterLayout, AdapterRules, readers_by_program
 
 MISREAD: Mapping[str, Mapping[str, str]] = {
     "official": {
@@ -50,16 +43,6 @@ _DROPPED = ("embed.guidance_in.", "embed.double_stream_modulation_", "embed.sing
 """Modules that diffusers skips, with a warning, in files with kohya's names."""
 
 
-def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    """What is wrong with a file, by program; empty for a program that loads all of it."""
-    return {
-        "diffusers": _diffusers(layout, modules),
-        "ComfyUI": _comfyui(layout),
-        "DiffSynth": read_by_diffsynth(layout, "diffusers"),
-        "musubi-tuner": read_by_musubi(layout),
-    }
-
-
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
     if layout.method != "lora" and _ADALN in modules:
         return f"has no reader of LoKr or LoHa, and {_ADALN} in another order; merge it"
@@ -91,7 +74,7 @@ def _comfyui(layout: AdapterLayout) -> str:
 
 
 RULES = AdapterRules(
-    readers=readers,
+    readers=readers_by_program(_diffusers, _comfyui, "diffusers"),
     one_to_one="diffusers",  # the official names have q, k and v in one
     strangers={
         r"(^|[._])(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)": "Wan's",

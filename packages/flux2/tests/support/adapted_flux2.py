@@ -10,9 +10,9 @@ from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.export import method_of_all
-from ditkit_core.adapters.files.write import write_adapter
+from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.files.write_factored import trained_factors, write_factored
-from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.inject import adapter_layers, initialise, inject
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
@@ -60,8 +60,7 @@ class Adapted:
         if (method := method_of_all(layers)) != "lora":
             write_factored(path, trained_factors(layers, method), NAMES, form=form, dtype=dtype, metadata={})
             return path
-        (scaling,) = {layer.scaling["default"] for layer in adapter_layers(self.model).values()}
-        write_adapter(path, adapter_state(self.model), scaling, NAMES, form=form, dtype=dtype, metadata={})
+        write_adapter(path, trained_adapters(layers), NAMES, form=form, dtype=dtype, metadata={})
         return path
 
     def verify(self, file: Path) -> str:

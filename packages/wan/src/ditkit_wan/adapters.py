@@ -8,14 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from ditkit_core.models.adapter_formats import (
-    NO_FACTORED,
-    STRANGERS,
-    AdapterLayout,
-    AdapterRules,
-    read_by_diffsynth,
-    read_by_musubi,
-)
+from ditkit_core.models.adapter_formats import NO_FACTORED, STRANGERS, AdapterLayout, AdapterRules, readers_by_program
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 _KINDS = (
@@ -47,21 +40,6 @@ def fillers(form: str, modules: Collection[str]) -> list[str]:
 
 def _image_kinds(modules: Collection[str]) -> set[str]:
     return {kind for kind in _IMAGE_KINDS if any(name.endswith(kind) for name in modules)}
-
-
-def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    """What is wrong with a file, by program; empty for a program that loads all of it."""
-    return {
-        "diffusers": _diffusers(layout, modules),
-        "ComfyUI": _comfyui(layout),
-        "DiffSynth": read_by_diffsynth(layout, "official"),
-        "musubi-tuner": read_by_musubi(layout),
-    }
-
-
-def readers_without_diffusers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    """The same for an architecture that diffusers has no model of."""
-    return readers(layout, modules) | {"diffusers": _NO_MODEL}
 
 
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
@@ -106,7 +84,7 @@ def _comfyui(layout: AdapterLayout) -> str:
 
 
 RULES = AdapterRules(
-    readers=readers,
+    readers=readers_by_program(_diffusers, _comfyui, "official"),
     fillers=fillers,
     strangers={
         r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks": "FLUX's or HunyuanVideo's",
@@ -116,5 +94,7 @@ RULES = AdapterRules(
 )
 """Rules for Wan's adapter files: which programs load them, and which names belong to other models."""
 
-RULES_WITHOUT_DIFFUSERS = replace(RULES, readers=readers_without_diffusers)
+RULES_WITHOUT_DIFFUSERS = replace(
+    RULES, readers=readers_by_program(lambda layout, modules: _NO_MODEL, _comfyui, "official")
+)
 """The same for an architecture that diffusers has no model of."""

@@ -132,6 +132,7 @@ def test_a_window_is_looked_at_where_it_begins(tmp_path: Path) -> None:
         checked(DANCE, controls(clip, music, fps=30.0, start_seconds=0.5))
 
 
+@pytest.mark.slow
 def test_a_check_says_what_encoding_says(checkpoint: Path, tmp_path: Path) -> None:
     vae = tiny_vae(checkpoint)
     made = {

@@ -7,31 +7,45 @@ files would round the base once more, and a second copy of it would be needed to
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.adapters.dora import row_factors
 from ditkit_core.adapters.files.read import AdapterFile
+from ditkit_core.errors import UserError
 from ditkit_core.nn.factored import Piece, add_products
+from ditkit_core.nn.lora import AT_ONCE
+from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.weights.fused_tensors import LoraMatrices
 
 
 class AddedAdapter(NamedTuple):
-    """An open adapter file, and the strength to add it with."""
+    """An open adapter file that is added at a strength, or was merged into the base at a strength and is taken out again."""
 
     file: AdapterFile
     strength: float
+    base_weight: Callable[[str], Tensor] | None = None
+    """Of a file that is taken out: reads the weight [out, in] of a module that it was merged into, in fp32 on the host."""
+
+    @property
+    def sign(self) -> int:
+        """1 if it is added, -1 if it is taken out."""
+        return 1 if self.base_weight is None else -1
 
     def method(self, module: str) -> str:
-        """The method of its adapter of a module; empty if it has none."""
-        return self.file.modules[module].method if module in self.file.modules else ""
+        """The method of its adapter of a module, as in `adapter.method`, or `dora`; empty if it has none."""
+        found = self.file.modules.get(module)
+        return "" if found is None else "dora" if found.use_dora else found.method
 
     def pieces(self, module: str, device: torch.device) -> list[Piece]:
         """The LoKr or LoHa of a module on a device, in fp32."""
         return [
             Piece(
                 {part: tensor.to(device) for part, tensor in each.parts.items()},
-                scale * self.strength,
+                scale * self.strength * self.sign,
                 each.index,
                 each.of,
             )
@@ -69,14 +83,77 @@ class AddedFactors(nn.Module):
         return out
 
 
+class Dora(NamedTuple):
+    """A DoRA that is added to a layer or taken out of it."""
+
+    matrices: LoraMatrices
+    scale: float
+    strength: float
+    sign: int
+    factors: Tensor | None
+    """Those of its rows [out], if the base's weight was read for them; None: those over the layer's own weight."""
+
+    @property
+    def from_merged(self) -> Tensor:
+        """Of one that is taken out: 1 / (1 + strength · (f - 1)) of each row, which makes the base's row of the merged one."""
+        assert self.factors is not None
+        return 1 / (1 + self.strength * (self.factors - 1))
+
+    def of_rows(self, weight: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """What is added to a layer's output: the share of its own product of each row [out], and B of a LoRA [out, rank]."""
+        factors = row_factors(weight(), self.matrices, self.scale) if self.factors is None else self.factors
+        up = self.matrices.up * (self.strength * self.scale * factors)[:, None]
+        if self.sign > 0:
+            return self.strength * (factors - 1), up
+        return self.from_merged - 1, up * -self.from_merged[:, None]
+
+
+class AddedDoras(nn.Module):
+    """A layer, and the change of its output by DoRAs over its frozen weight.
+
+    With strength t, a DoRA makes (1 - t) · W + t · f · (W + s·B·A) of a weight W. So the output gets t · (f - 1) of the frozen product, and a
+    LoRA's product. Factors are made anew in each forward: a streamed or divided weight is there then alone.
+    """
+
+    def __init__(self, layer: nn.Module, frozen: nn.Module, doras: Sequence[Dora], *, trained: bool):
+        """Add `doras` to a layer whose frozen weight is that of `frozen`; if it is `trained`, its output is not that of the weight alone."""
+        super().__init__()
+        self.layer, self._doras, self._trained = layer, doras, trained
+        self._frozen: tuple[Any] = (frozen,)  # in a tuple: it is a part of `layer`, and no second child
+
+    def forward(self, x: Tensor) -> Tensor:
+        (frozen,) = self._frozen
+        out: Tensor = self.layer(x)
+        rows, sums = x.flatten(0, -2), out.view(-1, out.shape[-1])
+        changes = [dora.of_rows(lambda: _weight_of(frozen, x.dtype)) for dora in self._doras]
+        share = torch.stack([share for share, _ in changes]).sum(0).to(out.dtype)
+        step = max(1, AT_ONCE["cuda"] // sums.shape[1]) if self._trained else len(sums)
+        for x_rows, sum_rows in zip(rows.split(step), sums.split(step), strict=True):
+            sum_rows.addcmul_(frozen(x_rows) if self._trained else sum_rows, share)
+        if frozen.bias is not None:
+            sums -= share * frozen.bias
+        for dora, (_, up) in zip(self._doras, changes, strict=True):
+            low = rows.to(dora.matrices.down.dtype) @ dora.matrices.down.T
+            sums.addmm_(low.to(out.dtype), up.T.to(out.dtype))
+        return out
+
+
+def _weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a frozen layer, a quantized one in this dtype."""
+    return layer.dequantize(dtype) if isinstance(layer, QuantizedLinear) else layer.weight.detach()
+
+
 @contextmanager
 def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
     """Add adapters to a model as long as the context is open; only forwards without gradients may run meanwhile.
 
     Args:
         model: The `StagedModel` with its weights, perhaps with adapters of its own.
-        adapters: Files that fit the model, none of them a DoRA.
+        adapters: Files that fit the model.
         dtype_of: The dtype of a base parameter that is not quantized, by name; the products are made in it.
+
+    Raises:
+        UserError: If a DoRA cannot be taken out.
     """
     modules = dict.fromkeys(module for each in adapters for module in each.file.modules)
     before: list[tuple[nn.Module, str, nn.Module]] = []
@@ -84,30 +161,71 @@ def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable
         for module in modules:
             owner, _, leaf = module.rpartition(".")
             parent, layer = model.get_submodule(owner), model.get_submodule(module)
-            # The layer's own device: its parameters name it even while a streamed block is on the host.
-            device, dtype = next(layer.parameters()).device, dtype_of(f"{module}.weight")
+            own = [each for each in adapters if each.method(module)]
+            has_dora = any(each.method(module) == "dora" for each in own)
+            if has_dora and "base_layer" in layer._modules and not _is_dora(layer):
+                # Below the trained adapter, where a layer's output is the frozen product alone.
+                parent, leaf, layer = layer, "base_layer", layer.get_submodule("base_layer")
             before.append((parent, leaf, layer))
-            own = layer
-            if loras := [each for each in adapters if each.method(module) == "lora"]:
-                own = AddedLora(own, *(matrix.to(device, dtype) for matrix in _joined(loras, module)))
-            for each in adapters:
-                if each.method(module) not in ("", "lora"):
-                    own = AddedFactors(own, each.pieces(module, device))
-            setattr(parent, leaf, own)
+            setattr(parent, leaf, _with(layer, own, module, dtype_of(f"{module}.weight")))
         yield
     finally:
         for parent, leaf, layer in before:
             setattr(parent, leaf, layer)
 
 
+def _is_dora(layer: Any) -> bool:
+    """Whether a layer with an adapter trains a DoRA's magnitude."""
+    return bool(layer._modules.get("lora_magnitude_vector"))
+
+
+def _with(layer: nn.Module, adapters: Sequence[AddedAdapter], module: str, dtype: torch.dtype) -> nn.Module:
+    """A layer with adapters of its module: first without what is taken out, so that a DoRA's weight is the base's."""
+    # The layer's own device: its parameters name it even while a streamed block is on the host.
+    device, own = next(layer.parameters()).device, layer
+    frozen = layer.get_submodule("base_layer") if _is_dora(layer) else layer
+    read = next((each.base_weight for each in adapters if each.base_weight is not None), None)
+    for some in ([each for each in adapters if each.sign < 0], [each for each in adapters if each.sign > 0]):
+        if doras := [_opened(each, module, read, device, dtype) for each in some if each.method(module) == "dora"]:
+            own = AddedDoras(own, frozen, doras, trained=frozen is not layer)
+        if loras := [each for each in some if each.method(module) == "lora"]:
+            own = AddedLora(own, *(matrix.to(device, dtype) for matrix in _joined(loras, module)))
+        for each in some:
+            if each.method(module) not in ("dora", "lora"):
+                own = AddedFactors(own, each.pieces(module, device))
+    return own
+
+
+def _opened(
+    adapter: AddedAdapter,
+    module: str,
+    base_weight: Callable[[str], Tensor] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Dora:
+    """The DoRA of a module on a device. If something is taken out, the base's weight is read for the factors of its rows."""
+    read, scale = adapter.file.read(module), adapter.file.modules[module].scale
+    factors = None if base_weight is None else row_factors(base_weight(module), read, scale).to(device)
+    assert read.magnitude is not None
+    moved = replace(
+        read, down=read.down.to(device, dtype), up=read.up.to(device, dtype), magnitude=read.magnitude.to(device)
+    )
+    found = Dora(moved, scale, adapter.strength, adapter.sign, factors)
+    if found.sign < 0 and not bool((found.from_merged.abs() < 1e3).all()):
+        raise UserError(
+            f"{adapter.file.source.path} cannot be taken out of {module} again, because it makes rows of its weight zero; give another strength "
+            "or another file"
+        )
+    return found
+
+
 def _joined(adapters: Sequence[AddedAdapter], module: str) -> tuple[Tensor, Tensor]:
     """A and B of all LoRAs of a module side by side along the rank, with scales and strengths in B."""
     downs, ups = [], []
-    for file, strength in adapters:
-        read = file.read(module)
-        assert read.magnitude is None, "refused when the file was opened"
+    for each in adapters:
+        read = each.file.read(module)
         downs.append(read.down)
-        ups.append(read.up * (strength * file.modules[module].scale))
+        ups.append(read.up * (each.strength * each.sign * each.file.modules[module].scale))
     return torch.cat(downs), torch.cat(ups, 1)
 
 
@@ -126,12 +244,17 @@ def added_bytes(
         within: Names of the modules on the device.
     """
     stored, changes = 0, [0]
-    for file, _ in adapters:
+    for each in adapters:
+        file = each.file
         for name, found in file.modules.items():
             if name not in within:
                 continue
             if found.method == "lora":
                 stored += found.rank * sum(shapes[name]) * dtype_of(f"{name}.weight").itemsize
+                if found.use_dora:
+                    # Magnitudes and factors; some rows of the weight in fp32, with and without the product.
+                    stored += 2 * 4 * shapes[name][0]
+                    changes.append(2 * 4 * min(math.prod(shapes[name]), AT_ONCE["cuda"]))
                 continue
             stored += 4 * found.num_factors(file.source)
             # A LoHa's change and the two products that it is made of, for one layer at a time.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.nn.lora import AT_ONCE
 from ditkit_core.weights.fused_tensors import LoraMatrices
 
 DORA_METADATA = "ditkit.dora"
@@ -47,6 +48,24 @@ def in_norm_of(form: str, matrices: LoraMatrices, scale: float, weight: Callable
     ratio = norm_ratio(base, matrices.down, matrices.up, scale).to(matrices.magnitude.device)
     magnitude = matrices.magnitude / ratio if over_base else matrices.magnitude * ratio
     return replace(matrices, magnitude=magnitude, over_base=over_base)
+
+
+def row_factors(weight: Tensor, matrices: LoraMatrices, scale: float) -> Tensor:
+    """f of each row [out] of f · (W + s·B·A), in fp32, with some rows of the weight in fp32 at a time.
+
+    Args:
+        weight: The base's weight [out, in] in any floating dtype; it is not changed.
+        matrices: The DoRA, on the weight's device.
+        scale: The factor of B·A.
+    """
+    assert matrices.magnitude is not None
+    step, down, norms = max(1, AT_ONCE["cuda"] // weight.shape[1]), matrices.down.float(), []
+    for rows, up in zip(weight.split(step), matrices.up.split(step), strict=True):
+        if matrices.over_base:
+            norms.append(base_norm(rows.float()))
+        else:
+            norms.append(torch.linalg.vector_norm(torch.addmm(rows.float(), up.float(), down, alpha=scale), dim=1))
+    return matrices.magnitude / torch.cat(norms)
 
 
 def norm_ratio(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:

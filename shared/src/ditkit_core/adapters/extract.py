@@ -1,4 +1,4 @@
-"""Extracts a low-rank adapter from the difference of two complete transformers, with one module in memory at a time."""
+"""Extracts a LoRA or LoKr from the difference of two complete transformers, with one module in memory at a time."""
 
 import math
 from collections.abc import Callable, Collection
@@ -6,22 +6,55 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.files.factored import lokr_shapes
 from ditkit_core.adapters.files.identify import layers_of, parameters_of
 from ditkit_core.adapters.files.write import Scaled
+from ditkit_core.adapters.kronecker import nearest_kronecker
 from ditkit_core.adapters.svd import low_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.factored import FactoredMatrices
 from ditkit_core.weights.fused_tensors import LoraMatrices
 from ditkit_core.weights.load import match, read_in_fp32
+
+Approximation = Callable[[Tensor, str], tuple[Any, float]]
+"""From a difference [out, in] and its module's name to an adapter of the module, and the share of the difference's energy that it keeps."""
+
+
+def as_lora(rank: int | None, energy: float) -> Approximation:
+    """The nearest LoRA, a `Scaled`.
+
+    Args:
+        rank: Its rank; None: the lowest, up to 256, that keeps `energy` in each module.
+        energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
+    """
+
+    def nearest(difference: Tensor, module: str) -> tuple[Scaled, float]:
+        found = low_rank(difference, rank, energy, module)
+        return Scaled(LoraMatrices(found.down, found.up)), found.kept
+
+    return nearest
+
+
+def as_lokr(config: AdapterConfig) -> Approximation:
+    """The nearest LoKr with the factors that training with this section would have, as `write_factored` takes it."""
+
+    def nearest(difference: Tensor, module: str) -> tuple[tuple[FactoredMatrices, float], float]:
+        parts, kept = nearest_kronecker(difference, lokr_shapes(config, module, tuple(difference.shape)), module)
+        return (FactoredMatrices(parts), 1.0), kept
+
+    return nearest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted:
     """The difference of two transformers."""
 
-    adapters: dict[str, Scaled]
+    adapters: dict[str, Any]
     """Adapters by our name of the module; modules that do not differ have none."""
     kept: dict[str, float]
     """Share of the energy of each module's difference that its adapter keeps, 0 to 1."""
@@ -33,7 +66,7 @@ class Extracted:
     @property
     def residual(self) -> float:
         """Norm of the part of the modules' difference that the adapters do not represent, relative to that difference."""
-        # By Pythagoras: a truncated singular value decomposition is orthogonal to its remainder.
+        # By Pythagoras: what is kept is orthogonal to its remainder, of a LoRA and of a LoKr.
         squares = {name: self.sizes[f"{name}.weight"] ** 2 for name in self.kept}
         lost = sum(square * (1 - self.kept[name]) for name, square in squares.items())
         return (max(0.0, lost) / sum(squares.values())) ** 0.5
@@ -51,8 +84,7 @@ def extract(
     tuned: SafetensorsSource,
     base: SafetensorsSource,
     *,
-    rank: int | None,
-    energy: float,
+    approximate: Approximation,
     only: Collection[str] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Extracted:
@@ -63,8 +95,7 @@ def extract(
         arch: The architecture of both.
         tuned: The changed weights, in any form and dtype.
         base: The weights to compare them with.
-        rank: Rank of the adapters; None: the lowest, up to 256, that keeps `energy` in each module.
-        energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
+        approximate: Makes an adapter of a module's difference: `as_lora` or `as_lokr`.
         only: Modules that may have an adapter; None: all Linear layers.
         advance: Called after each parameter, for progress.
 
@@ -94,8 +125,7 @@ def extract(
         if module not in layers or module == name or (only is not None and module not in only):
             left[name] = size / size_of_base if size_of_base else float("inf")
             continue
-        found = low_rank(difference, rank, energy, module)
-        adapters[module], kept[module] = Scaled(LoraMatrices(found.down, found.up)), found.kept
+        adapters[module], kept[module] = approximate(difference, module)
     if not adapters:
         what = "differ in no Linear layer" if sizes else "do not differ"
         raise UserError(f"{tuned.path} and {base.path} {what}: there is nothing to extract; check --extract and --base")

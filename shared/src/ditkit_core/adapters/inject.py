@@ -20,8 +20,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.factored import factored_linear_class, parts_of
-from ditkit_core.nn.lora import lora_linear_class, magnitude_class
+from ditkit_core.nn.lora import AdapterDropout, lora_linear_class, magnitude_class
 from ditkit_core.nn.quantized_linear import dense_weight
+from ditkit_core.weights.rows import RowReader, dense_rows
 
 _PARTS = r"\.(?:lora_(?:A|B|magnitude_vector)|lokr_\w+|hada_\w+)"
 _PEFT_NAMES = re.compile(rf"\.base_layer(?=\.)|(?P<part>{_PARTS})\.default(?=\.|$)")
@@ -62,8 +63,10 @@ def inject(
     # On meta, because `initialise` makes the values from the seed and the module's name, the same on every device.
     with torch.device("meta"):
         _import_peft().inject_adapter_in_model(peft_config, model)
-    for layer in adapter_layers(model).values():
+    for name, layer in adapter_layers(model).items():
         # peft constructs its own classes here and offers no choice, as it does for LoRA layers.
+        if config.dropout:
+            layer.lora_dropout["default"] = AdapterDropout(config.dropout, name)
         if config.use_dora:
             layer.lora_magnitude_vector["default"].__class__ = magnitude_class()
         if config.method != "lora":
@@ -140,7 +143,7 @@ def initialise(
     *,
     device_of: Callable[[str], torch.device],
     start: Callable[[str], Mapping[str, Tensor]] | None = None,
-    put: Callable[[nn.Module, str, Tensor], None] | None = None,
+    division: RowReader | None = None,
 ) -> None:
     """Give every adapter its first values, in fp32, once the base has its weights.
 
@@ -153,8 +156,9 @@ def initialise(
         device_of: The device of a module's adapter, by the module's name.
         start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`, or
             `dora_scale`, which is over the norm of the base's rows.
-        put: Sets a parameter of a module that is divided over ranks, where the base's weights are no DoRA's; None sets it whole.
+        division: Of the rows of base and adapters over ranks; None if this one has all.
     """
+    put = division.put_whole if division else None
     for module, layer in adapter_layers(model).items():
         given = start(module) if start else {}
         if (method := method_of(layer)) != "lora":
@@ -171,16 +175,28 @@ def initialise(
         _set_weight(layer.lora_A["default"], down.to(device), put)
         _set_weight(layer.lora_B["default"], up.to(device), put)
         if layer.lora_magnitude_vector:
-            magnitude = given.get("lora_magnitude_vector.weight")
-            if magnitude is None:
-                # The norm of the merged weight: an adapter that starts from a file has a B that is not zero.
-                base, scaling = dense_weight(layer.get_base_layer()).to(device), layer.scaling["default"]
-                if "dora_scale" in given:
-                    magnitude = given["dora_scale"].to(device) * norm_ratio(base, down, up, scaling)
-                else:
-                    merged = torch.addmm(base, up.to(device).float(), down.to(device).float(), alpha=scaling)
-                    magnitude = torch.linalg.vector_norm(merged, dim=1)
-            _set_weight(layer.lora_magnitude_vector["default"], magnitude.to(device), put)
+            magnitude, whole = layer.lora_magnitude_vector["default"], given.get("lora_magnitude_vector.weight")
+            if whole is not None:
+                _set_weight(magnitude, whole.to(device), put)
+            elif division is None:
+                base = dense_weight(layer.get_base_layer()).to(device)
+                _set_weight(magnitude, _row_norms(layer, base, given, down, up), None)
+            else:
+                base, rows = dense_rows(layer.get_base_layer(), division), division.rows(magnitude.weight)
+                assert rows is not None and len(rows) == len(base), module
+                own = slice(rows.start, rows.stop)
+                division.put(magnitude, "weight", _row_norms(layer, base, given, down, up[own], own))
+
+
+def _row_norms(
+    layer: Any, base: Tensor, given: Mapping[str, Tensor], down: Tensor, up: Tensor, rows: slice = slice(None)
+) -> Tensor:
+    """The norm of some rows of the merged weight: an adapter that starts from a file has a B that is not zero."""
+    scaling = layer.scaling["default"]
+    if "dora_scale" in given:
+        return given["dora_scale"][rows].to(base.device) * norm_ratio(base, down, up, scaling)
+    merged = torch.addmm(base, up.to(base.device).float(), down.to(base.device).float(), alpha=scaling)
+    return torch.linalg.vector_norm(merged, dim=1)
 
 
 def _initialise_factored(
@@ -233,13 +249,8 @@ def method_of(layer: nn.Module) -> str:
     return next(method for part, method in _FIRST_PARTS.items() if part in layer._modules)
 
 
-def adapter_state(model: nn.Module | StagedModel) -> dict[str, Tensor]:
-    """The adapters' tensors by canonical name (`layers.0.self_attn.q.lora_A.weight`)."""
-    return {canonical_name(name): p.detach() for name, p in model.named_parameters() if is_adapter_name(name)}
-
-
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters, by canonical name."""
+    """The trained parameters, by canonical name (`layers.0.self_attn.q.lora_A.weight`)."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 

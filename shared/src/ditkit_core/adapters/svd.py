@@ -14,6 +14,8 @@ from ditkit_core.io.rng import generator
 
 # More than the 5 to 10 and 1 to 2 of the literature, for matrices whose singular values fall slowly.
 _OVERSAMPLING, _POWER_ITERATIONS = 32, 4
+_LARGEST = 256
+"""Maximum rank where only the energy to keep is given."""
 _FULL = 1024
 """Matrices whose smaller side is at most this get a full decomposition, which takes seconds."""
 
@@ -93,9 +95,7 @@ def reduce_product(
     )
 
 
-def low_rank(
-    matrix: Float[Tensor, "out in"], rank: int | None, energy: float, name: str, *, largest: int = 256
-) -> LowRank:
+def low_rank(matrix: Float[Tensor, "out in"], rank: int | None, energy: float, name: str) -> LowRank:
     """Find a low-rank product near to a matrix.
 
     Small matrices get a full decomposition. For others, a range finder with power iterations gives the subspace in which the nearest
@@ -103,10 +103,9 @@ def low_rank(
 
     Args:
         matrix: The matrix; it is not changed.
-        rank: Rank of the product; None: the lowest, up to `largest`, that keeps `energy`.
+        rank: Rank of the product; None: the lowest, up to `_LARGEST`, that keeps `energy`.
         energy: Share of the sum of squared singular values, above 0 and at most 1.
         name: Seeds the random numbers: equal names and matrices give equal products.
-        largest: Maximum rank if no rank is given.
 
     Returns:
         Factors in fp32, of at most the matrix's rank.
@@ -122,12 +121,12 @@ def low_rank(
     if min(wide.shape) <= _FULL:
         u, s, vh = torch.linalg.svd(wide.double(), full_matrices=False)
     else:
-        basis = _range(wide, min(min(wide.shape), (rank or largest) + _OVERSAMPLING), name)
+        basis = _range(wide, min(min(wide.shape), (rank or _LARGEST) + _OVERSAMPLING), name)
         u, s, vh = torch.linalg.svd((basis.T @ wide).double(), full_matrices=False)
         u = basis.double() @ u
     shares = s.square().cumsum(0) / total
     wanted = int((shares < energy - 1e-12).sum()) + 1 if rank is None else rank
-    wanted = min(wanted, rank or largest, len(s))
+    wanted = min(wanted, rank or _LARGEST, len(s))
     root = s[:wanted].sqrt()
     return LowRank((root[:, None] * vh[:wanted]).float(), (u[:, :wanted] * root).float(), float(shares[wanted - 1]))
 

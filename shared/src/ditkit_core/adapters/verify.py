@@ -229,29 +229,23 @@ def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, 
 def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextManager[None]:
     """Context in which the model's adapter is rounded like the file's, so that the comparison is exact for any dtype of the file."""
     tensors = SafetensorsSource.open(adapter_file).tensors
-    dtypes = {stored.dtype for key, stored in tensors.items() if not key.endswith(".alpha")}
+    (dtype,) = {stored.dtype for key, stored in tensors.items() if not key.endswith(".alpha")}
     folded = not any(key.endswith(".alpha") for key in tensors)
     parameters: dict[str, nn.Parameter] = {}
     values: dict[str, Tensor] = {}
     for module, layer in adapter_layers(model).items():
         if (method := method_of(layer)) != "lora":
             own = parts_of(layer, method)
-            for part, factor in own.items():
-                scale = layer.scaling["default"] if part == first_part(own) else 1.0
-                (dtype,) = dtypes
-                parameters[f"{module}.{part}"] = factor
-                values[f"{module}.{part}"] = (factor.detach().float() * scale).to(dtype).float() / scale
-            continue
-        parts = {"lora_A": 1.0, "lora_B": layer.scaling["default"] if folded else 1.0, "lora_magnitude_vector": 1.0}
-        # A file without alpha has the scaling folded into B, and B is rounded after that.
-        for part, scale in parts.items():
-            if "default" not in getattr(layer, part):
-                continue
-            name, parameter = f"{module}.{part}", getattr(layer, part)["default"].weight
-            rounded = parameter.detach().float() * scale
-            for dtype in dtypes:
-                rounded = rounded.to(dtype).float()
-            parameters[name], values[name] = parameter, rounded / scale
+            scaled = first_part(own)
+        else:
+            found = {part: getattr(layer, part) for part in ("lora_A", "lora_B", "lora_magnitude_vector")}
+            own = {part: parts["default"].weight for part, parts in found.items() if "default" in parts}
+            # A file without alpha has the scaling folded into B, and B is rounded after that.
+            scaled = "lora_B" if folded else ""
+        for part, parameter in own.items():
+            scale = layer.scaling["default"] if part == scaled else 1.0
+            parameters[f"{module}.{part}"] = parameter
+            values[f"{module}.{part}"] = (parameter.detach().float() * scale).to(dtype).float() / scale
     return swapped(parameters, values)
 
 

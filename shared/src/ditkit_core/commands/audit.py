@@ -3,7 +3,6 @@
 import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.audit.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
@@ -46,9 +45,9 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         run = largest_expert_run(create_run(spec, config))
         if run.expert is not None:
             say(f"auditing the {run.expert.name} expert")
-        own = RunFolder(Path(run.config.run.folder))  # the expert's own folder, which has its saves
+        own = run.config.run_folder  # the expert's own folder, which has its saves
         findings = _find(spec, run.given.config, own, options)
-        files = write_audit(findings, RunFolder(Path(config.run.folder)).audit)
+        files = write_audit(findings, config.run_folder.audit)
         print_audit(findings)
         for file in files:
             say(f"written:  {file}")

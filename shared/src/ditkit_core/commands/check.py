@@ -5,7 +5,6 @@ import sys
 import time
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.doctor.dataset import examine_dataset
@@ -17,7 +16,6 @@ from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.spec import ModelSpec
@@ -37,7 +35,7 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         UserError: If the configuration contradicts itself, or the reports cannot be written.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        folder = RunFolder(Path(config.run.folder))
+        folder = config.run_folder
         run = create_run(spec, config)
         check_run(run)
         check_preview_device(run)  # here and not per expert: only the run of all experts generates previews
@@ -50,9 +48,8 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         # The configuration is not stored in the folder: a check must not count as the start of a run.
         if options.demo:
             spec.demo.write(folder.inputs)
-            run = create_run(
-                spec, config
-            )  # again: the demo's checkpoint, which has the architecture, did not exist before
+            # Again: the demo's checkpoint, which has the architecture, did not exist before.
+            run = create_run(spec, config)
         with nothing_fetched():  # a check must not start a download of many gigabytes
             with suppress(UserError):  # the trial of the model reports it as a finding
                 run = resolve_arch(run)

@@ -25,6 +25,7 @@ from ditkit_core.config.toml import changes_to_toml, to_toml
 from ditkit_core.errors import UserError
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.signals import terminated_like_interrupted
 from ditkit_core.io.torchrun import complain_once, launched
 from ditkit_core.io.trackers import check_installed
@@ -152,8 +153,8 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
     return resolve(
         RunConfig,
         demo=family.demo if demo else None,
-        stored=Path(common.run) if common.run else None,
-        file=Path(common.config) if common.config else None,
+        stored=local_path(common.run) if common.run else None,
+        file=local_path(common.config) if common.config else None,
         flags=flags.values,
         name=family.name,
     )

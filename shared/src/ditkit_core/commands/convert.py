@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.dora import in_norm_of
-from ditkit_core.adapters.extract import extract
+from ditkit_core.adapters.extract import Extracted, as_lokr, as_lora, extract
 from ditkit_core.adapters.files.convert import (
     adapter_dtype,
     add_missing_modules,
@@ -22,12 +23,12 @@ from ditkit_core.adapters.files.convert import (
     reduce_rank,
     write_converted,
 )
-from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms
+from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms, with_forms_of
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
 from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.files.read import MAX_STRENGTH, merge_into
 from ditkit_core.adapters.files.write import Scaled, check_form
-from ditkit_core.adapters.files.write_factored import read_factors, write_factored
+from ditkit_core.adapters.files.write_factored import Factored, check_one_to_one, read_factors, write_factored
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
@@ -42,6 +43,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.experts import named_after
 from ditkit_core.run.prepare import build_on_meta, choose_arch
 from ditkit_core.run.publish import publish
+from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import match, read_in_fp32
 from ditkit_core.weights.metadata import published_header
@@ -115,10 +117,18 @@ def _convert_factored(spec: ModelSpec, found: FoundAdapter, form: str, options: 
     adapters = read_factors(found.file)
     metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), file=path.name, form=form)
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
-    worst = write_factored(out, adapters, names, form=form, dtype=dtype, metadata=metadata)
+    _write_factored(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
+
+
+def _write_factored(
+    adapters: Factored, spec: ModelSpec, out: Path, *, form: str, dtype: torch.dtype, metadata: Mapping[str, str]
+) -> None:
+    """Write a LoKr or LoHa, and print how exact it is and which programs load it."""
+    worst = write_factored(out, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata)
     same = f"equal up to {worst:.1e} (rounded)" if worst else "bitwise identical"
-    say(f"{out}: {form}, {len(adapters)} modules of a {found.layout.method}; its factors are {same}")
-    if read := readers_of(spec, form, list(adapters), use_dora=False, method=found.layout.method):
+    method = METHOD_OF_PART[next(part for matrices, _ in adapters.values() for part in matrices.parts)]
+    say(f"{out}: {form}, {len(adapters)} modules of a {method}; its factors are {same}")
+    if read := readers_of(spec, form, list(adapters), use_dora=False, method=method):
         say(loaded_by(read))
 
 
@@ -145,20 +155,58 @@ def _in_norm_of(
 
 
 def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """Compute a low-rank adapter from the difference of two transformers."""
-    rank, energy = parse_rank(options.rank)
-    form, tuned_path = options.to or "official", local_path(options.extract)
+    """Compute a LoRA, or a LoKr, from the difference of two transformers."""
+    (rank, energy), tuned_path = parse_rank(options.rank), local_path(options.extract)
+    is_lokr = _extracts_lokr(config.adapter, rank)
+    adapter = replace(config.adapter, rank=rank) if is_lokr and rank else AdapterConfig()
+    form = options.to or with_forms_of(ExportConfig(), adapter, spec).forms[0]
     check_form(form, spec.architecture.names, use_dora=False)
-    out = _out(options.out, tuned_path, f"_rank{rank}" if rank else "_extracted")
+    out = _out(options.out, tuned_path, f"_lokr{rank}" if is_lokr else f"_rank{rank}" if rank else "_extracted")
     base, arch, layers = _base(spec, config, options)
     tuned = open_weights(tuned_path)
     only = None
-    if config.adapter.targets:
+    if (
+        config.adapter.targets or is_lokr
+    ):  # without targets the layers that training would adapt: no form has each layer alone
         only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapters.targets)
+    if is_lokr and only:
+        check_one_to_one(form, spec.architecture.names, dict.fromkeys(only))
+    approximate = as_lokr(adapter) if is_lokr else as_lora(rank, energy)
     with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
-        found = extract(spec, arch, tuned, base, rank=rank, energy=energy, only=only, advance=bar.advance)
-    say(_kept_lines(found.kept, "of the difference's energy kept"))
-    say(f"residual: {found.residual:.2%} of the norm of the difference in the adapter's modules")
+        found = extract(spec, arch, tuned, base, approximate=approximate, only=only, advance=bar.advance)
+    say("\n".join(_extracted_lines(found)))
+    residual = round(found.residual, 6)
+    metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
+    dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
+    if is_lokr:
+        _write_factored(found.adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
+    else:
+        complete = add_missing_modules(found.adapters, spec, form, layers, out)
+        _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
+
+
+def _extracts_lokr(adapter: AdapterConfig, rank: int | None) -> bool:
+    """Whether `adapter.method` asks for a LoKr, which `--extract` makes as for LoRA wherever it is defined.
+
+    Raises:
+        UserError: If the method has no nearest adapter, or its rank has no definition.
+    """
+    if adapter.method == "loha":
+        raise UserError(
+            "--extract: nothing computes the LoHa nearest to a difference; leave adapter.method out for a LoRA, or set --adapter.method lokr"
+        )
+    if adapter.method == "lokr" and (rank is None or adapter.decompose_both):
+        given = "--rank auto" if rank is None else "adapter.decompose_both"
+        raise UserError(
+            f"--extract: {given} is not defined for the LoKr nearest to a difference; give --rank N with a whole first factor"
+        )
+    return adapter.method == "lokr"
+
+
+def _extracted_lines(found: Extracted) -> Iterator[str]:
+    """How much of a difference is in the adapters; warns of what is not."""
+    yield _kept_lines(found.kept, "of the difference's energy kept")
+    yield f"residual: {found.residual:.2%} of the norm of the difference in the adapter's modules"
     if found.left:
         largest = sorted(found.left, key=lambda name: -found.sizes[name])
         named = ", ".join(f"{name} ({_share(found.left[name])})" for name in largest[:10])
@@ -167,11 +215,6 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
             f"the adapter does not cover {len(largest)} parameters that differ, with {found.share_left:.1%} of the energy of the whole "
             f"difference: {named}{more}"
         )
-    complete = add_missing_modules(found.adapters, spec, form, layers, out)
-    residual = round(found.residual, 6)
-    metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
-    dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
-    _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
 def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ditkit_core.commands.options import EncodeOptions
-from ditkit_core.data.config import DataConfig
 from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, prune, verify
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_run
@@ -29,18 +29,18 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
     run = create_run(spec, config)
     check_run(run)  # the same checks as before training: what a run would refuse is not worth encoding
     if options.demo:
-        spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
+        spec.demo.write(config.run_folder.inputs)
         run = create_run(spec, config)
     run = resolve_arch(run)
     rule = parse_rule(options.prune_cache) if options.prune_cache else None  # parsed now: encoding may take hours
     if options.dump:
-        _check_dump(config.data, Path(options.dump))
+        _check_dump(run, local_path(options.dump))
     if options.verify_cache:
         _verify_cache(run)
     encoded, prior = encode_all(run)
     say(f"{len(encoded) + len(prior)} samples are encoded in {run.data.cache.folder}")
     if options.dump:
-        _dump_samples(run, Path(options.dump), encoded)
+        _dump_samples(run, local_path(options.dump), encoded)
     if rule is not None:  # last, when it is known which entries this data needs
         _prune_cache(run, rule, [*encoded, *prior])
 
@@ -51,11 +51,8 @@ def _verify_cache(run: RunContext) -> None:
         found = verify(run.data.cache, bar.advance)
     for name in found.damaged:
         warn(f"removed a damaged entry from the cache: {name}")
-    older = (
-        f", {found.without_digest} of them by length only (written by a version without digests)"
-        if found.without_digest
-        else ""
-    )
+    without = f", {found.without_digest} of them by length only (written by a version without digests)"
+    older = without if found.without_digest else ""
     say(f"{run.data.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
 
 
@@ -65,7 +62,7 @@ def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) 
     if base := base_steps(run):
         keep.add(base.text_key)
     if rule.unused:
-        runs = Path(run.config.run.folder).absolute().parent
+        runs = run.config.run_folder.path.absolute().parent
         # Two levels: a run of several experts contains a run folder for each.
         keep |= keys_in(
             sorted(
@@ -82,21 +79,18 @@ def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) 
     )
 
 
-def _check_dump(data: DataConfig, folder: Path) -> None:
-    """Refuse to write samples into the dataset's folders, where they would be read as clips or overwrite some.
+def _check_dump(run: RunContext, folder: Path) -> None:
+    """Refuse to write samples into the folders of the data, where they would be read as clips or overwrite some.
 
     Raises:
-        UserError: If the folder is inside one of the dataset's folders, or contains one.
+        UserError: If the folder is inside one of these folders, or contains one.
     """
-    target = folder.resolve()
-    for name in (
-        *data.folders,
-        data.folder,
-        data.references,
-        data.masks,
-        *(item.partition("=")[2] for item in data.controls),
-    ):
-        own = Path(name.strip()).resolve()
+    target, data = folder.resolve(), run.config.data
+    folders = [*data.folders, data.folder, data.references, data.masks]
+    folders += [item.partition("=")[2] for item in data.controls]
+    folders += [str(run.data.prior_folder)] if run.config.prior.wanted else []
+    for name in folders:
+        own = local_path(name.strip()).resolve()
         if name and (target.is_relative_to(own) or own.is_relative_to(target)):
             raise UserError(
                 f"--dump {folder} would write into {name}, which is data; name a folder apart from the data"

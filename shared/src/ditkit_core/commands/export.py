@@ -38,7 +38,7 @@ from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
-from ditkit_core.io.files import atomic_folder, atomic_write
+from ditkit_core.io.files import atomic_folder, atomic_write, local_path
 from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
@@ -73,7 +73,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
     run = resolve_arch(create_run(spec, config))
     check_run(run)
-    folder = RunFolder(Path(config.run.folder))
+    folder = config.run_folder
     files = _finished(run, folder, options) if options.publishes else []
     for each in runs_of(run) if not files else ():
         expert = each.expert.name if each.expert is not None and is_joint(run) else ""
@@ -111,8 +111,8 @@ def _export(
     spec, config = run.spec, run.config
     unloaded = build_model(run)
     prepared = load_model(run, unloaded, place(run, unloaded))
-    step = load_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
-    given = Path(options.out)
+    step = load_trained(prepared, config.run_folder, options.step)
+    given = local_path(options.out)
     out = ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     if options.out:
         out = given.with_name(f"{given.stem}{expert and '_'}{expert}{given.suffix}")
@@ -151,9 +151,10 @@ def _export_transformer(
 
 def _check_out(out: str, *, whole: bool) -> None:
     """Refuse an --out of the wrong kind: a whole transformer needs a folder, an adapter a file."""
-    if whole and Path(out).is_file():
+    path = local_path(out)
+    if whole and path.is_file():
         raise UserError(f"--out {out} is a file, and a whole transformer is written into a folder; name a folder")
-    if out and not whole and (Path(out).is_dir() or Path(out).suffix != ".safetensors"):
+    if out and not whole and (path.is_dir() or path.suffix != ".safetensors"):
         raise UserError(f"--out {out} is not a file name; give one that ends with .safetensors")
 
 
@@ -225,9 +226,8 @@ class Exporter(Callback):
     def _remove_stale(self, kept: Collection[Path] = ()) -> None:
         """Remove exports whose saves are gone, but those to be kept: with full fine-tuning each one is as large as the model."""
         for old in set(exports_without_save(self._folder)).difference(kept):
-            with suppress(
-                OSError
-            ):  # Windows keeps a file that is open, as one that is verified is; the next save removes it
+            # Windows keeps a file that is open, as one that is verified is; the next save removes it.
+            with suppress(OSError):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     @property
@@ -275,7 +275,7 @@ def rename_exports(run: RunContext, folder: RunFolder) -> None:
 def expert_adapters(run: RunContext, folder: RunFolder) -> list[tuple[Path, Path]]:
     """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
     assert run.expert is not None
-    return copies_of_expert(RunFolder(Path(run.config.run.folder)), folder, run.expert.name)
+    return copies_of_expert(run.config.run_folder, folder, run.expert.name)
 
 
 def copy_expert_adapters(run: RunContext, folder: RunFolder) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ditkit_core.commands.fit_ranks import fit_over_ranks
@@ -13,7 +12,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import to_toml
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.files import write_text
+from ditkit_core.io.files import local_path, write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.auxiliary_plan import plan_auxiliary
@@ -56,7 +55,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     Raises:
         UserError: If a GPU or the model is unknown, or the file to write exists.
     """
-    out = Path(options.write) if options.write else None
+    out = local_path(options.write) if options.write else None
     if out is not None and out.exists():
         raise UserError(f"--write {out} exists, and nothing is overwritten; give another name, or remove it")
     run = create_run(spec, config)

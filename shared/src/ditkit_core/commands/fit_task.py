@@ -149,7 +149,7 @@ def in_words(candidate: Candidate, names: Sequence[str]) -> str:
     ]
     order = ", micro-batches overlapping" if setting.pipelined else ""
     return (
-        f"checkpointing {setting.policy}, {_weights(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.time.seconds:.2g} s a step, "
+        f"checkpointing {setting.policy}, {_weights(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.seconds:.2g} s a step, "
         f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
     )
 
@@ -163,9 +163,8 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
         return choose_devices(config.train.devices)
     if config.train.device == "auto":
         found = choose_devices(("all",)) if torch.cuda.is_available() else (choose_device("auto", "train.device"),)
-        return (
-            tuple(device for device in found if device.type == "cpu" or not _samples_on(config, device.index)) or found
-        )
+        training = [device for device in found if device.type == "cpu" or not _samples_on(config, device.index)]
+        return tuple(training) or found
     return choose_devices((config.train.device,))
 
 

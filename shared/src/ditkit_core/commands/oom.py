@@ -11,6 +11,7 @@ import torch
 
 from ditkit_core.commands.fit import changes
 from ditkit_core.commands.fit_task import apply, task_for
+from ditkit_core.config.schema import config_values
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Full, Policy
 from ditkit_core.errors import UserError
@@ -40,10 +41,6 @@ _GENERAL = (
     "try train.checkpointing = full (full+offload if GPU memory is short), a smaller data.frames, height or width, train.batch_size = 1, "
     f"a lower adapter.rank, optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
 )
-_SEARCHED = {
-    "train": ("checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined"),
-    "base": ("quantize",),
-}
 _UNTOUCHED = "the last save is untouched"
 _NOTHING_LEFT = "no setting is left to lower: batch, frames, size and rank have their smallest values"
 
@@ -192,11 +189,8 @@ def _allowed(fits: bool, peak: int) -> int:
 
 
 def _differing(before: RunConfig, after: RunConfig) -> Iterator[str]:
-    for section, keys in _SEARCHED.items():
-        for key in keys:
-            old, new = (getattr(getattr(config, section), key) for config in (before, after))
-            if old != new:
-                yield f"{section}.{key} = {json.dumps(new)}"
+    old = config_values(before)
+    return (f"{key} = {json.dumps(value)}" for key, value in config_values(after).items() if value != old[key])
 
 
 def _of(peak: int, available: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
 from ditkit_core.io.hub import Hub
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
 
@@ -115,8 +116,7 @@ class TrainOptions:
     )
     """Print the plan, the audit or the check as JSON."""
     report: bool = option(
-        False,
-        excludes={"plan fit audit_precision": "and {other}: --report only writes the report of a run and stops"},
+        False, excludes={"plan fit audit_precision": "and {other}: --report only writes the report of a run and stops"}
     )
     """Rewrite the run's report.html from its files and exit; use with --run. Needs no model and also works while the run is training."""
 
@@ -268,9 +268,8 @@ class ExportOptions:
     @property
     def hub(self) -> Hub:
         """What --push and its options say."""
-        return Hub(
-            repository=self.push, card=self.card, private=self.private, revision=self.revision, license=self.license
-        )
+        card = str(local_path(self.card)) if self.card else ""
+        return Hub(repository=self.push, card=card, private=self.private, revision=self.revision, license=self.license)
 
     @property
     def publishes(self) -> bool:

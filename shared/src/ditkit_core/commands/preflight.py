@@ -6,13 +6,11 @@ It only finds missing files. The code that reads an existing file reports what i
 import os
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from ditkit_core.data.config import folder_error
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
-from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import is_hub_id, not_there
 from ditkit_core.run.config import RunConfig
 
@@ -33,7 +31,7 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
     Raises:
         UserError: For the first one that is missing.
     """
-    folder = RunFolder(Path(config.run.folder))
+    folder = config.run_folder
     if command == "train" and not verb:
         folder.check_name()
     # A run that has a save continues from it and does not read --init-from.
@@ -42,6 +40,10 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
         path, message = getattr(options, field.name), field.metadata.get("missing", "")
         if message and path and field.name not in ignored and _is_missing(path):
             raise UserError(message.format(path=path))
+    if verb in ("plan", "fit") and options.demo and not config.model.preset and _is_missing(config.model.base):
+        raise UserError(
+            f"--{verb} writes nothing, and the demo is not in {folder.inputs} yet; write it with --demo --check, or plan a run file"
+        )
     # Plans need no files, a check reports what is missing, and the demo writes its own.
     if verb or options.demo:
         return

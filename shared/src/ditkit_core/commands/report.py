@@ -1,4 +1,4 @@
-"""`train --report`, and the lines that a run prints when it ends."""
+"""`train --report`, and the lines that a run prints before it trains and when it ends."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,13 +6,16 @@ from pathlib import Path
 from ditkit_core.adapters.files.export_names import finished_adapters
 from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
+from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.checks import say_where_previews_could_be
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.experts import describe_expert
 from ditkit_core.training.checkpoint import best
 from ditkit_core.training.config import TrainConfig
 from ditkit_core.training.trainer import TrainResult
@@ -24,7 +27,41 @@ def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     Raises:
         UserError: If the folder contains no run that has begun to train.
     """
-    say(f"report:   {write_report(Path(config.run.folder))}")
+    say(f"report:   {write_report(config.run_folder.path)}")
+
+
+def say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
+    """Print what a component run trains, what changed since its last part, and its precision."""
+    config = run.config
+    if run.expert is not None:
+        say(describe_expert(run.expert, config.flow, config.held_out))
+    for change in changes:
+        say(f"changed since the last part of this run: {change}")
+    say(_opening(run))
+    say_where_previews_could_be(run)
+
+
+def describe_precision(run: RunContext) -> str:
+    """The dtype of each place, in a line."""
+    base_compute, optim = run.config.base.compute, run.config.optim
+    in_8_bits, fused = optim.kind.averages_in_8_bits, optim.fused_backward and run.config.micro_batches == 1
+    return run.precision.described(base_compute=base_compute, averages_in_8_bits=in_8_bits, fused_backward=fused)
+
+
+def _opening(run: RunContext) -> str:
+    """What is trained, in a line."""
+    config, devices = run.config, " and ".join(map(str, run.devices))
+    adapter = config.adapter
+    what = "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
+    model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
+    forms = ""
+    if config.export.forms != run.given.config.export.forms:
+        of_dora = "no file of a DoRA is for both ComfyUI and diffusers"
+        why = of_dora if adapter.use_dora else "it has a name for each layer"
+        several = "s" * (len(config.export.forms) > 1)
+        forms = f"; its files are in the {' and '.join(config.export.forms)} form{several}, because {why}"
+    precision = f"precision {config.precision.preset}, each dtype is in the report"
+    return f"train {what} of {model} for {config.train.steps} steps on {devices} ({precision}){forms}"
 
 
 def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
@@ -61,7 +98,7 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
     of_experts = [copy for each in experts for _, copy in expert_adapters(each, folder)]
     for file in of_experts if experts else [name.at(folder) for name in finished_adapters(folder)]:
         say(f"adapter:  {file}")
-    trained = [(RunFolder(Path(each.config.run.folder)), f" ({each.expert.name})") for each in experts if each.expert]
+    trained = [(each.config.run_folder, f" ({each.expert.name})") for each in experts if each.expert]
     for own, name in trained or [(folder, "")]:
         for model in sorted(own.exports.glob("transformer_*")):
             say(f"model:    {model}{name}")

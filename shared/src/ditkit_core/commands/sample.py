@@ -9,7 +9,7 @@ from ditkit_core.commands.options import SampleOptions
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
-from ditkit_core.io.run_dir import RunFolder, reserve_sample_number
+from ditkit_core.io.run_dir import reserve_sample_number
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
@@ -20,8 +20,7 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_prompts, sample_prompts
 from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.run.experts import check_named
-from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import MetaModel
+from ditkit_core.run.model import engine_of, load_model
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 
@@ -36,7 +35,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
     config = replace(config, sample=replace(config.sample, **changed))
-    run, folder = resolve_arch(create_run(spec, config)), RunFolder(Path(config.run.folder))
+    run, folder = resolve_arch(create_run(spec, config)), config.run_folder
     if options.adapter_low and not run.experts:
         raise UserError(
             "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
@@ -56,7 +55,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         raise UserError("there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions")
     check_prompts(run, prompts)
     # Built on `meta` before anything slow, so that an adapter that does not fit the model is reported now.
-    sampling, unloaded = (run, None) if run.experts else _built(run, options.adapter)
+    sampling, unloaded = (run, None) if run.experts else build_with_adapter(run, options.adapter)
     encode_prompts(run, prompts)  # before the transformer is loaded: the GPU need not have room for both
     if unloaded is None:
         stages, what = _experts(run, options)
@@ -64,16 +63,11 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         prepared = load_model(sampling, unloaded, place(sampling, unloaded))
         stages = single_stage(prepared.model, engine_of(sampling, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
-    out = Path(options.out) if options.out else folder.samples
-    with reserve_sample_number(
-        out
-    ) as number:  # numbers are reserved: two commands in one folder never overwrite each other
+    out = local_path(options.out) if options.out else folder.samples
+    # Numbers are reserved: two commands in one folder never overwrite each other.
+    with reserve_sample_number(out) as number:
         files_written = generate_samples(run, stages, prompts, out, f"{number}-{what}")
     say("\n".join(str(file) for file in files_written))
-
-
-def _built(run: RunContext, adapter: str) -> tuple[RunContext, MetaModel]:
-    return build_with_adapter(run, adapter) if adapter else (run, build_model(run))
 
 
 def _experts(run: RunContext, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
@@ -81,7 +75,7 @@ def _experts(run: RunContext, options: SampleOptions) -> tuple[Sequence[Denoiser
     given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
     files = {name: ExpertWeights(file=file) for name, file in given.items() if file}
     for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
-        check_named(expert, {option: given[expert.name]})
+        check_named(expert, option, given[expert.name])
     if files:
         return denoiser_stages(run, files), "-".join(Path(each.file).stem for each in files.values())
     trained, step = trained_weights_in(run)

@@ -10,13 +10,11 @@ Each step only does what is missing, so the same command starts a run, continues
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
-from ditkit_core.commands.beginning import describe_precision, say_beginning
 from ditkit_core.commands.export import Exporter, copy_expert_adapters, has_expert_adapters, rename_exports
 from ditkit_core.commands.options import TrainOptions
-from ditkit_core.commands.report import held_out_lines, say_results
+from ditkit_core.commands.report import describe_precision, held_out_lines, say_beginning, say_results
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.doctor.dataset import summarize_data
 from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, model_summary, write_about
@@ -30,7 +28,7 @@ from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.run_dir import RunFolder, open_run
+from ditkit_core.io.run_dir import RunFolder, check_shared, open_run
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
@@ -46,13 +44,7 @@ from ditkit_core.previews.class_images import (
 from ditkit_core.previews.exchange import samples_in_place
 from ditkit_core.previews.manager import Previews, generate_left, previews_of
 from ditkit_core.previews.stages import denoiser_stages, generate_trained
-from ditkit_core.run.checks import (
-    check_components,
-    check_preview_device,
-    check_ranks,
-    check_run,
-    check_training,
-)
+from ditkit_core.run.checks import check_components, check_preview_device, check_ranks, check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_arch
 from ditkit_core.run.encoding import Encoded, encode_all
@@ -60,7 +52,6 @@ from ditkit_core.run.expert_runs import (
     Component,
     ComponentRuns,
     components_of,
-    folder_of,
     is_joint,
     resolve_arch,
     runs_of,
@@ -92,7 +83,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         run = resolve_arch(run)
     whole = components_of(run, options.init_from)
     _check(whole)
-    with open_run(Path(config.run.folder), whole.run.given.config, ranks) as (folder, stated):
+    with open_run(config.run_folder.path, whole.run.given.config, ranks) as (folder, stated):
         if ranks.is_first:
             rename_exports(whole.run, folder)
         done, left = folder.completed_step(), _left(whole)
@@ -128,7 +119,7 @@ def _check(whole: ComponentRuns) -> None:
     Raises:
         UserError: If a setting of the run or of a component contradicts another, or a component's folder belongs to another configuration.
     """
-    run, config, path = whole.run, whole.run.given.config, Path(whole.run.config.run.folder)
+    run, config, path = whole.run, whole.run.given.config, whole.run.config.run_folder.path
     if whole.experts:
         check_run(run)
         check_preview_device(run)  # here and not per component: only the run of all experts generates previews
@@ -147,7 +138,7 @@ def _check(whole: ComponentRuns) -> None:
         check_ranks(component.run, current_ranks().size)
     # The run's own folder has no saves to compare the configuration with: each expert's folder checks its own.
     for each in whole.experts:
-        folder_of(each, None).check(each.given.config)
+        each.config.run_folder.check(each.given.config)
 
 
 def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
@@ -191,16 +182,23 @@ def _prepare(run: RunContext, left: Sequence[Component]) -> None:
     assert run.data.dataset.samples  # reads the dataset, which reports mistakes in it before anything is built
     ranks = current_ranks()
     num_images = ranks.on_first(
-        lambda: num_missing_class_images(run, started=any(_is_started(folder_of(each, None)) for each in runs_of(run)))
+        lambda: num_missing_class_images(run, started=any(_is_started(each.config.run_folder) for each in runs_of(run)))
     )
-    for (
-        component
-    ) in left:  # on `meta`: a mistake of the second expert must not appear after hours of training the first
+    # On `meta`: a mistake of the second expert must not appear after hours of training the first.
+    for component in left:
         build_model(component.run)
-    check_components(run, run.data.dataset.samples, sampling=num_images > 0)
-    encode_all(run, run.config.prior.prompt if num_images else "")
+    _encode_all(run, num_images)
     if num_images:
         encoded_class_images(run, lambda: denoiser_stages(of_base(run), {}), num_images)
+
+
+def _encode_all(run: RunContext, num_images: int) -> Encoded:
+    """Encode all data and texts, after a look at what that and the class images that are still to be generated need."""
+    check_components(run, run.data.dataset.samples, sampling=num_images > 0)
+    if num_images:
+        check_class_prompt(run)
+    check_shared(run.data.cache.folder, "encode.cache", current_ranks())
+    return encode_all(run, run.config.prior.prompt if num_images else "")
 
 
 def _is_started(folder: RunFolder) -> bool:
@@ -216,11 +214,11 @@ def _opened(
     Yields:
         The folder, and the settings that changed since the component was last trained.
     """
-    if component.folder.path == folder.path:  # already open and locked by this process
+    path, config = component.run.config.run_folder.path, component.run.given.config
+    if path == folder.path:  # already open and locked by this process
         yield folder, stated
         return
-    config = component.run.given.config
-    with open_run(component.folder.path, config, current_ranks()) as (own, changes):
+    with open_run(path, config, current_ranks()) as (own, changes):
         if current_ranks().is_first:
             own.store(config)
         yield own, changes
@@ -311,10 +309,7 @@ def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
         warn(advice)
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(unloaded.arch).guided_by != "embedding":
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance embedding")
-    check_components(run, run.data.dataset.samples, sampling=num_images > 0)
-    if num_images:
-        check_class_prompt(run)
-    data = encode_all(run, config.prior.prompt if num_images else "")
+    data = _encode_all(run, num_images)
     check_items(spec, unloaded.model, [*data.samples, *data.prior])
     summarize_data(run, data.samples)
     if num_images:
@@ -380,9 +375,7 @@ def _callbacks(
     """The callbacks for previews and the end of training."""
     # A preview process takes over the previews; the samples of the finished model are generated here in both cases.
     sampled = run if isinstance(previews, Previews) or run.expert is None else previews
-    callbacks: list[Callback] = [
-        samples_in_place(run, sampled, prepared, folder, write_report),
-    ]
+    callbacks: list[Callback] = [samples_in_place(run, sampled, prepared, folder, write_report)]
     if isinstance(previews, Previews):
         callbacks.append(QueuedPreviews(run, prepared, previews))
     if run.config.train.profile:

@@ -45,7 +45,8 @@ def resolve(
         The configuration.
 
     Raises:
-        UserError: If a file cannot be read, a key is unknown, or a value has the wrong type or is refused by its section.
+        UserError: If a file cannot be read, a key is unknown, a value has the wrong type or is refused by its section, or flags name another
+            folder than `stored`.
     """
     # So that the runs of two run files never share a folder; a stored run has its own.
     layers = [Layer("by default", {"run.folder": f"runs/{name if file is None else file.stem}"})]
@@ -55,6 +56,9 @@ def resolve(
         layers.append(Layer(f"in {file}", read_config_file(tree, file)))
     layers.append(Layer(WHERE, flags or {}))
     if stored is not None:
+        other = layers[-1].values.get("run.folder")
+        if other is not None and Path(other) != stored:
+            raise UserError(f"--run {stored} and --run.folder {other} name two folders; leave one of them out")
         layers.append(Layer("by --run", {"run.folder": str(stored)}))
     if demo is not None:
         values = read_config_file(tree, demo)

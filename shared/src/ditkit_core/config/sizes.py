@@ -25,6 +25,11 @@ def parse_size(text: str, key: str) -> int:
     return int(float(found[1]) * GIB)
 
 
+def gib(num_bytes: int) -> str:
+    """A size in GiB, with two decimals and without the unit."""
+    return f"{num_bytes / GIB:.2f}"
+
+
 def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
     """One value per device: the given values, or the one given for all, or 0 if none is given.
 

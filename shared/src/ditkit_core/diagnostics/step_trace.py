@@ -68,11 +68,12 @@ class StepTrace(Callback):
 
 
 def top_kernels(made: profile, steps: int) -> Table:
-    """The kernels that take most time: those of GPUs, or the operations of a CPU where there is none."""
-    on_gpu = torch.cuda.is_available()
+    """The kernels that take most time: those of GPUs, or the operations of a CPU if no GPU computed."""
+    averages = made.key_averages()
+    on_gpu = any(each.device_type.name != "CPU" for each in averages)
     times = {
         each.key: ((each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1000, each.count)
-        for each in made.key_averages()
+        for each in averages
         # An operation of the host has the time of the kernels that it launched, which have rows of their own.
         if not each.key.startswith(("ProfilerStep", "cuda"))
         and not (on_gpu and (each.device_type.name == "CPU" or each.is_user_annotation))

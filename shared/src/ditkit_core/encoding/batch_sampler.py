@@ -29,19 +29,6 @@ class BatchIndices(NamedTuple):
     """Indices of the samples."""
 
 
-def epoch_order(seed: int, epoch: int, ids: Sequence[str]) -> list[int]:
-    """The order of one epoch, as indices into `ids`.
-
-    Samples are sorted by a hash, not by a random permutation. So the order depends only on the ids and not on the order in which
-    they are given, and adding a sample does not change the order of the others.
-
-    Args:
-        epoch: Epochs since the start of the run.
-        ids: Sample ids, all different.
-    """
-    return sorted(range(len(ids)), key=lambda i: (seed_of(seed, "order", epoch, ids[i]), ids[i]))
-
-
 class Epochs:
     """The number of uses of each sample in each epoch, and their order.
 
@@ -87,13 +74,14 @@ class Epochs:
         return bisect.bisect_right(range(most), place, key=self.before) - 1
 
     def order(self, epoch: int, members: Sequence[int] | None = None) -> list[int]:
-        """The samples of an epoch in order, as indices; if `members` are given, only those."""
+        """The samples of an epoch in order, as indices; if `members` are given, only those.
+
+        They are sorted by a hash, not by a random permutation. So the order depends only on the ids and not on the order in which
+        they are given, and adding a sample does not change the order of the others.
+        """
         counts, ids = self.counts(epoch), self._ids
-        members = range(len(ids)) if members is None else members
-        if (counts == 1).all():
-            return [members[i] for i in epoch_order(self._seed, epoch, [ids[i] for i in members])]
-        uses = [(i, copy) for i in members for copy in range(counts[i])]
-        # The first use has the same seed as in `epoch_order`, so that repeating one sample does not move the others.
+        uses = [(i, copy) for i in (range(len(ids)) if members is None else members) for copy in range(counts[i])]
+        # The first use has the seed of a sample that is used once, so that repeating one sample does not move the others.
         seeds = [seed_of(self._seed, "order", epoch, ids[i], *([copy] if copy else [])) for i, copy in uses]
         return [i for *_, i in sorted((seed, ids[i], copy, i) for seed, (i, copy) in zip(seeds, uses, strict=True))]
 

@@ -210,28 +210,22 @@ class TrainDataLoader:
     def micro_batch(self, index: int) -> Batch:
         """Read the micro-batch of this index, counted since the start of the run."""
         samples = [self._samples[place] for place in self._order.places(index).samples]
-        counted = self.mean_size if self._grouped else None
-        base = self._base_steps
-        if base is not None and base.has(self._seed, index):
-            samples = [replace(each, empty_text_key=base.text_key or each.empty_text_key) for each in samples]
-            return Batch(
-                ids=[sample.id for sample in samples],
-                items=LazyItems(lambda: [sample.load(drop_caption=True) for sample in samples], len(samples)),
-                weights=[base.weight] * len(samples),
-                counted=counted,
-                matches_base=True,
-            )
+        base = self._base_steps if self._base_steps and self._base_steps.has(self._seed, index) else None
+
+        def read() -> list[dict[str, Tensor]]:
+            if base is not None:
+                own = [replace(each, empty_text_key=base.text_key or each.empty_text_key) for each in samples]
+                return [sample.load(drop_caption=True) for sample in own]
+            # A micro-batch of a small dataset can contain a sample several times: each use gets its own caption.
+            copies = [sum(other is sample for other in samples[:place]) for place, sample in enumerate(samples)]
+            return [self._captions.item(sample, index, copy) for sample, copy in zip(samples, copies, strict=True)]
+
         return Batch(
             ids=[sample.id for sample in samples],
-            items=LazyItems(
-                lambda: [
-                    # A micro-batch of a small dataset can contain a sample several times: each use gets its own caption.
-                    self._captions.item(sample, index, sum(other is sample for other in samples[:place]))
-                    for place, sample in enumerate(samples)
-                ],
-                len(samples),
-            ),
-            counted=counted,
+            items=LazyItems(read, len(samples)),
+            weights=() if base is None else [base.weight] * len(samples),
+            counted=self.mean_size if self._grouped else None,
+            matches_base=base is not None,
         )
 
     def micro_batches(self, index: int) -> list[Batch]:
@@ -247,9 +241,8 @@ class TrainDataLoader:
 def shapes_of(sample: EncodedSample) -> Shapes:
     """The shapes that samples of one micro-batch share; texts may have different lengths, because models pad them."""
     shapes = sample.media_shapes()
-    shapes.pop(
-        MASK.name, None
-    )  # masks weigh the loss of each sample alone, so that those with and without one may share a micro-batch
+    # Masks weigh the loss of each sample alone, so that those with and without one may share a micro-batch.
+    shapes.pop(MASK.name, None)
     return tuple(sorted(shapes.items()))
 
 

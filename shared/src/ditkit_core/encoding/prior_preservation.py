@@ -66,9 +66,8 @@ class PriorDataLoader:
             caption_dropout: Probability in [0, 1] that a class image gets the empty caption.
             control_dropout: Probability in [0, 1] that a class image is used without its optional conditions.
         """
-        own_seed = seed_of(
-            seed, "prior"
-        )  # a separate seed: the instance's order stays the same with and without class images
+        # A separate seed: the instance's order stays the same with and without class images.
+        own_seed = seed_of(seed, "prior")
         self._data, self._samples, self._weight = data, samples, weight
         self._order = BatchSampler([sample.id for sample in samples], own_seed, 1)
         self._captions = CaptionSampler(own_seed, caption_dropout, control_dropout)

@@ -1,21 +1,13 @@
 """Activation checkpointing policies: what one block keeps for its backward, and what it computes again.
 
-A policy is a small object with one method, `checkpoint`. It runs a function of tensors so that its backward finds what it needs. It never
-wraps a module: `run_block` calls the block's body through it.
-
 A configuration names policies, and a mistake in one is answered before torch is imported, which takes seconds. So this module describes them,
-and `run_block.py` runs them.
+and `run_block.py` runs blocks under them. No module is wrapped.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ditkit_core.engine.op_names import kept_results_reach_hooks
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ditkit_core.engine.run_block import Body
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +23,11 @@ class Policy:
     """Whether the backward runs any of the block's forward again."""
     keeps_results: ClassVar[bool] = False
     """Whether results of operations are kept by the operations' names."""
-    argument: ClassVar[str] = ""
-    """Describes the arguments that the kind takes in parentheses, for help texts."""
 
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
         """Names of the `attend` calls that an enclosing checkpoint keeps, empty for all; None keeps no region."""
         return None
-
-    def checkpoint(self, body: "Body", tensors: "list[Tensor]", name: str) -> "tuple[Tensor, ...]":
-        """Run the body under the policy.
-
-        Args:
-            body: The block; may be called again in the backward, on another thread.
-            tensors: The block's inputs.
-            name: Unique among the blocks of a model, for memory reports.
-        """
-        return body(*tensors)
 
     def __str__(self) -> str:
         """The policy as a configuration writes it."""
@@ -62,11 +42,6 @@ class Full(Policy):
     kind: ClassVar[str] = "full"
     recomputes: ClassVar[bool] = True
 
-    def checkpoint(self, body: "Body", tensors: "list[Tensor]", name: str) -> "tuple[Tensor, ...]":
-        from ditkit_core.engine.run_block import keeping_nothing
-
-        return keeping_nothing(body, tensors)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOnly(Policy):
@@ -74,16 +49,10 @@ class AttentionOnly(Policy):
 
     kind: ClassVar[str] = "attn_only"
     recomputes: ClassVar[bool] = True
-    argument: ClassVar[str] = "names of attention, such as self"
 
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
         return self.names
-
-    def checkpoint(self, body: "Body", tensors: "list[Tensor]", name: str) -> "tuple[Tensor, ...]":
-        from ditkit_core.engine.run_block import keeping_attention
-
-        return keeping_attention(body, tensors, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +62,6 @@ class Ops(Policy):
     kind: ClassVar[str] = "ops"
     recomputes: ClassVar[bool] = True
     keeps_results: ClassVar[bool] = True
-    argument: ClassVar[str] = "matmul, attention, collectives, or names such as aten.mm.default"
 
     def __post_init__(self) -> None:
         # Refused here because older versions of torch would keep the results on the device without a word.
@@ -104,8 +72,3 @@ class Ops(Policy):
                 f"this torch, {torch.__version__}, cannot move what named operations return; update it, write attn_only+offload, or "
                 "leave out +offload"
             )
-
-    def checkpoint(self, body: "Body", tensors: "list[Tensor]", name: str) -> "tuple[Tensor, ...]":
-        from ditkit_core.engine.run_block import keeping_ops
-
-        return keeping_ops(self.names, body, tensors, name)

@@ -6,7 +6,7 @@ on one device runs as if it had never been split. `planner/partition.py` decides
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -32,11 +32,6 @@ class Placement:
     def split_points(self) -> tuple[int, ...]:
         """Split points: the first block of each device but the first."""
         return tuple(i for i in range(1, len(self.blocks)) if self.blocks[i] != self.blocks[i - 1])
-
-    def on_host(self) -> "Placement":
-        """The same model with all weights on the host, from where ranks take the rows that each of them keeps."""
-        host = torch.device("cpu")
-        return replace(self, embed=host, blocks=(host,) * len(self.blocks), head=host)
 
     def described(self) -> str:
         """One line for the log: which device runs which blocks."""

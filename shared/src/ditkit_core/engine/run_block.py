@@ -11,7 +11,7 @@ end, which is one more large matmul per block.) `attn_only` is torch_remat, whic
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch_remat as remat
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
 from ditkit_core.engine.selective_ac import GeneratorHook, Region, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
@@ -26,29 +27,10 @@ from ditkit_core.nn.context import BlockSettings, block_settings, calls_in_force
 from ditkit_core.nn.remat import RecomputeDone, RecomputeScope
 
 Body = Callable[..., tuple[Tensor, ...]]
-"""A block as a function of the carry's tensors, which it takes one by one."""
+"""A block as a function of the carry's tensors, which it takes one by one. The backward may call it again, on another thread."""
 
 
-class BlockPolicy(Protocol):
-    """What running a block needs of its policy; `ac_policies.Policy` is one."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the backward runs any of the block's forward again."""
-
-    @property
-    def keeps_results(self) -> bool:
-        """Whether results of operations are kept by the operations' names."""
-
-    @property
-    def kept_attention(self) -> tuple[str, ...] | None:
-        """Names of the `attend` calls that an enclosing checkpoint keeps, empty for all; None keeps no region."""
-
-    def checkpoint(self, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-        """Run the body under the policy."""
-
-
-def keeping_nothing(body: Body, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def keeping_nothing(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
     """Run a body that is recomputed as a whole."""
     # No preserve_rng_state: it would fork the CPU's generator too, which blocks on other devices share. `Replayed` restores
     # the one generator that the block uses.
@@ -57,7 +39,7 @@ def keeping_nothing(body: Body, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return made
 
 
-def keeping_attention(body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
+def keeping_attention(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
     """Run a body that is recomputed without its attention."""
     replayed = Replayed(body, GeneratorHook(tensors[0].device))
     # A kept region does not run again, so it consumes no random numbers in the recompute. torch_remat
@@ -67,13 +49,13 @@ def keeping_attention(body: Body, tensors: list[Tensor], name: str) -> tuple[Ten
     return made
 
 
-def keeping_ops(names: tuple[str, ...], body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    """Run a body that is recomputed without the operations of these names (`ac_policies.Ops`).
+def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
+    """Run a body that is recomputed without the operations that the policy names.
 
     Raises:
         UserError: If the names say `attention` and a call of it is not one operation.
     """
-    hook = GeneratorHook(tensors[0].device)
+    names, hook = policy.names, GeneratorHook(tensors[0].device)
     replayed, region = Replayed(body, hook), Region(kept_ops(names), hook)
     calls = calls_in_force()
     # Counted over this block alone: the counts go on over all blocks of the forward.
@@ -89,6 +71,14 @@ def keeping_ops(names: tuple[str, ...], body: Body, tensors: list[Tensor], name:
             "others are not one operation (dropout, the math kernel, flex, kernels in Python); use attn_only, which keeps every one"
         )
     return made
+
+
+CHECKPOINTS: dict[type[Policy], Callable[[Policy, Body, list[Tensor], str], tuple[Tensor, ...]]] = {
+    Full: keeping_nothing,
+    AttentionOnly: keeping_attention,
+    Ops: keeping_ops,
+}
+"""How a body is run by the type of a policy that recomputes: (policy, body, the block's inputs, a name for memory reports) to its results."""
 
 
 _REPLAY_LOCKS: dict[str, Any] = {}
@@ -144,9 +134,7 @@ class EagerRunner:
     clock: StepClock = field(default_factory=StepClock, compare=False)
     """Times recomputes."""
 
-    def __call__(
-        self, index: int, block: nn.Module, carry: Any, *, policy: BlockPolicy, device: torch.device | None
-    ) -> Any:
+    def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
         return run_block(block, carry, policy=policy, settings=self.settings, name=f"block {index}", clock=self.clock)
 
 
@@ -154,7 +142,7 @@ def run_block(
     block: nn.Module,
     carry: Any,
     *,
-    policy: BlockPolicy,
+    policy: Policy,
     settings: BlockSettings | None = None,
     name: str,
     clock: StepClock | None = None,
@@ -184,7 +172,7 @@ def run_block(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     settings = replace(settings, keep=policy.kept_attention, keeps_results=policy.keeps_results, calls=calls)
     body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec, clock or StepClock())
-    made = iter(policy.checkpoint(body, tensors, name))
+    made = iter(CHECKPOINTS[type(policy)](policy, body, tensors, name))
     rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in body.after]
     return tree_unflatten(rebuilt, body.after_spec)
 

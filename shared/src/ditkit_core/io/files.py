@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import stat
-import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,21 +51,18 @@ def _is_left(path: Path) -> bool:
     if found is None:
         return False
     process = int(found["process"] or 0)
-    if found["machine"] == _machine() and sys.platform != "win32":  # where no call only asks whether a process exists
-        try:
-            os.getpgid(process)
-        except ProcessLookupError:
-            return True
-        except OSError:  # it exists, and may not be asked
-            return False
-        return process == os.getpid()  # this process writes nothing while it looks: an earlier one had the same id
+    if found["machine"] == _machine():
+        import psutil  # here, because it takes longer than all of this module
+
+        # This process writes nothing while it looks: an earlier one had the same id.
+        return process == os.getpid() or not psutil.pid_exists(process)
     return time.time() - path.stat().st_mtime >= UNFINISHED_SECONDS
 
 
 def remove_unfinished(paths: Iterable[Path]) -> None:
     """Remove what killed writes have left: temporary files, and temporary folders that were never renamed.
 
-    A running process keeps what it writes. Where nobody can say whether it runs (another machine, Windows, names of earlier versions), a file
+    A running process keeps what it writes. Where nobody can say whether it runs (another machine, names of earlier versions), a file
     stays for an hour.
 
     Args:

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import torch
 
 
@@ -45,11 +46,20 @@ def is_host_allocation(text: str) -> bool:
     return "can't allocate memory" in text or "DefaultCPUAllocator: not enough memory" in text
 
 
+_OF_LIBRARIES = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+"""What torch says where memory that it does not allocate itself ran out: a library's workspace, or a kernel's code."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on an accelerator or the host."""
     text = str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and (is_host_allocation(text) or "CUDA error: out of memory" in text)
+        isinstance(error, RuntimeError) and (is_host_allocation(text) or any(words in text for words in _OF_LIBRARIES))
     )
 
 
@@ -78,7 +88,7 @@ def let_go(error: BaseException) -> set[str]:
 def process_peak_bytes() -> int:
     """Peak resident set of this process, in bytes."""
     if sys.platform == "win32":
-        return _windows_peak_bytes()
+        return int(psutil.Process().memory_info().peak_wset)
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss of a child starts at its parent's peak, VmHWM at its own
         for line in status.read_text().splitlines():
@@ -88,27 +98,3 @@ def process_peak_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
-
-
-def _windows_peak_bytes() -> int:
-    import ctypes
-    from ctypes import wintypes
-
-    class Counters(ctypes.Structure):
-        """PROCESS_MEMORY_COUNTERS of psapi.h."""
-
-        _fields_ = [
-            ("size", wintypes.DWORD),
-            ("page_faults", wintypes.DWORD),
-            ("peak_working_set", ctypes.c_size_t),
-            ("rest", ctypes.c_size_t * 7),
-        ]
-
-    kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined]
-    kernel.GetCurrentProcess.restype = wintypes.HANDLE
-    query = kernel.K32GetProcessMemoryInfo
-    query.argtypes = [wintypes.HANDLE, ctypes.POINTER(Counters), wintypes.DWORD]
-    counters = Counters(size=ctypes.sizeof(Counters))
-    if not query(kernel.GetCurrentProcess(), ctypes.byref(counters), counters.size):
-        raise ctypes.WinError(ctypes.get_last_error())  # type: ignore[attr-defined]
-    return int(counters.peak_working_set)

@@ -66,6 +66,8 @@ class Ranks:
     """Spent in exchanges so far, which is mostly waiting for slower ranks."""
     bytes_sent: int = 0
     """Given to exchanges so far."""
+    step: int = 0
+    """The step that is being trained, counted from 1, for messages of a failure; 0 outside of training."""
     leads: bool = False
     """Whether this is the first rank in work of its own that the others help with: `on_first`."""
     context: int = 1
@@ -185,11 +187,11 @@ class Ranks:
             distributed().recv(buffer, source)
         return buffer
 
-    def broadcast(self, tensor: "Tensor") -> "Tensor":
-        """The first rank's tensor, written into this one on the others."""
+    def broadcast(self, tensor: "Tensor", source: int = 0, group: Any = None) -> "Tensor":
+        """The tensor of the first rank, or of the one at a place of a group, written into this one on the others."""
         if self.size > 1:
-            with self._exchange(tensor if self.is_first else None):
-                distributed().broadcast(tensor, 0)
+            with self._exchange(tensor if distributed().get_rank(group) == source else None):
+                distributed().broadcast(tensor, group=group, group_src=source)
         return tensor
 
     def any(self, flag: bool) -> bool:

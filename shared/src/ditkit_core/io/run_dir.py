@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -96,21 +97,58 @@ class RunFolderConfig:
             raise UserError("run.folder is empty; set a folder, such as runs/run")
 
 
+class _Place:
+    """A path below a run's folder, as an attribute of `RunFolder`."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", owner: type) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of a run."""
 
     path: Path
-
-    @property
-    def config_file(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.toml"
-
-    @property
-    def state(self) -> Path:
-        """Folder of the saved training states, one folder for each."""
-        return self.path / "state"
+    config_file = _Place("config.toml")
+    """The resolved configuration."""
+    state = _Place("state")
+    """Folder of the saved training states, one folder for each."""
+    exports = _Place("exports")
+    """Folder of the exported adapters and models."""
+    samples = _Place("samples")
+    """Folder of the samples."""
+    pending = _Place("samples/pending")
+    """Folder of the previews that another process still has to generate."""
+    previews_log = _Place("previews.log")
+    """Output of the process that generates previews."""
+    verified = _Place("verified.json")
+    """Results of verifying the exports."""
+    verification_log = _Place("verification.log")
+    """Output of the process that verifies exports."""
+    metrics = _Place("metrics.jsonl")
+    """Metrics, one JSON object per line."""
+    trace = _Place("profile.json.gz")
+    """The Chrome trace of `train.profile`."""
+    report = _Place("report.html")
+    """The report page."""
+    about = _Place("about.json")
+    """Description of the machine and versions that the run was trained with, for the report."""
+    tensorboard = _Place("tensorboard")
+    """Folder of the TensorBoard events."""
+    tracker = _Place("tracker.json")
+    """What `log.tracker` has of the run: its id there, and the samples that were logged."""
+    inputs = _Place("inputs")
+    """Folder of the demo's generated inputs."""
+    prior = _Place("prior")
+    """Folder of the generated class images, unless `prior.folder` is set."""
+    audit = _Place("audit")
+    """Folder of the results of a precision audit."""
+    data_file = _Place("data.json")
+    """The cache keys of the samples that the run trains on."""
+    _complete = _Place("complete.json")
 
     def save(self, step: int) -> Path:
         """The folder of the state saved at an optimizer step; it need not exist."""
@@ -133,94 +171,10 @@ class RunFolder:
                 f"{_LONGEST_NAME_BYTES} bytes"
             )
 
-    @property
-    def exports(self) -> Path:
-        """Folder of the exported adapters and models."""
-        return self.path / "exports"
-
     def follows_save(self, path: Path, step: int) -> bool:
         """Whether a file or folder was written after the save of a step: an older one is of weights that were trained differently."""
         save = self.save(step)
         return path.exists() and (not save.exists() or path.stat().st_mtime_ns >= save.stat().st_mtime_ns)
-
-    @property
-    def samples(self) -> Path:
-        """Folder of the samples."""
-        return self.path / "samples"
-
-    @property
-    def pending(self) -> Path:
-        """Folder of the previews that another process still has to generate."""
-        return self.samples / "pending"
-
-    @property
-    def previews_log(self) -> Path:
-        """Output of the process that generates previews."""
-        return self.path / "previews.log"
-
-    @property
-    def verified(self) -> Path:
-        """Results of verifying the exports."""
-        return self.path / "verified.json"
-
-    @property
-    def verification_log(self) -> Path:
-        """Output of the process that verifies exports."""
-        return self.path / "verification.log"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        """The Chrome trace of `train.profile`."""
-        return self.path / "profile.json.gz"
-
-    @property
-    def report(self) -> Path:
-        """The report page."""
-        return self.path / "report.html"
-
-    @property
-    def about(self) -> Path:
-        """Description of the machine and versions that the run was trained with, for the report."""
-        return self.path / "about.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of the TensorBoard events."""
-        return self.path / "tensorboard"
-
-    @property
-    def tracker(self) -> Path:
-        """What `log.tracker` has of the run: its id there, and the samples that were logged."""
-        return self.path / "tracker.json"
-
-    @property
-    def inputs(self) -> Path:
-        """Folder of the demo's generated inputs."""
-        return self.path / "inputs"
-
-    @property
-    def prior(self) -> Path:
-        """Folder of the generated class images, unless `prior.folder` is set."""
-        return self.path / "prior"
-
-    @property
-    def audit(self) -> Path:
-        """Folder of the results of a precision audit."""
-        return self.path / "audit"
-
-    @property
-    def data_file(self) -> Path:
-        """The cache keys of the samples that the run trains on."""
-        return self.path / "data.json"
-
-    @property
-    def _complete(self) -> Path:
-        return self.path / "complete.json"
 
     def owner(self) -> str:
         """Id, host and start of the process that trains in the folder; empty if there is none."""
@@ -339,6 +293,43 @@ def open_run(path: Path, config: Any, ranks: Ranks | None = None) -> Iterator[tu
             if is_new:
                 folder.forget()
             raise
+
+
+def check_shared(folder: Path, key: str, ranks: Ranks) -> None:
+    """Refuse a folder that is another one on the machine of another rank; all ranks call it at once.
+
+    Args:
+        folder: The folder. Where the first rank cannot write there, nothing is checked.
+        key: What configures it.
+        ranks: The processes that train the run together.
+
+    Raises:
+        UserError: On all ranks, with the first that sees another folder.
+    """
+    if ranks.size == 1:
+        return
+    mark = folder / ranks.on_first(lambda: _marked(folder))
+    end = time.monotonic() + _SEEN_SECONDS
+    while not mark.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    seen = ranks.all_gather_object(mark.exists())
+    if ranks.is_first and mark != folder:
+        mark.unlink(missing_ok=True)
+    if not all(seen):
+        raise UserError(
+            f"{folder} of rank {seen.index(False)} is not the folder of that name that rank 0 has; set {key} to one that all machines share"
+        )
+
+
+def _marked(folder: Path) -> str:
+    """Create an empty file in a folder and return its name; return `.`, the folder itself, if nothing can be written there."""
+    name = f".seen-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except OSError:
+        return "."
+    return name
 
 
 @contextmanager

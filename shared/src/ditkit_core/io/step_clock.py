@@ -81,7 +81,7 @@ class StepClock:
         self.mark_all(_BETWEEN)
 
     def read(self) -> dict[torch.device, Mapping[Part, float]]:
-        """Seconds of each part on each device since `begin`, zeros included. On a GPU all but the optimizer's work must be done."""
+        """Seconds of each part on each device since `begin`, zeros included. The host waits for what a GPU did before its optimizer."""
         found: dict[torch.device, Mapping[Part, float]] = {}
         for device, marks in self._marks.items():
             done = marks
@@ -90,6 +90,8 @@ class StepClock:
                     (place for place, (part, _) in enumerate(marks) if part == "optimizer"), default=len(marks) - 1
                 )
                 done = marks[: last + 1]
+                for _, event in done[-1:]:
+                    event.synchronize()  # where the backward updates weights, nobody has waited for the last update
             seconds = dict.fromkeys(PARTS, 0.0)
             for (part, begin), (_, end) in pairwise(done):
                 if part in seconds:

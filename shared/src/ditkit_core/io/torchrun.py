@@ -92,7 +92,7 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         _connect(launch, store, on_gpus=device != "cpu")
         ranks = _present = Ranks(launch.rank, launch.size, shard=config.shard)
         ranks.check_same(about)
-        ranks = _present = ranks.grouped(config.context)
+        ranks = _present = watch.ranks = ranks.grouped(config.context)
         try:
             yield ranks
         except Interrupted:
@@ -230,6 +230,8 @@ class _Heartbeat(threading.Thread):
         self._main, self._own, self._launch, self._timeout = store, store.clone(), launch, timeout
         self._interval = min(2.0, timeout / 4)
         self._ended = threading.Event()
+        self.ranks = Ranks()
+        """Of which the step is read, once they are connected."""
 
     def run(self) -> None:
         """Write and read heartbeats until `end`."""
@@ -238,7 +240,7 @@ class _Heartbeat(threading.Thread):
         while not self._ended.wait(self._interval):
             count += 1
             try:
-                self._own.set(f"alive/{self._launch.rank}", str(count))
+                self._own.set(f"alive/{self._launch.rank}", f"{count} {self.ranks.step}")
                 signs = self._own.multi_get([f"alive/{rank}" for rank in others])
                 failed += self._interval if self._own.check(["failed"]) else 0.0
             except RuntimeError as error:
@@ -253,7 +255,7 @@ class _Heartbeat(threading.Thread):
                 if silent[rank] > self._timeout:
                     host = self._own.get(f"here/{rank}").decode()
                     self._end_process(
-                        f"rank {rank} of {self._launch.size} on {host} sent no heartbeat for {self._timeout:g} s (ranks.timeout): it "
+                        f"rank {rank} of {self._launch.size} on {host}{_in_step(int(sign.split()[-1]))} sent no heartbeat for {self._timeout:g} s (ranks.timeout): it "
                         "hangs or is stopped; look at that machine, the same command continues from the last save"
                     )
 
@@ -280,7 +282,8 @@ class _Heartbeat(threading.Thread):
 
         if is_consequence:
             self._wait_for_cause()
-        line = f"rank {self._launch.rank} of {self._launch.size} on {socket.gethostname()}: {message}"
+        here = f"{socket.gethostname()}{_in_step(self.ranks.step)}"
+        line = f"rank {self._launch.rank} of {self._launch.size} on {here}: {message}"
         first = self._first_to_fail(line)
         if first == line:
             complain(f"error: {line}")
@@ -310,3 +313,7 @@ class _Heartbeat(threading.Thread):
         else:
             with suppress(RuntimeError):
                 self._main.set(f"alive/{self._launch.rank}", "left")
+
+
+def _in_step(step: int) -> str:
+    return f" in step {step}" if step else ""

@@ -148,8 +148,32 @@ NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
 """What diffusers does with these."""
 
 
-def read_by_diffsynth(layout: AdapterLayout, naming: str) -> str:
-    """What DiffSynth ignores of a file; empty if it loads all of it. `naming` is the form of its module names for the family."""
+Readers = Callable[[AdapterLayout, Collection[str]], Mapping[str, str]]
+
+
+def readers_by_program(
+    diffusers: Callable[[AdapterLayout, Collection[str]], str], comfyui: Callable[[AdapterLayout], str], diffsynth: str
+) -> Readers:
+    """What is wrong with a family's files, by program (`AdapterRules.readers`).
+
+    Args:
+        diffusers: (layout, adapted modules) to what diffusers ignores or misreads; empty text if it loads all.
+        comfyui: The same for ComfyUI, which knows every module.
+        diffsynth: Form of the module names that DiffSynth has for the family.
+    """
+
+    def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
+        return {
+            "diffusers": diffusers(layout, modules),
+            "ComfyUI": comfyui(layout),
+            "DiffSynth": _read_by_diffsynth(layout, diffsynth),
+            "musubi-tuner": _read_by_musubi(layout),
+        }
+
+    return readers
+
+
+def _read_by_diffsynth(layout: AdapterLayout, naming: str) -> str:
     if layout.method != "lora":
         return "has no LoKr or LoHa; merge it"
     if layout.form not in ("official", "diffsynth", "bare") or layout.naming != naming:
@@ -157,20 +181,15 @@ def read_by_diffsynth(layout: AdapterLayout, naming: str) -> str:
     return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
 
 
-def read_by_musubi(layout: AdapterLayout) -> str:
-    """What musubi-tuner ignores of a file; empty if it loads all of it."""
+def _read_by_musubi(layout: AdapterLayout) -> str:
     return "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi"
-
-
-def _no_readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRules:
     """What a family knows about its adapter files besides the names of tensors."""
 
-    readers: Callable[[AdapterLayout, Collection[str]], Mapping[str, str]] = _no_readers
+    readers: Readers = lambda layout, modules: {}
     """(layout of a file, adapted modules by our names) to, by program, what that program ignores or misreads; empty text if it loads all."""
     fillers: Callable[[str, Collection[str]], Collection[str]] = lambda form, modules: ()
     """(form to write, adapted modules by our names) to further modules that readers of the form require; they are written as zeros."""

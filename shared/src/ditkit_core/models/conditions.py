@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from ditkit_core.io.console import NullProgress
+from ditkit_core.models.encoders import Encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +73,13 @@ class ClipInputs:
 
 
 @runtime_checkable
-class Conditioner(Protocol):
-    """Encodes one condition of a clip; loaded only between `load` and `unload`."""
+class Conditioner(Encoder, Protocol):
+    """Encodes one condition of a clip: each item is a `ClipInputs`, and its tensors become part of the training item."""
 
     kind: str
     """Subfolder of the cache; different for each conditioner of a model."""
-    identity: str
-    """Digest of weights and settings, known without loading them: part of the cache key."""
     optional: bool
     """Whether a model can be trained without it as well, so that `train.control_dropout` may drop it."""
-    items_at_once: int
-    """Number of items that one call takes."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The columns that this conditioner reads for a clip, and "" for the clip itself; () if it adds nothing.
@@ -100,18 +97,6 @@ class Conditioner(Protocol):
         Raises:
             UserError: Whenever `uses` or `encode` would.
         """
-        ...
-
-    def load(self) -> None:
-        """Read the weights onto the device."""
-        ...
-
-    def encode(self, items: Sequence[Any], advance: Any = ...) -> list[dict[str, Tensor]]:
-        """CPU tensors by name for each `ClipInputs`, without a batch dimension; they become part of the training item."""
-        ...
-
-    def unload(self) -> None:
-        """Free the weights."""
         ...
 
 

@@ -20,6 +20,9 @@ _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 _PIPELINE_INDEX = "model_index.json"
 
+_WITH_PATHS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "image_encoder")
+"""Components that may have a path of their own."""
+
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
 
 
@@ -83,7 +86,7 @@ class ModelPaths:
 
     def here(self, part: str) -> Path | None:
         """The local file or folder of a component; None if it has no path or would have to be downloaded."""
-        own = self._own.get(part, "")
+        own = self._own(part)
         if not (own or self.base):
             return None
         path = local_path(own) if own else local_path(self.base) / part
@@ -92,7 +95,7 @@ class ModelPaths:
 
     def is_elsewhere(self, part: str) -> bool:
         """Whether the path of a component is a hub id, so that it may have to be downloaded."""
-        return is_hub_id(self._own.get(part, "") or self.base)
+        return is_hub_id(self._own(part) or self.base)
 
     def is_to_be_fetched(self, part: str) -> bool:
         """Whether a component has to be downloaded: it is neither local nor complete in the hub's local cache."""
@@ -111,17 +114,9 @@ class ModelPaths:
             return True
         return False
 
-    @property
-    def _own(self) -> dict[str, str]:
-        """The paths of the components that may have a separate path."""
-        return {
-            "transformer": self.transformer,
-            "transformer_2": self.transformer_2,
-            "vae": self.vae,
-            "text_encoder": self.text_encoder,
-            "tokenizer": self.tokenizer,
-            "image_encoder": self.image_encoder,
-        }
+    def _own(self, part: str) -> str:
+        """The separate path of a component; empty if it has none."""
+        return getattr(self, part) if part in _WITH_PATHS else ""
 
     def fetched_description(self, part: str) -> Path | None:
         """The folder with the `config.json` of a component whose path is a hub id, downloaded without weights; None if there is none.
@@ -129,7 +124,7 @@ class ModelPaths:
         Raises:
             UserError: If the download fails.
         """
-        own = self._own.get(part, "")
+        own = self._own(part)
         # is_elsewhere first: a local folder whose name looks like a hub id is not on the hub.
         match = _HUB_ID.fullmatch(own or self.base) if self.is_elsewhere(part) else None
         if match is None or (match["inner"] or "").endswith(".safetensors"):
@@ -154,7 +149,7 @@ class ModelPaths:
         """The commands that download components with a hub id into the local cache, which a run looks into first."""
         wanted: dict[str, list[str]] = {}
         for part in parts:
-            own = self._own.get(part, "")
+            own = self._own(part)
             match = _HUB_ID.fullmatch(own or self.base)
             assert match is not None, "is_elsewhere says so"
             inner, patterns = match["inner"] or "", wanted.setdefault(match["repository"], [])
@@ -179,22 +174,20 @@ class ModelPaths:
         Raises:
             UserError: If the component has no path, the path does not exist, the download fails, or the file is a pickle.
         """
-        own = self._own
-        key = f"model.{part}" if own.get(part) else "model.base"
-        value = own.get(part) or self.base
-        remedy = f"set model.{part}" if part in own else "set model.base"
+        own = self._own(part)
+        key, value = (f"model.{part}", own) if own else ("model.base", self.base)
+        remedy = f"set model.{part}" if part in _WITH_PATHS else "set model.base"
         if not value:
             raise UserError(
                 f"the model has no {part}: {remedy} to its file or folder, or model.base to a folder in diffusers layout"
             )
-        from_base = key == "model.base"
         path = local_path(value)
         with readable(path):
             is_local = path.exists()
         if is_local:
-            path = path / part if from_base else path
+            path = path if own else path / part
         elif match := _HUB_ID.fullmatch(value):
-            path = _fetch(match["repository"], match["inner"] or "", part, key, from_base=from_base)
+            path = _fetch(match["repository"], match["inner"] or "", part, key, from_base=not own)
         else:
             raise not_there(key, value)
         with readable(path):

@@ -1,7 +1,7 @@
 """What a model declares so that several ranks can share the tokens of each sample."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -25,3 +25,7 @@ class TokenStreams:
     attention: tuple[str, ...] = ("self",)
     """Names of the calls of `attend` in blocks whose queries and keys are the tokens of all streams. The keys of other calls are on
     every rank (text)."""
+
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the ending of the name of a Linear layer in blocks, or a glob: the streams that its input consists of; none where it is the same on
+    every rank (text). The input of any other layer consists of all streams. Masks of an adapter's dropout go by it."""

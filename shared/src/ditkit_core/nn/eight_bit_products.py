@@ -107,13 +107,18 @@ def _product_of_codes(
     return out.view(*x.shape[:-1], codes.shape[1])
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number with the same bits on every device: a GPU multiplies by the reciprocal of a number that is on the host."""
+    return x / x.new_full((), number)
+
+
 def _rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of rows [n, k], and their scales [n, 1] in fp32, or fp64 if the rows are. A row that is not finite stays so in its scale."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     largest = torch.linalg.vector_norm(rows, math.inf, 1, keepdim=True).to(wide)
     limit = LARGEST_CODE["int8" if dtype == torch.int8 else "fp8"]
     # Not below the smallest normal number: rows of zeros stay zeros.
-    scale = (largest / limit).clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = divided(largest, limit).clamp_(min=torch.finfo(torch.float32).tiny)
     scaled = rows / scale
     if dtype == torch.int8:
         scaled.round_()

@@ -12,7 +12,7 @@ a sum, so fp16 runs take the other path.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ditkit_core.nn.context import device_kind, settings_in_force
 from ditkit_core.nn.kernels import ops as kernels
+from ditkit_core.nn.parameters import switched
 
 AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 """By kind of device: number of elements of a product that are in the adapter's wider dtype at once.
@@ -282,20 +283,29 @@ def keeps_only_its_input(layer: nn.Module) -> bool:
     return frozen or isinstance(layer, KeepsOnlyItsInput) or (isinstance(layer, PlainLora) and layer.is_plain())
 
 
-@contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
+class AdapterDropout(nn.Dropout):
+    """Dropout of the input of an adapter's product: its masks are those of all tokens, also where ranks share the tokens of a sample."""
+
+    def __init__(self, rate: float, layer: str):
+        """Make the dropout of the layer with this name, at a rate in [0, 1)."""
+        super().__init__(rate)
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, with a fraction of its values zero in training."""
+        exchange = settings_in_force().exchange
+        if exchange is None or not self.training:
+            return super().forward(x)
+        return exchange.dropout(x, self.p, self.layer)
+
+
+def without_adapters(model: Any) -> AbstractContextManager[None]:
     """Inside the block the layers of a `StagedModel` with peft's adapters compute what they would without them.
 
     peft's own switch, `enable_adapters`, also changes which parameters require a gradient.
     """
-    layers = [module for module in model.modules() if getattr(module, "_disable_adapters", None) is False]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
+    layers = (module for module in model.modules() if getattr(module, "_disable_adapters", None) is False)
+    return switched(layers, "_disable_adapters", True)
 
 
 @cache

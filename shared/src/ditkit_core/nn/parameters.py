@@ -1,6 +1,6 @@
-"""Values of named parameters, copied in place."""
+"""What modules have inside a `with` block alone: other values of parameters, copied in place, and other switches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,19 @@ def swapped(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
         yield
     finally:
         copy_values(parameters, before)
+
+
+@contextmanager
+def switched(modules: Iterable[object], name: str, value: bool) -> Iterator[None]:
+    """Give modules a value of an attribute inside the `with` block, and afterwards its opposite, which they had before."""
+    found = list(modules)
+    for module in found:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module in found:
+            setattr(module, name, not value)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ model. Here weight and scales are plain parameters, and nothing is kept.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import device_kind
-from ditkit_core.nn.eight_bit_products import LARGEST_CODE, compiled_product, product, transposed_product
+from ditkit_core.nn.eight_bit_products import LARGEST_CODE, compiled_product, divided, product, transposed_product
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
+from ditkit_core.nn.parameters import switched
 
 _FP8 = torch.float8_e4m3fn
 BLOCK, _GROUP = 64, 256
@@ -209,17 +210,10 @@ def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLine
     }
 
 
-@contextmanager
-def products_in_dtype(model: nn.Module | StagedModel) -> Iterator[None]:
+def products_in_dtype(model: nn.Module | StagedModel) -> AbstractContextManager[None]:
     """Inside the block, quantized weights are dequantized for their products, whatever `base.compute` says."""
-    layers = [layer for layer in quantized_weights(model).values() if layer.in_8_bits]
-    for layer in layers:
-        layer.in_8_bits = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.in_8_bits = True
+    layers = (layer for layer in quantized_weights(model).values() if layer.in_8_bits)
+    return switched(layers, "in_8_bits", False)
 
 
 def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) -> dict[str, Tensor]:
@@ -261,14 +255,14 @@ def _largest(rows: Tensor) -> Tensor:
 
 def _quantize_int8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     # 127.5 and the product with the reciprocal are torchao's: a division would round some codes the other way.
-    scale = (_largest(weight) / 127.5).clamp_(min=torch.finfo(torch.float32).eps)
+    scale = divided(_largest(weight), 127.5).clamp_(min=torch.finfo(torch.float32).eps)
     codes = weight.mul_(1.0 / scale).round_().clamp_(-128, 127).to(torch.int8)
     return {"weight": codes, "weight_scale": scale}
 
 
 def _quantize_fp8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     limit = torch.finfo(_FP8).max
-    scale = _nonzero(_largest(weight) / limit)
+    scale = _nonzero(divided(_largest(weight), limit))
     return {"weight": weight.div_(scale).clamp_(-limit, limit).to(_FP8), "weight_scale": scale}
 
 
@@ -305,7 +299,7 @@ def _quantize_nf4(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
     shape, blocks = weight.shape, weight.view(-1, BLOCK)
     largest = _largest(blocks)
     of_all = gather(largest)
-    mean = of_all.mean()
+    mean = of_all.cpu().mean().to(of_all.device)  # a GPU sums in another order
     num_blocks = len(of_all)
     groups = F.pad(of_all.flatten() - mean, (0, -num_blocks % _GROUP)).view(-1, _GROUP)
     # Scales are stored as int8 differences from their mean, with one factor per group of 256.

@@ -7,14 +7,16 @@ The kernel sees the tokens in their order and without that padding, so it needs 
 Source: the exchange of heads is that of Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from ditkit_core.config.layer_patterns import fits
 from ditkit_core.io.ranks import Ranks
 
 
@@ -27,6 +29,8 @@ class TokenExchange:
     """Names of the calls of `attend` that need an exchange."""
     lengths: tuple[int, ...]
     """Number of tokens of each stream, in the order in which attention sees them."""
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By the ending of a layer's name, or a glob: the number of tokens of each stream in its input, none for one that every rank has whole."""
 
     def own(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
         """This rank's part of each stream, one after the other.
@@ -42,6 +46,20 @@ class TokenExchange:
     def gathered(self, x: Shaped[Tensor, "batch part *rest"], lengths: Sequence[int]) -> Tensor:
         """All tokens, of each rank's part of them; every rank must use them in the same way, with the same gradient."""
         return self._joined(_GatherSame.apply(self.ranks, x), 1, lengths)
+
+    def dropout(self, x: Float[Tensor, "batch part *rest"], rate: float, layer: str) -> Tensor:
+        """Dropout of a layer's input, with this rank's part of the mask that one process has for all tokens.
+
+        Each rank samples the whole mask, so that all of their generators go on alike, and keeps its part.
+        """
+        lengths = next((each for name, each in self.inputs.items() if fits(layer, name)), self.lengths)
+        if not lengths:
+            return F.dropout(x, rate)
+        with torch.no_grad():
+            factors = self.own(F.dropout(x.new_ones(len(x), sum(lengths), *x.shape[2:]), rate), lengths)
+        assert factors.shape == x.shape, f"TokenStreams.inputs is wrong about {layer}"
+        # torch rounds the factor to the input's dtype on a CPU alone.
+        return x * factors if x.device.type == "cpu" else x * (factors != 0) * (1 / (1 - rate))
 
     def attend(
         self,

@@ -3,8 +3,8 @@
 They are for inference without haste: another program's copy of a base, and comparisons on the host.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
+from ditkit_core.nn.parameters import switched
 
 
 class WeightAtUse:
@@ -58,14 +59,6 @@ def weights_at_use(model: nn.Module | StagedModel) -> dict[str, WeightAtUse]:
     }
 
 
-@contextmanager
-def without_values(model: nn.Module) -> Iterator[None]:
+def without_values(model: nn.Module) -> AbstractContextManager[None]:
     """Inside the block these weights are zeros without memory: programs that add adapters look at shape, dtype and device alone."""
-    layers = list(weights_at_use(model).values())
-    for layer in layers:
-        layer.__dict__["is_made"] = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.__dict__["is_made"]
+    return switched(weights_at_use(model).values(), "is_made", False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from ditkit_core.config.sizes import GIB
+from ditkit_core.config.sizes import gib
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
@@ -74,11 +74,9 @@ class Choice:
 
     def described(self) -> str:
         """One line for the log."""
-        held = ", ".join(
-            f"{_gib(plan.peak)} of {_gib(plan.budget.total - plan.budget.reserve)} GiB" for plan in self.plans
-        )
+        held = ", ".join(f"{gib(plan.peak)} of {gib(plan.budget.available)} GiB" for plan in self.plans)
         host = sum(plan.host for plan in self.plans)
-        waiting = f", and {_gib(host)} GiB of activations on the host" if host else ""
+        waiting = f", and {gib(host)} GiB of activations on the host" if host else ""
         return f"{KEY} = budget chose {self.schedule}: {held}{waiting}"
 
 
@@ -93,10 +91,10 @@ def choose(task: BudgetTask) -> Choice:
             return found
     smallest = (Full(offload=task.can_offload),) * len(task.division.devices)
     plans = task.plan(smallest)
-    lacking = [f"{plan.budget.name} lacks {_gib(plan.missing)} GiB" for plan in plans if plan.missing]
+    lacking = [f"{plan.budget.name} lacks {gib(plan.missing)} GiB" for plan in plans if plan.missing]
     held = sum(plan.host for plan in plans)
     if not lacking and task.host is not None:
-        lacking = [f"the host lacks {_gib(held - task.host)} GiB for {_gib(held)} GiB of activations"]
+        lacking = [f"the host lacks {gib(held - task.host)} GiB for {gib(held)} GiB of activations"]
     raise UserError(
         f"{KEY} = budget: nothing fits; with {smallest[0]} for all blocks {', '.join(lacking)}; give it more, train.swap_blocks, "
         "fewer data.frames or a smaller data.height and width; --fit says which"
@@ -109,15 +107,10 @@ def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ..
     Raises:
         UserError: As `check_sizes`.
     """
-    given = check_sizes(sizes, len(budgets))
-    return (
-        tuple(
-            replace(budget, total=min(size, budget.total - budget.reserve), reserve=0)
-            for budget, size in zip(budgets, given, strict=True)
-        )
-        if given
-        else tuple(budgets)
-    )
+    if not (given := check_sizes(sizes, len(budgets))):
+        return tuple(budgets)
+    pairs = zip(budgets, given, strict=True)
+    return tuple(replace(budget, total=min(size, budget.available), reserve=0) for budget, size in pairs)
 
 
 def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
@@ -137,7 +130,7 @@ def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
 
 def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
     """The best choice of a menu; yields nothing if none fits."""
-    allowed = [budget.total - budget.reserve for budget in task.budgets]
+    allowed = [budget.available for budget in task.budgets]
     policies: dict[int, tuple[Policy, ...]] = {}
     # Budgets only shrink from round to round, so this ends: the plan agrees, or nothing fits.
     while True:
@@ -301,7 +294,3 @@ def _undominated(ways: list[_Way], allowed: int) -> list[_Way]:
         ):
             kept.append(way)
     return kept
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}"

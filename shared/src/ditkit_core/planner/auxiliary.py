@@ -15,10 +15,7 @@ from torch import nn
 from ditkit_core.io.console import doing
 from ditkit_core.models.encoders import AuxiliaryModel, Decoding, LayerContext
 from ditkit_core.planner.memory_tracker import MemoryTracker, fake_tensors
-from ditkit_core.planner.planned_step import (
-    Size,
-    StepJob,
-)
+from ditkit_core.planner.planned_step import Size, StepJob
 from ditkit_core.planner.reduced_model import give_memory, materialise, reduced_model
 from ditkit_core.weights.layer_streaming import too_large
 

@@ -7,31 +7,19 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.added import added_bytes
+from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.engine.placement import Placement
 from ditkit_core.models.precision import parse_dtype
-from ditkit_core.planner.auxiliary import (
-    AuxiliaryPlanner,
-    AuxiliaryRow,
-    Room,
-    denoising_bytes,
-    held_while_sampling,
-)
+from ditkit_core.planner.auxiliary import AuxiliaryPlanner, AuxiliaryRow, Room, denoising_bytes, held_while_sampling
 from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
-from ditkit_core.planner.planned_step import (
-    Bucket,
-    Generated,
-    PlannedStep,
-    Size,
-    has_data,
-    missing_class_images,
-)
+from ditkit_core.planner.planned_step import Bucket, Generated, PlannedStep, Size, has_data, missing_class_images
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.run.sample_adapters import dtype_of_added, linear_shapes, open_sample_adapters
+from ditkit_core.run.prepare import build_on_meta, loaded_dtype
+from ditkit_core.run.sample_adapters import open_sample_adapters
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes
 
@@ -149,7 +137,7 @@ def _added_on(run: RunContext, arch: Any, blocks: Sequence[range]) -> list[int]:
     devices = [torch.device("meta", index) for index in range(len(blocks))]
     of_blocks = tuple(device for device, own in zip(devices, blocks, strict=True) for _ in own)
     device_of = Placement(embed=devices[0], blocks=of_blocks, head=devices[-1]).device_of(model)
-    shapes, dtype_of = linear_shapes(run), dtype_of_added(run)
+    shapes, dtype_of = layers_of(run.spec.architecture.build, arch), loaded_dtype(run.spec, run.precision)
     on = [{name for name in shapes if device_of(name) == device} for device in devices]
     return [max(added_bytes(each, shapes, dtype_of, own) for each in adapters) for own in on]
 
@@ -181,9 +169,7 @@ def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample]
         samples = run.data.dataset.samples
     if config.prompts or samples is not None:
         prompts = sample_prompts(run, [] if config.prompts or samples is None else samples)
-        found = [
-            shape_of(prompt, prompt.files, run.auxiliary.columns, run.spec.data.reference_size) for prompt in prompts
-        ]
+        found = [shape_of(prompt, run.auxiliary.columns, run.spec.data.reference_size) for prompt in prompts]
         return Generated(tuple(found), len(prompts) * config.images)
     sizes = {
         ((config.frames or frames, config.height or height, config.width or width), references)

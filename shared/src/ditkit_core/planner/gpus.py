@@ -52,10 +52,6 @@ class GPU:
         """The memory to plan for."""
         return Budget(name=self.name, total=self.total, reserve=self.reserve)
 
-    def keeping_free(self, num_bytes: int) -> "GPU":
-        """The GPU with another `num_bytes` reserved for other programs."""
-        return replace(self, reserve=self.reserve + num_bytes)
-
 
 def default_reserve(total: int) -> int:
     """Bytes that a plan leaves free on a GPU of `total` bytes."""
@@ -153,7 +149,9 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
         if not found:
             raise UserError(f"--gpus {text!r} names no GPU before or after a comma; {_EXAMPLES}")
         count = int(found[1] or 1)
-        gpu = _by_size(found[2]) or next((gpu for gpu, names in KNOWN_GPUS if _plain(found[2]) in names), None)
+        gpu = next((gpu for gpu, names in KNOWN_GPUS if _plain(found[2]) in names), None)
+        if size := SIZE.fullmatch(found[2]):
+            gpu = of_size(int(float(size[1]) * GIB), f"{size[1]}GiB")
         if gpu is None:
             names = ", ".join(gpu.name for gpu, _ in KNOWN_GPUS)
             raise UserError(
@@ -167,11 +165,6 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
             )
         gpus += [gpu] * count
     return tuple(gpus)
-
-
-def _by_size(text: str) -> GPU | None:
-    found = SIZE.fullmatch(text)
-    return of_size(int(float(found[1]) * GIB), f"{found[1]}GiB") if found else None
 
 
 def of_size(total: int, name: str) -> GPU:
@@ -222,7 +215,7 @@ def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple
         UserError: If the number of reserves does not fit, or one leaves nothing.
     """
     reserves = per_device(reserve_gib, len(gpus), "train.reserve")
-    kept = tuple(gpu.keeping_free(int(gib * GIB)) for gpu, gib in zip(gpus, reserves, strict=True))
+    kept = tuple(replace(gpu, reserve=gpu.reserve + int(gib * GIB)) for gpu, gib in zip(gpus, reserves, strict=True))
     for index, gpu in enumerate(kept):
         if gpu.reserve >= gpu.total:
             raise UserError(

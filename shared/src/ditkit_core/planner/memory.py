@@ -160,6 +160,11 @@ class Profile:
     attention: tuple[str, ...] = ()
     """Names of the attention calls in blocks."""
 
+    @property
+    def stages(self) -> tuple[StageCost, ...]:
+        """Embedding, blocks, head."""
+        return (self.embed, *self.blocks, self.head)
+
 
 def mixed(of_blocks: Sequence[Profile]) -> Profile:
     """The profile of a model whose blocks run under different policies.

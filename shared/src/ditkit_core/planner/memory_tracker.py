@@ -28,8 +28,6 @@ _DEVICE_OF = torch.ops.prim.device.default
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten._int_mm: torch.ops.aten.mm}
 """Operations whose arithmetic torch counts under another name, or not at all."""
-PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations")
-"""Purposes of memory; tensors that are created outside of `purpose` are activations."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -81,7 +79,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def purpose(self, name: str) -> Iterator[None]:
-        """Tensors that are created inside the block have this purpose."""
+        """Tensors that are created inside the block have this purpose; those outside of any are activations."""
         before, self._purpose = self._purpose, name
         try:
             yield

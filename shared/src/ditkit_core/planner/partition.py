@@ -158,8 +158,7 @@ def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) 
             "train.split_points, the blocks before which the next device begins"
         )
     if kinds == {"cpu"}:
-        # Unknown free memory does not limit a plan.
-        free = free_memory_bytes(devices[0]) or 2**62
+        free = free_memory_bytes(devices[0])
         return (Budget(name="cpu", total=free, workspace=0),) * len(devices)
     return budgets_of(keeping_reserves(gpus_here(devices), reserve_gib))
 
@@ -176,8 +175,7 @@ def host_limit(host: str, *, here: bool) -> int | None:
     """
     if host:
         return parse_size(host, "--host")
-    free = free_memory_bytes(torch.device("cpu")) if here else None
-    return None if free is None else max(0, free - MARGIN_BYTES)
+    return max(0, free_memory_bytes(torch.device("cpu")) - MARGIN_BYTES) if here else None
 
 
 def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *, averaged: bool = False) -> Profile:

@@ -33,7 +33,6 @@ from ditkit_core.planner.step_time import assumptions, both_orders, rate_of_code
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on
-from ditkit_core.run.model import needs_whole_weights
 from ditkit_core.run.prepare import arch_here, build_on_meta
 from ditkit_core.run.read_at_use import bytes_at_use
 
@@ -82,7 +81,6 @@ def report_of(
     found, division = solution.profile, solution.division
     plans = compose(found, division, targets.budgets, work)
     streamed = on_host(found, division.streamed)
-    stages = (found.embed, *found.blocks, found.head)
     auxiliary = plan_auxiliary(
         step,
         plans,
@@ -107,8 +105,8 @@ def report_of(
         division=division,
         host=streamed,
         host_limit=targets.host,
-        verifying=_verifying(run, sum(stage.adapters for stage in stages)) if is_cuda else 0,
-        flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
+        verifying=_verifying(run, sum(stage.adapters for stage in found.stages)) if is_cuda else 0,
+        flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in found.stages),
         is_cuda=is_cuda,
         notes=notes,
         ranks=_plan_of_ranks(run, solution, targets, routes, streamed + sum(plan.host for plan in plans)),
@@ -141,7 +139,7 @@ def _plan_of_ranks(
         work=work_of(run),
         gpu=targets.gpus[0] if targets.gpus else None,
     )
-    return step.plan(routes, host, reads_whole=needs_whole_weights(run.config))
+    return step.plan(routes, host)
 
 
 def _verifying(run: RunContext, adapter_bytes: int) -> int:
@@ -189,7 +187,7 @@ def _times(solution: Solution, gpus: Sequence[hardware.GPU], work: Workload, *, 
     if not gpus:
         return {}
     return {
-        "seconds": step_seconds(solution.profile, solution.division, gpus, work).seconds,
+        "seconds": step_seconds(solution.profile, solution.division, gpus, work),
         "orders": both_orders(solution.profile, solution.division, gpus, work) if overlaps else None,
         "rates": tuple(assumptions(gpus, work)),
     }
@@ -270,11 +268,9 @@ def _targets(run: RunContext, gpus: str, host: str, layout: RankLayout | None) -
 
 def _part(budget: Budget, per_machine: int) -> Budget:
     """A rank's part of the host, which all ranks of a machine share."""
-    return (
-        budget
-        if per_machine == 1
-        else replace(budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine)
-    )
+    if per_machine == 1:
+        return budget
+    return replace(budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine)
 
 
 def _of_ranks(budget: Budget, layout: RankLayout | None) -> Budget:

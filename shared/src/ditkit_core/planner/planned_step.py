@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.read import config_from_file, open_adapter
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
@@ -23,7 +24,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Workload
 from ditkit_core.run.context import RunContext, with_config
-from ditkit_core.run.prepare import arch_here, build_on_meta
+from ditkit_core.run.prepare import arch_here
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -179,9 +180,9 @@ def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
     adapter = run.config.adapter
     if not adapter.init or adapter.method == "full":
         return adapter
-    model = build_on_meta(run.spec, arch, Precision())
-    linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    return config_from_file(adapter, open_adapter(local_path(adapter.init), run.spec.architecture.names, linears))[0]
+    architecture = run.spec.architecture
+    file = open_adapter(local_path(adapter.init), architecture.names, layers_of(architecture.build, arch))
+    return config_from_file(adapter, file)[0]
 
 
 def largest_bucket(
@@ -245,9 +246,7 @@ def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set
 
 
 def _shapes(run: RunContext, samples: Sequence[Sample]) -> set[Shape]:
-    return {
-        shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples
-    }
+    return {shape_of(sample, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples}
 
 
 def _class_shapes(run: RunContext, class_images: Sequence[Sample] | None) -> set[Shape]:

@@ -371,10 +371,10 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
         of_stages = [extras[stage] for stage in (0, *blocks, head)]
     else:
         found = replace(found, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up)
-        of_stages = [(cost.optimizer, cost.sums, cost.update_extra) for cost in (like.embed, *like.blocks, like.head)]
+        of_stages = [(cost.optimizer, cost.sums, cost.update_extra) for cost in like.stages]
     stages = [
         replace(cost, optimizer=state, sums=sums, update_extra=extra)
-        for cost, (state, sums, extra) in zip((found.embed, *found.blocks, found.head), of_stages, strict=True)
+        for cost, (state, sums, extra) in zip(found.stages, of_stages, strict=True)
     ]
     return replace(found, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
 

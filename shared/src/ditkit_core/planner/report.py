@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ditkit_core.config.sizes import GIB
+from ditkit_core.config.sizes import gib
 from ditkit_core.io.console import say
 from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import AuxiliaryRow
@@ -138,7 +138,7 @@ def _row_json(row: AuxiliaryRow) -> dict[str, Any]:
 def _orders_json(orders: Comparison) -> dict[str, Any]:
     both = {"accumulated": orders.accumulated, "pipelined": orders.pipelined}
     return {
-        "source": orders.source,
+        "source": "estimated",
         "gain": orders.gain,
         **{name: {"seconds": each.seconds, "utilisation": list(each.utilisation)} for name, each in both.items()},
     }
@@ -158,7 +158,7 @@ def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: 
     names = "measured peak" if report.is_cuda else "measured peak of the process", "measured peak with gaps"
     for peaks, name in zip((allocated, reserved), names, strict=True):
         if peaks:
-            rows.insert(place, [name, *map(_gib, peaks), *[""] * (len(report.devices) - len(peaks))])
+            rows.insert(place, [name, *map(gib, peaks), *[""] * (len(report.devices) - len(peaks))])
             place += 1
     _show_devices(report, rows)
 
@@ -190,11 +190,8 @@ def _headline(report: PlanReport) -> None:
     base = "as it is" if report.work.quantize == "none" else report.work.quantize
     computed = "" if report.work.compute == "dtype" else ", multiplied as it is stored"
     say(f"{report.model}, checkpointing {report.policy}, base {base}{computed}")
-    batches = (
-        f", {report.work.micro_batches} micro-batches{' at once' if report.work.pipelined else ''}"
-        if report.work.micro_batches > 1
-        else ""
-    )
+    count, at_once = report.work.micro_batches, " at once" * report.work.pipelined
+    batches = f", {count} micro-batches{at_once}" if count > 1 else ""
     say(f"planned for {report.bucket}: {report.tokens} tokens{batches}")
 
 
@@ -206,7 +203,7 @@ def _show_exchanges(ranks: RanksPlan) -> None:
     """The exchanges of a rank in a step, with their times by link."""
     head = ["a rank sends in a step", "GiB", *(f"{time.name}, s" for time in ranks.times)]
     rows = [
-        [name, _gib(num_bytes), *(_seconds(time.exchanges[place]) for time in ranks.times)]
+        [name, gib(num_bytes), *(_seconds(time.exchanges[place]) for time in ranks.times)]
         for place, (name, num_bytes) in enumerate(ranks.sent.items())
     ]
     rows.append(["not hidden by arithmetic", "", *(_seconds(time.exposed) for time in ranks.times)])
@@ -225,11 +222,11 @@ def _auxiliary_rows(report: PlanReport) -> list[list[str]]:
         [
             f"{_when(row, report.previews)}: {row.name}{_of(row)}",
             row.device,
-            _gib(row.weights),
-            _gib(row.in_use),
-            _gib(row.peak),
-            "?" if row.available is None else _gib(row.available),
-            {True: "fits", False: f"lacks {_gib(row.missing)}", None: ""}[row.fits],
+            gib(row.weights),
+            gib(row.in_use),
+            gib(row.peak),
+            "?" if row.available is None else gib(row.available),
+            {True: "fits", False: f"lacks {gib(row.missing)}", None: ""}[row.fits],
         ]
         for row in report.auxiliary
     ]
@@ -253,15 +250,15 @@ def _of(row: AuxiliaryRow) -> str:
 
 def _rows(report: PlanReport) -> list[list[str]]:
     plans, division = report.devices, report.division
-    rows = [[purpose, *(_gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
-    rows.append(["peak", *(_gib(plan.peak) for plan in plans)])
-    rows.append(["reserve", *(_gib(plan.budget.reserve) for plan in plans)])
-    rows.append(["total", *(_gib(plan.budget.total) for plan in plans)])
-    rows.append(["free", *(_gib(plan.free) for plan in plans)])
+    rows = [[purpose, *(gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
+    rows.append(["peak", *(gib(plan.peak) for plan in plans)])
+    rows.append(["reserve", *(gib(plan.budget.reserve) for plan in plans)])
+    rows.append(["total", *(gib(plan.budget.total) for plan in plans)])
+    rows.append(["free", *(gib(plan.free) for plan in plans)])
     rows.append(["blocks", *(f"{blocks[0]}-{blocks[-1]}" for blocks in division.blocks)])
     if division.streamed:
         rows.append(["streamed", *(str(len(division.streamed.intersection(blocks))) for blocks in division.blocks)])
-    rows.append(["", *("fits" if plan.fits else f"lacks {_gib(plan.missing)}" for plan in plans)])
+    rows.append(["", *("fits" if plan.fits else f"lacks {gib(plan.missing)}" for plan in plans)])
     return rows
 
 
@@ -274,18 +271,18 @@ def _lines(report: PlanReport) -> list[str]:
         ]
         if encoders := [row.weights for row in report.auxiliary if row.stage == "encode"]:
             lines.append(
-                f"encoders run one at a time on each rank: up to {_gib(max(encoders))} GiB of weights, "
-                f"{_gib(ranks.layout.nproc * max(encoders))} GiB for all {ranks.layout.nproc} of a machine"
+                f"encoders run one at a time on each rank: up to {gib(max(encoders))} GiB of weights, "
+                f"{gib(ranks.layout.nproc * max(encoders))} GiB for all {ranks.layout.nproc} of a machine"
             )
         if ranks.loading:
             lines.append(
-                f"while the model loads, the host needs {_gib(ranks.loading)} GiB for each rank, besides the rows that stay there; "
-                f"{_gib(ranks.layout.nproc * ranks.loading)} GiB for all {ranks.layout.nproc} of a machine"
+                f"while the model loads, the host needs {gib(ranks.loading)} GiB for each rank, besides the rows that stay there; "
+                f"{gib(ranks.layout.nproc * ranks.loading)} GiB for all {ranks.layout.nproc} of a machine"
             )
         if ranks.saving:
             lines.append(
-                f"while a save is written, the host has a copy of what each rank writes: {_gib(ranks.saving)} GiB, "
-                f"{_gib(ranks.layout.nproc * ranks.saving)} GiB for all {ranks.layout.nproc} of a machine"
+                f"while a save is written, the host has a copy of what each rank writes: {gib(ranks.saving)} GiB, "
+                f"{gib(ranks.layout.nproc * ranks.saving)} GiB for all {ranks.layout.nproc} of a machine"
             )
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
@@ -294,12 +291,12 @@ def _lines(report: PlanReport) -> list[str]:
         lines.append(report.chosen)
     held = {"streamed weights": report.host, "offloaded activations": report.host_activations}
     if any(held.values()):
-        available = "" if report.host_limit is None else f", of {_gib(report.host_limit)} GiB available"
-        parts = ", for ".join(f"{what}: {_gib(size)} GiB" for what, size in held.items() if size)
-        each = ranks and f" for each rank, {_gib(ranks.host_of_machine)} GiB for all {ranks.layout.nproc} of a machine"
+        available = "" if report.host_limit is None else f", of {gib(report.host_limit)} GiB available"
+        parts = ", for ".join(f"{what}: {gib(size)} GiB" for what, size in held.items() if size)
+        each = ranks and f" for each rank, {gib(ranks.host_of_machine)} GiB for all {ranks.layout.nproc} of a machine"
         lines.append(f"host memory for {parts}, page-locked{available}{each or ''}")
     if report.verifying:
-        lines.append(f"host memory while an export is verified, in a process of its own: {_gib(report.verifying)} GiB")
+        lines.append(f"host memory while an export is verified, in a process of its own: {gib(report.verifying)} GiB")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
     if report.seconds is not None:
         exchanges = "" if ranks is None else ", without exchanges"
@@ -316,12 +313,8 @@ def _lines(report: PlanReport) -> list[str]:
     lines += [describe_shortfall(row, report.previews) for row in report.lacking]
     if any(row.stage == "encode" for row in report.lacking):
         lines.append("encode: planned for an empty cache; cached samples are not encoded again")
-    missing = [f"{plan.budget.name} lacks {_gib(plan.missing)} GiB" for plan in report.devices if not plan.fits]
-    missing += [f"the host lacks {_gib(report.host_missing)} GiB"] if report.host_missing else []
-    missing += [f"{row.name} on {row.device} lacks {_gib(row.missing)} GiB" for row in report.lacking]
+    missing = [f"{plan.budget.name} lacks {gib(plan.missing)} GiB" for plan in report.devices if not plan.fits]
+    missing += [f"the host lacks {gib(report.host_missing)} GiB"] if report.host_missing else []
+    missing += [f"{row.name} on {row.device} lacks {gib(row.missing)} GiB" for row in report.lacking]
     lines.append(f"does not fit: {', '.join(missing)}" if missing else "fits")
     return lines
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}"

@@ -16,7 +16,7 @@ all that the simulation needs.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Partition, Profile, StageCost, Workload
@@ -74,8 +74,6 @@ class StageTime(NamedTuple):
     """Sending the next device's gradients to this one."""
     update: float = 0
     """The optimizer's update, once per step."""
-    waiting: float = 0
-    """Part of forward and backward that waits for streamed weights."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,6 @@ class Comparison:
 
     accumulated: PipelineSchedule
     pipelined: PipelineSchedule
-    source: Literal["measured", "estimated"]
-    """Where the stages' times come from."""
 
     @property
     def gain(self) -> float:
@@ -113,23 +109,20 @@ class Comparison:
         without, with_ = shares
         return (
             f"devices compute {without} of a step, with train.pipelined {with_}, {self.gain:.2f} times as fast "
-            f"(from {self.source} times)"
+            "(from estimated times)"
         )
 
 
-def compare_orders(
-    stages: Sequence[StageTime], num_micro_batches: int, *, source: Literal["measured", "estimated"]
-) -> Comparison:
+def compare_orders(stages: Sequence[StageTime], num_micro_batches: int) -> Comparison:
     """Compare a step with pipelined micro-batches and without.
 
     Args:
         stages: The devices' parts in order, in seconds; the first has the embedding, the last the head.
         num_micro_batches: In an optimizer step, those of prior preservation included.
-        source: Whether the times were measured on the devices or estimated.
     """
     assert stages and num_micro_batches >= 1
     accumulated, pipelined = (simulate(stages, num_micro_batches, pipelined=each) for each in (False, True))
-    return Comparison(accumulated, pipelined, source)
+    return Comparison(accumulated, pipelined)
 
 
 def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> PipelineSchedule:
@@ -159,21 +152,8 @@ def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: 
     return PipelineSchedule(max(free), tuple(busy))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """A step's time, and its parts."""
-
-    seconds: float
-    waiting_seconds: float
-    """Waiting for weights that arrive too late, on all devices."""
-    crossing_seconds: float
-    """Copies between devices."""
-    busy: tuple[float, ...]
-    """Share of the step in which each device works."""
-
-
-def step_seconds(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> StepTime:
-    """Estimate a training step.
+def step_seconds(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> float:
+    """Estimate the seconds of a training step.
 
     Args:
         profile: Costs of the stages.
@@ -181,15 +161,7 @@ def step_seconds(profile: Profile, division: Partition, gpus: Sequence[GPU], wor
         gpus: The devices, as many as the division has.
         work: Micro-batches and formats of the step.
     """
-    spans, count = _spans(profile, division, gpus, work), work.micro_batches
-    total, schedule = step_time(spans, work)
-    working = [busy * 1e9 - span.waiting * count + span.update for busy, span in zip(schedule.busy, spans, strict=True)]
-    return StepTime(
-        seconds=total / 1e9,
-        waiting_seconds=sum(span.waiting for span in spans) * count / 1e9,
-        crossing_seconds=sum(span.send + span.send_back for span in spans) * count / 1e9,
-        busy=tuple(time / max(total, 1) for time in working),
-    )
+    return step_time(_spans(profile, division, gpus, work), work) / 1e9
 
 
 def both_orders(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> Comparison | None:
@@ -197,14 +169,14 @@ def both_orders(profile: Profile, division: Partition, gpus: Sequence[GPU], work
     if len(gpus) == 1 or work.micro_batches == 1:
         return None
     spans = _in_seconds(_spans(profile, division, gpus, work))
-    return compare_orders(spans, work.micro_batches, source="estimated")
+    return compare_orders(spans, work.micro_batches)
 
 
-def step_time(spans: Sequence[StageTime], work: Workload) -> tuple[int, PipelineSchedule]:
-    """Nanoseconds of a step with these times per device, and its simulated schedule."""
+def step_time(spans: Sequence[StageTime], work: Workload) -> int:
+    """Nanoseconds of a step with these times per device."""
     schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
     others = sum(span.update + work.match_base * work.micro_batches * span.forward for span in spans)
-    return round(schedule.seconds * 1e9) + round(others), schedule
+    return round(schedule.seconds * 1e9) + round(others)
 
 
 def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
@@ -254,16 +226,14 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
         there, back = (stage.weights + each if is_streamed else 0 for each in trained)
         forward.append(timed(stage, there, backward=False))
         backward.append(timed(stage, back, backward=True))
-    # A device that waits for the one before it has prefetched its first blocks meanwhile. A backward starts with the blocks that the
-    # forward ended with, which are still there.
-    passes = streaming_time(forward, ahead=start > 0), streaming_time(backward[::-1], ahead=True)
     kept = sum(stage.adapters + stage.gradients + stage.optimizer + stage.average for stage, _ in stages)
     rounded = sum(stage.adapters // 2 for stage, _ in stages) * UPDATE_TRAFFIC[work.rounding][work.kernels]
     return StageTime(
-        forward=passes[0],
-        backward=passes[1],
+        # A device that waits for the one before it has prefetched its first blocks meanwhile.
+        forward=streaming_time(forward, ahead=start > 0),
+        # A backward starts with the blocks that the forward ended with, which are still there.
+        backward=streaming_time(backward[::-1], ahead=True),
         update=int((2 * kept + rounded) / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9),
-        waiting=sum(passes) - sum(compute for compute, _ in (*forward, *backward)),
     )
 
 

@@ -74,4 +74,4 @@ def _sizes(run: RunContext, samples: Sequence[EncodedSample]) -> dict[int, Mappi
 def flops_of(job: StepJob, item: Mapping[str, Tensor]) -> float:
     """Floating-point operations of an item's forward and backward, without recomputes; of all its tokens, also where ranks share them."""
     found = profile(replace(job, batch=[item], policy="none", micro_batches=1, context=1))
-    return sum(stage.flops_forward + stage.flops_backward for stage in (found.embed, *found.blocks, found.head))
+    return sum(stage.flops_forward + stage.flops_backward for stage in found.stages)

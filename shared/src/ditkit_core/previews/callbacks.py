@@ -83,15 +83,13 @@ class QueuedPreviews(Callback):
 
     def resumed(self, step: int) -> None:
         is_due = self.wants_preview(step, stopping=False) and step < self._run.config.train.steps
-        folder = RunFolder(Path(self._run.config.run.folder))
+        folder = self._run.config.run_folder
         queued = self._previews.queued(step, self._run.expert)
         if is_due and not is_generated(folder, step) and not folder.follows_save(queued, step):
             self.generate_preview(step)
 
     def generate_preview(self, step: int) -> None:
-        # Training waits here for the copy alone, not for the samples.
-        with self._prepared.readable(
-            base=self._prepared.shards is None
-        ):  # of divided weights, only the trained ones are gathered
+        # Training waits here for the copy alone, not for the samples. Of divided weights, only the trained ones are gathered.
+        with self._prepared.readable(base=self._prepared.shards is None):
             # Inside `readable`: of streamed blocks these are the values in host memory.
             self._take(step, trainable_parameters(self._prepared.model))

@@ -88,11 +88,8 @@ def of_base(run: RunContext) -> RunContext:
 
 def class_conditions(run: RunContext) -> Mapping[str, Tensor]:
     """The conditions of a class image besides its text; encoded if the cache does not have them."""
-    return (
-        {}
-        if run.auxiliary.conditioning is None
-        else run.auxiliary.conditioning.tensors(_class_inputs(run), run.data.cache)
-    )
+    conditioning = run.auxiliary.conditioning
+    return {} if conditioning is None else conditioning.tensors(_class_inputs(run), run.data.cache)
 
 
 def _class_inputs(run: RunContext) -> ClipInputs:
@@ -123,11 +120,7 @@ def generate_class_images(
     sampling, negative = guided_by(bare, stages)
     (job,) = requests_of(
         SamplePrompt(
-            prompt=config.prior.prompt,
-            references=(),
-            frames=1,
-            height=config.data.height,
-            width=config.data.width,
+            prompt=config.prior.prompt, references=(), frames=1, height=config.data.height, width=config.data.width
         ),
         replace(sampling, images=1),
         conditions={**text_conditions(run, config.prior.prompt), **extra_conditions},
@@ -156,10 +149,7 @@ def generate_class_images(
 
 
 def encoded_class_images(
-    run: RunContext,
-    stages: Callable[[], Sequence[DenoiserStage]],
-    count: int,
-    shards: "Shards | None" = None,
+    run: RunContext, stages: Callable[[], Sequence[DenoiserStage]], count: int, shards: "Shards | None" = None
 ) -> list[EncodedSample]:
     """Generate class images on the first rank, which other ranks with `shards` of the weights help, and encode them on all."""
 

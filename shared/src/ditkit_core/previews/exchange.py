@@ -1,7 +1,7 @@
 """Previews of a model of two experts on the GPUs that train one of them: the other takes its place for its denoising steps."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
         # The other one streams as many blocks, from page-locked memory of its own.
         needed = moved if prepared.streamer is None else sum(tensor.nbytes for tensor in prepared.model.parameters())
         free = free_memory_bytes(torch.device("cpu"))
-        if free is not None and free < needed:
+        if free < needed:
             raise UserError(
                 f"to exchange the experts, the host needs {needed / 2**30:.1f} GiB and has {free / 2**30:.1f} GiB; set sample.device"
             )
@@ -78,18 +78,17 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
             f"previews: the {own.name} expert waits on the host ({moved / 2**30:.1f} GiB) while the other one takes its steps"
         )
 
+    def in_place() -> AbstractContextManager[tuple[Any, Engine]]:
+        return nullcontext((prepared.model, engine_of(run, prepared)))
+
     def stages() -> Sequence[DenoiserStage]:
         found = denoiser_stages(sampled, others)
         return [
-            _in_place(run, prepared, stage) if expert == own else _instead_of(prepared, stage)
+            replace(stage, opened=in_place) if expert == own else _instead_of(prepared, stage)
             for expert, stage in zip(sampled.experts, found, strict=True)
         ]
 
     return stages
-
-
-def _in_place(run: RunContext, prepared: LoadedModel, stage: DenoiserStage) -> DenoiserStage:
-    return replace(stage, opened=lambda: nullcontext((prepared.model, engine_of(run, prepared))))
 
 
 def _instead_of(prepared: LoadedModel, stage: DenoiserStage) -> DenoiserStage:

@@ -15,7 +15,8 @@ from ditkit_core.models.protocol import Engine
 from ditkit_core.previews.decoding import FittingSampler
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
-from ditkit_core.run.sample_adapters import dtype_of_added, open_sample_adapters
+from ditkit_core.run.prepare import loaded_dtype
+from ditkit_core.run.sample_adapters import open_sample_adapters
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
@@ -71,7 +72,7 @@ def _with(run: RunContext, stage: DenoiserStage, adapters: Sequence[AddedAdapter
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
         with stage.opened() as opened:
-            with added(opened[0], adapters, dtype_of_added(run)):
+            with added(opened[0], adapters, loaded_dtype(run.spec, run.precision)):
                 yield opened
             del opened  # before the stage closes: another transformer may come back into this memory
 

@@ -167,7 +167,7 @@ class Previews:
                 self._child.wait(_LOOK_SECONDS)
                 self._look()
                 self._start()
-        for path in {self._folder.path, *(Path(each.config.run.folder) for each in runs_of(self._run))}:
+        for path in {self._folder.path, *(each.config.run_folder.path for each in runs_of(self._run))}:
             self._on_written(path)
         if left := len(queued(self._folder.pending)):
             warn(f"previews not generated: {left}, in {self._folder.pending}; the same command tries again")
@@ -182,9 +182,8 @@ class Previews:
             return
         devices = self._run.devices
         streamed = 0
-        if (
-            self._device.type != "cpu"
-        ):  # as many blocks as training streams: the model may not fit without it here either
+        # As many blocks as training streams: the model may not fit without it here either.
+        if self._device.type != "cpu":
             streamed = sum(per_device(self._run.config.train.swap_blocks, len(devices), "train.swap_blocks"))
         given = [
             self._run.spec.import_path,

@@ -61,9 +61,8 @@ def drop_after(folder: Path, saved: Mapping[str, int]) -> None:
     """
     for path in queued(folder):
         expert, step = named(path)
-        if step > saved.get(
-            expert, step
-        ):  # an expert that is not in `saved` keeps its previews: no step is after itself
+        # An expert that is not in `saved` keeps its previews: no step is after itself.
+        if step > saved.get(expert, step):
             path.unlink(missing_ok=True)
 
 

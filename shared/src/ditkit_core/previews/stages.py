@@ -58,7 +58,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
-        sampling, unloaded = build_with_adapter(alone, trained.file) if trained.file else (alone, build_model(alone))
+        sampling, unloaded = build_with_adapter(alone, trained.file)
         prepared = load_model(sampling, unloaded, place(sampling, unloaded))
         what = "with its base weights"
         if trained.folder is not None:
@@ -78,7 +78,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
 
 
 def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, MetaModel]:
-    """A run that samples with an adapter file, and its model on `meta`.
+    """A run that samples with an adapter file (empty for none, or trained weights that are loaded later), and its model on `meta`.
 
     The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its modules differ in rank or scale, the file is
     merged into the base instead.
@@ -86,6 +86,8 @@ def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, MetaMode
     Raises:
         UserError: If the file does not exist, is not an adapter, or does not fit the model.
     """
+    if not file:
+        return run, build_model(run)
     config = run.config
     sampling = with_config(run, replace(config, adapter=AdapterConfig(init=file)))
     try:
@@ -130,7 +132,7 @@ def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tup
     for each in runs_of(run):
         if each.expert in (None, without) or (step := saved_step(each)) is None:
             continue
-        trained[each.expert.name] = ExpertWeights(folder=Path(each.config.run.folder), step=step)
+        trained[each.expert.name] = ExpertWeights(folder=each.config.run_folder.path, step=step)
         newest = max(newest, step)
     return trained, newest
 

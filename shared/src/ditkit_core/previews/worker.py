@@ -17,7 +17,7 @@ from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.worker_process import work
 from ditkit_core.models.precision import compute_fp32_in_fp32
-from ditkit_core.models.spec import Expert, ModelSpec
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.queue import GENERATES, Preview, queued, read_preview
@@ -100,10 +100,11 @@ def _generate(
         The loaded model for the next file; None for a model with experts, which are loaded for each preview.
     """
     preview = read_preview(file)
-    expert: Expert | None = None
+    expert = next((each for each in run.experts if each.name == preview.expert), None)
     stages: Sequence[DenoiserStage]
+    if run.experts and expert is None:
+        raise UserError(f"{file} contains weights of no expert of this model; remove it")
     if run.experts:
-        expert = _expert(run, file, preview)
         stages = _stages(run, file, preview)
     else:
         if prepared is None:
@@ -115,19 +116,12 @@ def _generate(
     return prepared
 
 
-def _expert(run: RunContext, file: Path, preview: Preview) -> Expert:
-    for expert in run.experts:
-        if expert.name == preview.expert:
-            return expert
-    raise UserError(f"{file} contains weights of no expert of this model; remove it")
-
-
 def _stages(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserStage]:
     """All experts: the one of the preview with its weights, the others with their saves at the time it was queued."""
-    others = {each.name: each for each in run.experts if each.name in preview.others}
     trained = {
-        name: ExpertWeights(folder=folder_of(run, each).path, step=preview.others[name])
-        for name, each in others.items()
+        each.name: ExpertWeights(folder=folder_of(run, each).path, step=preview.others[each.name])
+        for each in run.experts
+        if each.name in preview.others
     }
     return denoiser_stages(run, {**trained, preview.expert: ExpertWeights(preview=file)})
 

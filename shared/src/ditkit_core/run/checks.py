@@ -211,10 +211,6 @@ def _check_context(run: RunContext, size: int) -> None:
         raise UserError(
             f"{shared}, and this run has one; start it with torchrun --nproc-per-node {context}, or leave it out"
         )
-    if config.adapter.method != "full" and config.adapter.dropout:
-        raise UserError(
-            f"{shared}, and a mask of adapter.dropout = {config.adapter.dropout:g} is of all tokens at once; set it to 0"
-        )
     if config.train.compile:
         raise UserError(f"{shared}, which compiled blocks cannot exchange; leave train.compile out")
     if run.arch is not None and run.spec.architecture.token_streams(run.arch) is None:

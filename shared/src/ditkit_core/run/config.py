@@ -8,8 +8,9 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.config.field import setting
 from ditkit_core.data.config import DataConfig
 from ditkit_core.encoding.config import EncodeConfig, PriorConfig
+from ditkit_core.io.files import local_path
 from ditkit_core.io.ranks import RanksConfig
-from ditkit_core.io.run_dir import RunFolderConfig
+from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.sampling.config import SampleConfig
@@ -73,6 +74,11 @@ class RunConfig:
     def micro_batches(self) -> int:
         """How many micro-batches a step accumulates; prior preservation adds one to each."""
         return self.train.accumulation * (2 if self.prior.wanted else 1)
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """The run's folder, with `~` replaced."""
+        return RunFolder(local_path(self.run.folder))
 
     def on_device(self, device: str, streamed: int = 0) -> "RunConfig":
         """The configuration for running the model on one device, which need not be one that it trains on.

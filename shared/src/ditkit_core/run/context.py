@@ -63,9 +63,8 @@ class RunContext:
             return "none"
         try:
             return "fp8" if num_scaled(open_weights(path)) else "none"
-        except (
-            UserError
-        ):  # raised again where the file is needed; a plan by model.preset or a config.json does not need it
+        # Raised again where the file is needed; a plan by model.preset or a config.json does not need it.
+        except UserError:
             return "none"
 
     @cached_property

@@ -11,7 +11,7 @@ from ditkit_core.data.dataset import Dataset, Sample, scan
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK, count_media, prior_data_config
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.files import local_path
 from ditkit_core.models.conditions import Column
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -30,7 +30,7 @@ class RunData:
         """The cache of encoded clips and captions."""
         own = self.config.encode.cache
         # Next to the run folder, so that runs side by side share what they encode.
-        return Cache(Path(own) if own else Path(self.config.run.folder).parent / "cache")
+        return Cache(local_path(own) if own else self.config.run_folder.path.parent / "cache")
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -40,7 +40,8 @@ class RunData:
     @property
     def prior_folder(self) -> Path:
         """The folder of the class images of prior preservation."""
-        return Path(self.config.prior.folder or RunFolder(Path(self.config.run.folder)).prior)
+        own = self.config.prior.folder
+        return local_path(own) if own else self.config.run_folder.prior
 
     def scanned(self, config: DataConfig, key: str = "data.folder") -> Dataset:
         """A dataset as this model reads it; prints nothing."""

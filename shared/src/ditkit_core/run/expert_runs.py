@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from ditkit_core.io.console import warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import Expert
+from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, with_arch, with_config
 from ditkit_core.run.experts import own_settings
 from ditkit_core.run.init_from import start_of_expert
@@ -35,7 +34,7 @@ def runs_of(run: RunContext) -> list[RunContext]:
     return [with_config(run, config_of(run, expert)) for expert in run.experts if run.expert in (None, expert)]
 
 
-def config_of(run: RunContext, expert: Expert) -> Any:
+def config_of(run: RunContext, expert: Expert) -> RunConfig:
     """The configuration that trains one expert of a run, as its folder stores it.
 
     In a run of several, each has a folder named after it, all share one cache, and none generates samples by itself.
@@ -43,14 +42,13 @@ def config_of(run: RunContext, expert: Expert) -> Any:
     config = own_settings(run.given.config, run.experts, expert)
     if not is_joint(run):
         return config
-    folder = Path(config.run.folder)
     prior = config.prior
     # By default class images are in the run's folder; without this each expert would generate its own.
     if prior.class_prompt and not prior.folder:
         prior = replace(prior, folder=str(run.data.prior_folder))
     return replace(
         config,
-        run=replace(config.run, folder=str(folder / expert.name)),
+        run=replace(config.run, folder=str(config.run_folder.path / expert.name)),
         encode=replace(config.encode, cache=str(run.data.cache.folder)),
         prior=prior,
         # sampling needs all experts, so the run of all of them generates samples
@@ -86,13 +84,13 @@ def saved_step(run: RunContext, passed_over: Callable[[str], None] = warn) -> in
     Raises:
         UserError: If there are saves, and none can be used.
     """
-    save = latest(RunFolder(Path(run.config.run.folder)).state, passed_over)
+    save = latest(run.config.run_folder.state, passed_over)
     return None if save is None else int(save.name.removeprefix("step-"))
 
 
 def folder_of(run: RunContext, expert: Expert | None) -> RunFolder:
     """The folder that an expert is trained in; for a model with one transformer the run's folder."""
-    return RunFolder(Path((run.config if expert is None else config_of(run, expert)).run.folder))
+    return run.config.run_folder if expert is None else config_of(run, expert).run_folder
 
 
 @dataclass(frozen=True)
@@ -104,14 +102,9 @@ class Component:
     """Another run whose trained weights initialize this one; empty for none."""
 
     @property
-    def folder(self) -> RunFolder:
-        """The folder of its saves, metrics and exports."""
-        return folder_of(self.run, None)
-
-    @property
     def completed_step(self) -> int | None:
         """Number of optimizer steps if the component is complete, else None."""
-        done = self.folder.completed_step()
+        done = self.run.config.run_folder.completed_step()
         return done if done is not None and done >= self.run.config.train.steps else None
 
 

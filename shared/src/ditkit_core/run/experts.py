@@ -5,7 +5,7 @@ A level reaches the model as the timestep 1000 · sigma in fp32, which decides w
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,31 +77,12 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
             )
 
 
-def check_files(expert: Expert, *, init: str, merge: Sequence[str]) -> None:
-    """Refuse adapter files that are named after the other expert.
-
-    Args:
-        expert: The expert that would load them.
-        init: `adapter.init`.
-        merge: Paths of `base.merge`.
-    """
-    check_named(expert, {"adapter.init": init})
-    for path in merge:
-        check_named(expert, {"base.merge": path})
-
-
-def check_named(expert: Expert, files: Mapping[str, str]) -> None:
-    """Refuse files that are named after the other expert.
-
-    Args:
-        expert: The expert that they are for.
-        files: Paths by key or flag.
-    """
-    for key, path in files.items():
-        if (said := named_after(path)) not in ("", expert.name):
-            raise UserError(
-                f"{key} = {path!r} is named after the {said} expert, and this is the {expert.name} one; give its own file"
-            )
+def check_named(expert: Expert, key: str, path: str) -> None:
+    """Refuse a file for an expert, given as this key or flag, that is named after the other one."""
+    if (said := named_after(path)) not in ("", expert.name):
+        raise UserError(
+            f"{key} = {path!r} is named after the {said} expert, and this is the {expert.name} one; give its own file"
+        )
 
 
 def named_after(path: str) -> str:
@@ -123,26 +104,21 @@ def noise_range(expert: Expert) -> tuple[float, float]:
 
     Each is the outermost level whose fp32 timestep is on the expert's side of the boundary, so no level between them is on the other side.
     """
-    return _first_from(expert.min_sigma), 1.0 if expert.max_sigma >= 1 else _next(_first_from(expert.max_sigma), 0.0)
+    lowest = float(_first_from(expert.min_sigma))
+    if expert.max_sigma >= 1:
+        return lowest, 1.0
+    return lowest, float(torch.nextafter(_first_from(expert.max_sigma), torch.tensor(0.0)))
 
 
-def _first_from(sigma: float) -> float:
+def _first_from(sigma: float) -> torch.Tensor:
     """The lowest fp32 level whose timestep is not below that of `sigma`."""
     # 1000 · sigma is rounded in fp32, so the boundary is found by stepping over neighbouring numbers, not by dividing.
     found = torch.tensor(sigma, dtype=torch.float32)
-    while _timestep(found) >= 1000 * sigma and found > 0:
+    while float(1000 * found) >= 1000 * sigma and found > 0:
         found = torch.nextafter(found, torch.tensor(0.0))
-    while _timestep(found) < 1000 * sigma:
+    while float(1000 * found) < 1000 * sigma:
         found = torch.nextafter(found, torch.tensor(1.0))
-    return float(found)
-
-
-def _timestep(sigma: torch.Tensor) -> float:
-    return float(1000 * sigma)
-
-
-def _next(sigma: float, towards: float) -> float:
-    return float(torch.nextafter(torch.tensor(sigma, dtype=torch.float32), torch.tensor(towards)))
+    return found
 
 
 def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tuple[FlowConfig, HeldOutConfig]:
@@ -171,8 +147,9 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
     expert = next((each for each in experts if each.name == config.experts.train), None)
     if expert is None:
         return config
-    merged = [str(path) for path, _ in map(parse_merge, config.base.merge)]
-    check_files(expert, init=config.adapter.init, merge=merged)
+    check_named(expert, "adapter.init", config.adapter.init)
+    for path, _ in map(parse_merge, config.base.merge):
+        check_named(expert, "base.merge", str(path))
     flow, held_out = restricted(expert, config.flow, config.held_out)
     return replace(config, flow=flow, held_out=held_out)
 

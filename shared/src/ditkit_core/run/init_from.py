@@ -1,9 +1,8 @@
 """`--init-from`: start a new run from the trained weights of another."""
 
-from pathlib import Path
-
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import Expert
@@ -18,13 +17,14 @@ def check_start(run: str, folder: RunFolder) -> None:
     Raises:
         UserError: If it is the same run, has no save, or is of several experts.
     """
-    if run and Path(run).resolve() == folder.path.resolve():
+    other = RunFolder(local_path(run))
+    if run and other.path.resolve() == folder.path.resolve():
         raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
-    if not run or any(RunFolder(Path(run)).state.glob("step-*")):
+    if not run or any(other.state.glob("step-*")):
         return
     # A run of several experts has its saves in folders inside; the error names them.
-    inside = sorted(path.parent for path in Path(run).glob("*/state") if any(path.glob("step-*")))
-    if inside and RunFolder(Path(run)).config_file.exists():
+    inside = sorted(path.parent for path in other.path.glob("*/state") if any(path.glob("step-*")))
+    if inside and other.config_file.exists():
         raise UserError(
             f"--init-from {run} is a run of several experts, and this run trains one; name its folder: --init-from {' or '.join(map(str, inside))}"
         )
@@ -38,17 +38,17 @@ def check_start(run: str, folder: RunFolder) -> None:
 
 def start_from(run: str, prepared: LoadedModel, folder: RunFolder) -> None:
     """Load the trained weights of another run, unless this run already has a save of its own."""
+    other = RunFolder(local_path(run))
 
     def chosen() -> str:
         if not run or latest(folder.state, warn) is not None:
             return ""
         check_start(run, folder)
-        save = latest(RunFolder(Path(run)).state, warn)
+        save = latest(other.state, warn)
         return "" if save is None else save.name
 
     # The first rank compares the files with their digests, for all.
     if name := current_ranks().on_first(chosen):
-        other = RunFolder(Path(run))
         step = load_trained(prepared, other, verified=other.state / name)
         say(f"starting from the weights of {run} at step {step}")
 
@@ -61,12 +61,13 @@ def start_of_expert(init_from: str, expert: Expert) -> str:
     """
     if not init_from:
         return ""
-    inside = RunFolder(Path(init_from) / expert.name)
+    whole = RunFolder(local_path(init_from))
+    inside = RunFolder(whole.path / expert.name)
     if any(inside.state.glob("step-*")):
         return str(inside.path)
-    if not Path(init_from).is_dir():
+    if not whole.path.is_dir():
         raise UserError(f"--init-from {init_from} is not there; correct the path")
-    if any(RunFolder(Path(init_from)).state.glob("step-*")):
+    if any(whole.state.glob("step-*")):
         raise UserError(
             f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "
             f"the one expert that it trained: --experts.train NAME --init-from {init_from}"

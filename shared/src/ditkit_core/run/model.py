@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.nn.quantized_linear import final_dtype
-from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights, loaded_dtype
 from ditkit_core.training.optim.optimizer import check_rates
@@ -49,37 +49,22 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Lo
 def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> LoadedModel:
     """Load the weights of which this rank keeps some rows, onto its device: unchanged `load_model` if `ranks.shard` is 1.
 
-    The model is divided before it has values, and each rank reads its rows. A DoRA's magnitudes, and a file of the quantized base, need
-    whole weights: each rank reads all of them on the host, and then divides them.
+    The model is divided before it has values, and each rank reads its rows.
     """
-    # The first rank writes the file of a quantized base, and the others read it.
-    in_turn = ranks.first_rank_first if run.config.base.quantized_cache else _at_once
     if ranks.shard == 1:
-        return in_turn(lambda: load_model(run, unloaded, placement))
+        # The first rank writes the file of a quantized base, and the others read it.
+        load = partial(load_model, run, unloaded, placement)
+        return ranks.first_rank_first(load) if run.config.base.quantized_cache else load()
     from ditkit_core.engine.sharding.division import Division  # imports parts of torch that take seconds
     from ditkit_core.engine.sharding.shards import Shards
 
-    device, division = run.devices[0], None
-    if needs_whole_weights(run.config):
-        placement = placement.on_host()  # a GPU may not have room for all
-        prepared = in_turn(lambda: load_model(run, unloaded, placement))
-    else:
-        give_dtypes(unloaded, loaded_dtype(run.spec, run.precision))
-        trained = trainable_parameters(unloaded.model)
-        division = Division(unloaded.model, trained, run.precision, ranks, device)
-        prepared = load_weights(unloaded, placement=placement, seed=run.config.train.seed, division=division, say=say)
+    device = run.devices[0]
+    give_dtypes(unloaded, loaded_dtype(run.spec, run.precision))
+    division = Division(unloaded.model, trainable_parameters(unloaded.model), run.precision, ranks, device)
+    prepared = load_weights(unloaded, placement=placement, seed=run.config.train.seed, division=division, say=say)
     shards = Shards(prepared.model, prepared.trainable, run.precision, ranks, device, division)
     say(f"weights, gradients and optimizer state are divided over {ranks.shard} ranks")
     return replace(prepared, shards=shards, trainable=shards.local)
-
-
-def _at_once(load: Callable[[], LoadedModel]) -> LoadedModel:
-    return load()
-
-
-def needs_whole_weights(config: RunConfig) -> bool:
-    """Whether each rank reads all weights before it keeps its rows."""
-    return bool(config.adapter.use_dora or (config.base.quantized_cache and config.base.quantize != "none"))
 
 
 def give_dtypes(unloaded: MetaModel, dtype_of: Callable[[str], torch.dtype]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.adapters.files.identify import presets_of
+from ditkit_core.adapters.files.identify import parameters_of, presets_of
 from ditkit_core.adapters.files.read import (
     AdapterFile,
     config_from_file,
@@ -278,12 +278,13 @@ def load_weights(
     dtype_of, home_of = loaded_dtype(spec, unloaded.precision), base_device_map(model, placement)
     base, merged = unloaded.base, unloaded.merged
     cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
-    if cache is None or not cache.load(model, device_of=home_of, dtype_of=dtype_of, on_tensor=on_tensor, say=say):
+    cached = partial(cache.load, model, device_of=home_of, dtype_of=dtype_of) if cache else None
+    if cached is None or not cached(on_tensor=on_tensor, division=division, say=say):
         read = partial(load_into, model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of)
         read(edits=edits, on_tensor=on_tensor, division=division)
         if cache is not None:
-            cache.write(model, dtype_of=dtype_of, say=say)
-    initialise(model, seed, device_of=device_of, start=unloaded.start, put=division.put_whole if division else None)
+            cache.write(model, dtype_of=dtype_of, division=division, say=say)
+    initialise(model, seed, device_of=device_of, start=unloaded.start, division=division)
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     # Last: from here on, weights that are streamed cannot be read from the model except inside of `readable`.
@@ -365,7 +366,9 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
         folder = replace(components, transformer="").here("transformer")
         path = None if folder is None else _config_json(folder)
         arch = None if path is None else _described(spec, path)
-        if arch is not None and fits_shapes(source, spec.architecture.names, _shapes(spec, arch)):
+        if arch is not None and fits_shapes(
+            source, spec.architecture.names, parameters_of(spec.architecture.build, arch)
+        ):
             return "", arch
         what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
         raise UserError(
@@ -428,10 +431,6 @@ def _advice(source: SafetensorsSource) -> Advice:
         if_depth_differs=remedy,
         if_shapes_differ=remedy,
     )
-
-
-def _shapes(spec: ModelSpec, arch: Any) -> Mapping[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in build_on_meta(spec, arch, Precision()).state_dict().items()}
 
 
 def _pipeline_index(transformer: Path) -> dict[str, Any]:

@@ -6,9 +6,11 @@ digest of everything that it was made from, so that a stale file is never used: 
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,14 @@ from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, remove_unfinished
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype
 from ditkit_core.weights.load import Scratch
+from ditkit_core.weights.rows import whole
+
+if TYPE_CHECKING:
+    from ditkit_core.engine.sharding.division import Division
 
 _VERSION = 1  # of the layouts: raise it when the same weights are to be quantized to other codes or scales
 _DIGESTS, _KEY, _DIGEST_BYTES = "digests", "ditkit.quantized_base", 16
@@ -68,6 +75,7 @@ class QuantizedCache:
         device_of: Callable[[str], torch.device],
         dtype_of: Callable[[str], torch.dtype],
         on_tensor: Callable[[str, nn.Module], None] | None = None,
+        division: "Division | None" = None,
         say: Callable[[str], None],
     ) -> bool:
         """Load a model's base from the file, if it exists and is intact: the same tensors as from `load_into`.
@@ -77,51 +85,73 @@ class QuantizedCache:
             device_of: Device of a parameter, by our name.
             dtype_of: Its dtype there, if it is not quantized.
             on_tensor: Called with our name and module of each parameter once it is loaded.
+            division: Of the rows over ranks. They read the tensors in turn and send them to each other, so that each can be verified as a whole.
             say: Called with one line: the file that was read, or what is wrong with it.
 
         Returns:
             Whether it was loaded. If not, some parameters may be set already, and have to be loaded again.
         """
-        if not self.file.exists():
+        ranks, entries = Ranks() if division is None else division.ranks, _entries(model, dtype_of)
+        if not all(ranks.all_gather_object(self.file.exists())):
             return False
+        opened, problem = None, ""
         try:
-            source = SafetensorsSource.open(self.file)
-            entries = _entries(model, dtype_of)
-            self._check(source, entries)
-            digests, scratch = source.read(_DIGESTS), Scratch(torch.uint8)
-            # Every tensor is verified: a damaged file would otherwise train on wrong weights without any error.
-            for (name, entry), digest in zip(entries.items(), digests, strict=True):
-                stored, device = source.tensors[name], device_of(entry.ours)
-                # A tensor that goes to a GPU is read into a reused buffer; one that stays on the host needs memory of its own.
-                buffer = None if device.type == "cpu" else scratch.of(stored.num_bytes)
-                tensor = source.read(name, buffer)
-                if _digest(tensor) != bytes(digest.tolist()):
-                    raise UserError(f"{name!r} is not what was written")
-                _put(entry, tensor if tensor.device == device else tensor.to(device, copy=True))
-                if on_tensor is not None and entry.leaf == entry.ours.rpartition(".")[2]:
-                    on_tensor(entry.ours, entry.owner)
+            opened = self._opened(entries)
         except UserError as error:
-            say(f"base.quantized_cache: {self.file} is damaged or foreign ({error}); the base is quantized again")
+            problem = str(error)
+        if not (problem := _of_any(ranks, problem)) and opened is not None:
+            read = _read_whole if division is None else partial(_read_rows, division=division)
+            problem = _of_any(ranks, read(*opened, entries, device_of, on_tensor or (lambda name, module: None)))
+        if problem:
+            say(f"base.quantized_cache: {self.file} is damaged or foreign ({problem}); the base is quantized again")
             return False
         say(f"base.quantized_cache: the quantized base is read from {self.file}")
         return True
 
-    def _check(self, source: SafetensorsSource, entries: dict[str, _Entry]) -> None:
+    def _opened(self, entries: Mapping[str, _Entry]) -> tuple[SafetensorsSource, Tensor]:
+        """The file, with the digests of its tensors in their order."""
+        source = SafetensorsSource.open(self.file)
         expected = {name: (entry.shape, entry.dtype) for name, entry in entries.items()} | _digests_about(len(entries))
         found = {name: (stored.shape, stored.dtype) for name, stored in source.tensors.items()}
         if source.metadata.get(_KEY) != self.key or found != expected:
             raise UserError("it was not made for this base")
+        return source, source.read(_DIGESTS)
 
-    def write(self, model: nn.Module, *, dtype_of: Callable[[str], torch.dtype], say: Callable[[str], None]) -> None:
-        """Write the base of a model that was just loaded. If the disk is full, no file is left behind and the run goes on."""
+    def write(
+        self,
+        model: nn.Module,
+        *,
+        dtype_of: Callable[[str], torch.dtype],
+        division: "Division | None" = None,
+        say: Callable[[str], None],
+    ) -> None:
+        """Write the base of a model that was just loaded. If the disk is full, no file is left behind and the run goes on.
+
+        With a `division` the first rank writes, and the others send it their rows.
+        """
         entries = _entries(model, dtype_of)
+        if division is None:
+            self._write(entries, lambda name: entries[name].tensor.detach(), say)
+            return
+        ranks = division.ranks
+
+        def gathered(name: str) -> Tensor:
+            ranks.ask(name)
+            return whole(entries[name].tensor, division)
+
+        def send(name: str) -> None:
+            whole(entries[name].tensor, division)
+
+        ranks.on_first(lambda: self._write(entries, gathered, say), send)
+
+    def _write(self, entries: dict[str, _Entry], value_of: Callable[[str], Tensor], say: Callable[[str], None]) -> None:
         digests: list[bytes] = []
 
         def tensor_of(name: str) -> Tensor:
             # Called in the order of `about`, so all digests are known when this last entry is written.
             if name == _DIGESTS:
                 return torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
-            tensor = entries[name].tensor.detach().to("cpu").contiguous()
+            tensor = value_of(name).to("cpu").contiguous()
             digests.append(_digest(tensor))
             return tensor
 
@@ -133,6 +163,72 @@ class QuantizedCache:
             say(f"base.quantized_cache: the quantized base is not stored ({error})")
             return
         say(f"base.quantized_cache: the quantized base is written to {self.file}")
+
+
+def _of_any(ranks: Ranks, problem: str) -> str:
+    """The first problem that a rank has; empty if none has one."""
+    return next(filter(None, ranks.all_gather_object(problem)), "")
+
+
+def _read_whole(
+    source: SafetensorsSource,
+    digests: Tensor,
+    entries: Mapping[str, _Entry],
+    device_of: Callable[[str], torch.device],
+    on_tensor: Callable[[str, nn.Module], None],
+) -> str:
+    """Give a model its tensors until one is damaged; returns what is wrong with that."""
+    scratch = Scratch(torch.uint8)
+    for (name, entry), digest in zip(entries.items(), digests, strict=True):
+        stored, device = source.tensors[name], device_of(entry.ours)
+        # A tensor that goes to a GPU is read into a reused buffer; one that stays on the host needs memory of its own.
+        buffer = None if device.type == "cpu" else scratch.of(stored.num_bytes)
+        try:
+            tensor = _verified(source, name, digest, buffer)
+        except UserError as error:
+            return str(error)
+        _put(entry, tensor if tensor.device == device else tensor.to(device, copy=True))
+        if entry.leaf == entry.ours.rpartition(".")[2]:
+            on_tensor(entry.ours, entry.owner)
+    return ""
+
+
+def _read_rows(
+    source: SafetensorsSource,
+    digests: Tensor,
+    entries: Mapping[str, _Entry],
+    device_of: Callable[[str], torch.device],
+    on_tensor: Callable[[str, nn.Module], None],
+    *,
+    division: "Division",
+) -> str:
+    """The same for this rank's rows. Ranks read the tensors in turn and send them to the others, so that each is verified as a whole."""
+    passing, problem = Scratch(torch.uint8), ""
+    for place, ((name, entry), digest) in enumerate(zip(entries.items(), digests, strict=True)):
+        stored, device = source.tensors[name], device_of(entry.ours)
+        host = passing.of(stored.num_bytes)
+        if division.reads(place) and not problem:
+            try:
+                _verified(source, name, digest, host)
+            except UserError as error:
+                problem = str(error)  # and go on: the others wait for the next tensors
+        shared = division.share(host.to(device), place)
+        tensor = shared.view(stored.dtype).view(stored.shape)
+        if (rows := division.rows(entry.tensor)) is None:
+            _put(entry, tensor.clone())
+        else:
+            division.put(entry.owner, entry.leaf, tensor[rows.start : rows.stop].clone())
+        if entry.leaf == entry.ours.rpartition(".")[2]:
+            on_tensor(entry.ours, entry.owner)
+    return problem
+
+
+def _verified(source: SafetensorsSource, name: str, digest: Tensor, buffer: Tensor | None) -> Tensor:
+    """A tensor of the file. Every one is verified: a damaged file would otherwise train on wrong weights without any error."""
+    tensor = source.read(name, buffer)
+    if _digest(tensor) != bytes(digest.tolist()):
+        raise UserError(f"{name!r} is not what was written")
+    return tensor
 
 
 def find_cache(

@@ -3,7 +3,6 @@
 It computes in fp32, whatever a run trains in, and a base of any size needs the memory of its largest matrix. Exports are verified with it.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from ditkit_core.run.prepare import LoadedModel, build_meta_model, build_on_meta
 from ditkit_core.weights.load import load_into, read_in_fp32
 
 _HOST = torch.device("cpu")
+_MAGNITUDE = "lora_magnitude_vector.weight"
 _PROCESS_BYTES = 900 * 2**20
 """Host memory of a process once it has imported what verifying takes; measured with torch 2.15 and diffusers 0.42."""
 
@@ -59,7 +59,7 @@ def read_at_use(
         make_at_use(layer, torch.float32, partial(original, name, tuple(layer.weight.shape)))
     widths = {module: layer.get_base_layer().out_features for module, layer in adapter_layers(model).items()}
     # Values come from a save: a DoRA's magnitudes made here would read all matrices.
-    start = (lambda module: _magnitude(widths[module])) if unloaded.adapter.use_dora else None
+    start = (lambda name: {_MAGNITUDE: torch.ones(widths[name])}) if unloaded.adapter.use_dora else None
     initialise(model, 0, device_of=lambda name: _HOST, start=start)
     return LoadedModel(
         model=model.eval(),
@@ -71,10 +71,6 @@ def read_at_use(
         config_json=None,
         original=original,
     )
-
-
-def _magnitude(width: int) -> Mapping[str, Tensor]:
-    return {"lora_magnitude_vector.weight": torch.ones(width)}
 
 
 def bytes_at_use(spec: ModelSpec, arch: Any, adapter_bytes: int) -> int:

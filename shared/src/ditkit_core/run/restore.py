@@ -22,11 +22,7 @@ from ditkit_core.training.train_state import TrainState, saved_weights
 
 
 def load_trained(
-    prepared: LoadedModel,
-    folder: RunFolder,
-    step: int | Literal["best"] | None = None,
-    *,
-    verified: Path | None = None,
+    prepared: LoadedModel, folder: RunFolder, step: int | Literal["best"] | None = None, *, verified: Path | None = None
 ) -> int:
     """Load the weights of a run's save (the averaged ones, if it has any) into the model.
 

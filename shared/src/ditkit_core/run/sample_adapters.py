@@ -1,19 +1,23 @@
 """The adapters that samples are generated with and training is without: `sample.adapter` and `sample.adapter_low`; and the one that
-training is with and samples are without, `base.assistant`, which is added to them with the opposite strength."""
+training is with and samples are without, `base.assistant`, which is taken out again."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter
-from ditkit_core.adapters.files.read import open_adapter, parse_merge
+from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
+from ditkit_core.adapters.files.read import merge_into, open_adapter, parse_merge
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.experts import check_named
-from ditkit_core.run.prepare import build_on_meta, loaded_dtype
+from ditkit_core.weights.fp8_scaled import open_weights
+from ditkit_core.weights.load import match, read_in_fp32
 
 RECORD = "sample_adapters"
 """Name of the files' digests in the model's part of `about.json`."""
@@ -38,7 +42,7 @@ def check_sample_adapters(run: RunContext) -> None:
                 raise UserError(f"{key}: there is no file {path}; correct the path, or leave it out")
     for expert, (key, entries) in zip(run.experts, _keys(run), strict=False):
         for path, _ in (parse_merge(entry, key) for entry in entries):
-            check_named(expert, {key: str(path)})
+            check_named(expert, key, str(path))
     _check_assistants(run)
     if run.arch is not None:
         open_sample_adapters(run)
@@ -60,7 +64,7 @@ def _check_assistants(run: RunContext) -> None:
         )
     for expert, (key, entry) in zip(run.experts, config.base.assistants, strict=False):
         if entry:
-            check_named(expert, {key: str(parse_merge(entry, key)[0])})
+            check_named(expert, key, str(parse_merge(entry, key)[0]))
     refused = {
         "adapter.method = full": config.adapter.method == "full",
         "adapter.use_dora": config.adapter.use_dora,
@@ -77,43 +81,46 @@ def open_sample_adapters(run: RunContext) -> list[list[AddedAdapter]]:
     """The open adapters of each transformer of the model, the noisiest expert's first.
 
     Raises:
-        UserError: If a file is missing, is damaged, does not fit the model, or is a DoRA.
+        UserError: If a file is missing, is damaged, or does not fit the model.
     """
     assistants = run.config.base.assistants
     if not any(entry for _, entry in assistants) and not any(entries for _, entries in _keys(run)):
         return [[] for _ in range(len(run.experts) or 1)]
-    shapes = linear_shapes(run)
+    shapes = layers_of(run.spec.architecture.build, run.arch)
     found = [[_open(run, key, entry, shapes) for entry in entries] for key, entries in _keys(run)]
-    for added, (key, entry) in zip(found, assistants, strict=False):
+    for added, (key, entry), component in zip(found, assistants, ("transformer", "transformer_2"), strict=False):
         if entry:
-            file, strength = _open(run, key, entry, shapes)
-            added.append(AddedAdapter(file, -strength))
+            read = _without_assistant(run, component, shapes)
+            added.append(_open(run, key, entry, shapes)._replace(base_weight=read))
     return found
 
 
-def _open(run: RunContext, key: str, entry: str, shapes: Mapping[str, tuple[int, ...]]) -> AddedAdapter:
+def _open(run: RunContext, key: str, entry: str, shapes: Shapes) -> AddedAdapter:
     path, strength = parse_merge(entry, key)
     try:
         file = open_adapter(path, run.spec.architecture.names, shapes)
     except UserError as error:
         raise UserError(f"{key}: {error}") from error
-    if any(module.use_dora for module in file.modules.values()):
-        raise UserError(
-            f"{key}: {path} is a DoRA, which changes the norms of weights and cannot be added to a layer's output; merge it into the base, and "
-            "give the LoRA that the export command's --extract makes of the difference"
-        )
     return AddedAdapter(file, strength)
 
 
-def linear_shapes(run: RunContext) -> dict[str, tuple[int, ...]]:
-    """Weight shapes [out, in] of the model's Linear layers, by name."""
-    model = build_on_meta(run.spec, run.arch, run.precision)
-    return {name: tuple(each.weight.shape) for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+def _without_assistant(run: RunContext, component: str, linears: Shapes) -> Callable[[str], Tensor]:
+    """Reads the weight of a module [out, in] in fp32, as a component's files have it with `base.merge` alone; opens them when first called."""
+    names = run.spec.architecture.names
 
+    @cache
+    def opened() -> tuple[SafetensorsSource, Mapping[str, Any], Mapping[str, Any]]:
+        source = open_weights(run.config.model.locate(component))
+        shapes = parameters_of(run.spec.architecture.build, run.arch)
+        merged = [parse_merge(entry) for entry in run.config.base.merge]
+        edits = merge_into([(open_adapter(path, names, linears), strength) for path, strength in merged])
+        return source, match(source, names, shapes), edits
 
-def dtype_of_added(run: RunContext) -> Callable[[str], torch.dtype]:
-    """The dtype that products are made in, by name of the base parameter."""
-    return loaded_dtype(run.spec, run.precision)
+    def read(module: str) -> Tensor:
+        (source, mapping, edits), name = opened(), f"{module}.weight"
+        return read_in_fp32(source, mapping[name], linears[module], edits.get(name))
+
+    return read
 
 
 def _keys(run: RunContext) -> Sequence[tuple[str, Sequence[str]]]:
@@ -126,9 +133,10 @@ def _keys(run: RunContext) -> Sequence[tuple[str, Sequence[str]]]:
 def describe_sample_adapters(run: RunContext) -> Iterator[str]:
     """A line for each adapter that samples are generated with."""
     for (key, entries), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
-        for file, strength in adapters[: len(entries)]:
+        for each in adapters[: len(entries)]:
             yield (
-                f"{key}: samples are generated with {len(file.modules)} modules of {file.source.path} at strength {strength:g}; training is "
+                f"{key}: samples are generated with {len(each.file.modules)} modules of {each.file.source.path} at strength "
+                f"{each.strength:g}; training is "
                 "without them"
             )
 
@@ -145,7 +153,7 @@ def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], N
     before = _recorded(folder)
     assistants = [key for key, _ in run.config.base.assistants]
     for (setting, entries), adapters, assistant in zip(_keys(run), open_sample_adapters(run), assistants, strict=False):
-        for index, (file, _) in enumerate(adapters):
+        for index, (file, *_) in enumerate(adapters):
             key = setting if index < len(entries) else assistant
             # With its place: files of one name in several folders are usual, as one for each expert.
             path, name = file.source.path, f"{key}[{index}] {file.source.path.name}"

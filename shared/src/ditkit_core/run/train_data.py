@@ -79,9 +79,8 @@ def check_data(
     if before.pop(_DIGEST, None) not in (None, json_hash(before)):
         raise UserError(f"{file} is damaged; {remedy}")
     known = {_BASE_CAPTION: before.pop(_BASE_CAPTION)} if _BASE_CAPTION in before else {}
-    if (
-        EMPTY_CAPTION not in before or known != caption
-    ):  # written by a version that did not record it, or with another caption
+    # Written by a version that did not record it, or with another caption.
+    if EMPTY_CAPTION not in before or known != caption:
         before.setdefault(EMPTY_CAPTION, now[EMPTY_CAPTION])
         _write(file, before | caption)
     changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))

@@ -168,17 +168,11 @@ Shape = tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]
 """Frames, height and width of a clip, and height and width of each of its references."""
 
 
-def shape_of(
-    clip: Sample | SamplePrompt,
-    files: Mapping[str, str],
-    columns: Sequence[Column],
-    reference_size: ReferenceSize | None,
-) -> Shape:
+def shape_of(clip: Sample | SamplePrompt, columns: Sequence[Column], reference_size: ReferenceSize | None) -> Shape:
     """The shape of a clip that is trained or sampled. A condition that is a latent frame in front of it counts as a reference.
 
     Args:
         clip: The clip.
-        files: Its condition files, by column.
         columns: The model's condition columns.
         reference_size: As in `ModelSpec`.
     """
@@ -186,6 +180,7 @@ def shape_of(
     if clip.references:
         assert reference_size is not None, "checked"
         sizes += encoded_sizes(clip.references, reference_size)
+    files = clip.controls if isinstance(clip, Sample) else clip.files
     in_front = sum(column.in_front and column.name in files for column in columns)
     return (clip.frames, clip.height, clip.width), (*sizes, *[(clip.height, clip.width)] * in_front)
 

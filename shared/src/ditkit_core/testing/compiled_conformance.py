@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._dynamo.utils import counters
@@ -26,7 +27,7 @@ from ditkit_core.testing.compiled_steps import attention_forwards, compare, diff
 from ditkit_core.testing.conformance_levers import LEVERS
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_swap import stream, train_streamed
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly
+from ditkit_core.testing.world import ADAPTERS, Items, differing, make_model, train_shortly
 from ditkit_core.training.config import EMAConfig
 
 BACKEND = "aot_eager"
@@ -103,8 +104,6 @@ def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
     dtype, trained = torch.bfloat16, ADAPTERS[adapter]
 
     def made() -> Any:
-        if quantize == "none":
-            return make_model(kind.spec, kind.arch, dtype=dtype, adapter=trained)
         return make_quantized(kind.spec, kind.arch, quantize, dtype=dtype, adapter=trained)
 
     items = kind().items(2, ragged=True)
@@ -116,7 +115,7 @@ def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
     with ExitStack() as stack:
         moves = stack.enter_context(divided(model, [_ONE, *devices, devices[-1]]))
         if offloads:
-            stack.enter_context(_host_as_device())
+            stack.enter_context(patch.object(offload, "can_offload", lambda device: device is not None))
         if autocast:
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         swap = stream(model, one_of, devices) if one_of else None
@@ -126,24 +125,13 @@ def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
         found, others = train_shortly(kind.spec, model, items, run, pipelined=pipelined)
     if found != expected:
         yield f"numbers {found} {expected}"
-    yield from (name for name, value in values.items() if not torch.equal(others[name], value))
+    yield from differing(others, values)
     if bool(moves) != (layout == "two"):
         yield f"moved {dict(moves)}"
     if swap is not None and not swap.num_bytes:
         yield "nothing was streamed"
     if offloads and not host.num_bytes:
         yield "nothing was offloaded"
-
-
-class _host_as_device:
-    """Inside the block, activations are offloaded from the CPU too."""
-
-    def __enter__(self) -> None:
-        self._was = offload.can_offload
-        setattr(offload, "can_offload", lambda device: device is not None)  # noqa: B010
-
-    def __exit__(self, *_: object) -> None:
-        setattr(offload, "can_offload", self._was)  # noqa: B010
 
 
 def _fused(kind: Any, policy: str) -> Iterator[str]:
@@ -156,7 +144,7 @@ def _fused(kind: Any, policy: str) -> Iterator[str]:
     found, others = train_streamed(kind.spec, model, items, engine, ema=ema)
     if found != expected:
         yield f"numbers {found} {expected}"
-    yield from (name for name, value in values.items() if not torch.equal(others[name], value))
+    yield from differing(others, values)
 
 
 def kinds(modules: str, names: str) -> dict[str, Any]:

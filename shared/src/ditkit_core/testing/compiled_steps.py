@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map_only
 
 from ditkit_core.engine import engine as activation_checkpoint
@@ -17,51 +17,6 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import Items
 
 _FORWARDS = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_safe_softmax")
-
-
-class Emptying:
-    """Hooks that free a block's frozen weights between their uses, as `swap_blocks` does: the storage stays and its memory is freed."""
-
-    def __init__(self) -> None:
-        self._there: list[tuple[Tensor, Tensor]] = []
-        self._gone: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.refilled = 0
-
-    def pre_forward(self, index: int, block: nn.Module) -> None:
-        """Fill this block's weights, and free those of the block before."""
-        self._empty()
-        frozen = (parameter for parameter in block.parameters() if not parameter.requires_grad)
-        self._there = self._gone.pop(index, []) or [(parameter, parameter.detach().clone()) for parameter in frozen]
-        self._fill(self._there)
-        self._index = index
-
-    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """Nothing: the next block's hook frees it."""
-
-    def pre_backward(self, index: int, block: nn.Module) -> None:
-        """As `pre_forward`."""
-        self.pre_forward(index, block)
-
-    def restore(self) -> None:
-        """Fill all weights."""
-        self._empty()
-        for held in list(self._gone):
-            self._fill(self._gone.pop(held))
-
-    def _fill(self, weights: list[tuple[Tensor, Tensor]]) -> None:
-        for tensor, host in weights:
-            if not tensor.untyped_storage().nbytes():
-                with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
-                    tensor.untyped_storage().resize_(host.nbytes)
-                    tensor.copy_(host)
-                self.refilled += 1
-
-    def _empty(self) -> None:
-        if self._there:
-            self._gone[self._index], self._there = self._there, []
-            for tensor, _ in self._gone[self._index]:
-                with _unsafe_preserve_version_counter(tensor):
-                    tensor.untyped_storage().resize_(0)
 
 
 @contextmanager
@@ -84,14 +39,11 @@ def divided(model: Any, devices: Sequence[torch.device]) -> Iterator[Counter[tor
         moves[device] += 1
         return tree_map_only(Tensor, torch.clone, carry)
 
-    there, sent = activation_checkpoint.device_of, activation_checkpoint.move_carry
-    setattr(activation_checkpoint, "device_of", lambda stage: of(stage) and where.get(id(stage), of(stage)))  # noqa: B010
-    setattr(activation_checkpoint, "move_carry", moved)  # noqa: B010
-    try:
+    def pretended(stage: Any) -> torch.device | None:
+        return of(stage) and where.get(id(stage), of(stage))
+
+    with patch.multiple(activation_checkpoint, device_of=pretended, move_carry=moved):
         yield moves
-    finally:
-        setattr(activation_checkpoint, "device_of", there)  # noqa: B010
-        setattr(activation_checkpoint, "move_carry", sent)  # noqa: B010
 
 
 def numbers(spec: ModelSpec, model: Any, items: Items, engine: BlockEngine) -> list[Tensor]:

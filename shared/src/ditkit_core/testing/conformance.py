@@ -23,17 +23,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine import ac_schedule as policy_schedule
-from ditkit_core.engine.ac_policies import Full
+from ditkit_core.engine.ac_policies import Full, Policy
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.op_names import SETS
-from ditkit_core.engine.run_block import Body, run_block
+from ditkit_core.engine.run_block import CHECKPOINTS, Body, run_block
 from ditkit_core.errors import UserError
-from ditkit_core.models.precision import Precision, autocast_disabled, compute_fp32_in_fp32
+from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.models.protocol import StagedModel, run_plain
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention import attention
 from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.context import BlockSettings, block_settings
@@ -52,23 +50,30 @@ from ditkit_core.testing.conformance_swap import SwapChecks
 from ditkit_core.testing.gpu import GPU, GPUS, gpu_of
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
-from ditkit_core.testing.world import ADAPTERS, Items, counted, make_model, outcome, train_shortly
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    DTYPES,
+    EVERYWHERE,
+    Items,
+    ModelChecks,
+    backward_without_autocast,
+    counted,
+    differing,
+    make_model,
+    outcome,
+    train_shortly,
+)
 from ditkit_core.weights.fused_tensors import FusedTensors
 
-# Also adapts layers outside the blocks, which compute tensors for all of them: modulation, time and text embedding.
-EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The operations that `ops(...)` keeps, by its arguments.
 KEPT_OPERATIONS = {names: frozenset().union(*(SETS[name] for name in names.split(", "))) for names in ("matmul, attention", "attention")}  # fmt: skip
 # Recomputing runs attention twice, unless it is kept.
 ATTENTION_FORWARDS = {"none": 1, "full": 2, "attn_only": 1}
 
 
-class CoreChecks:
+class CoreChecks(ModelChecks):
     """The checks of the interface between model and engine: stages, carry, checkpointing policies, precision, adapters, ragged batches."""
 
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
     one_in: ClassVar[int] = 1
     """For variants of a model that passes: each variant runs one in `one_in` of a check's combinations daily, at least one, and different
     ones for each variant; the rest are marked `exhaustive`. It should be coprime to the numbers of values, so that each value occurs."""
@@ -78,13 +83,6 @@ class CoreChecks:
     """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that some items do not use."""
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """Training items, deterministic; of different sizes if `ragged`.
-
-        Of three ragged items, the second has more tokens than the first, and the third has as many as the first in another grid.
-        """
-        raise NotImplementedError
 
     def _outcome(
         self, model: Any, engine: BlockEngine | None, *, count: int = 2, ragged: bool = False, **options: Any
@@ -111,9 +109,7 @@ class CoreChecks:
         model: Any = make_model(self.spec, self.arch)
         for ragged in (False, True):
             items = self.items(2, ragged)
-            carry = model.embed(
-                self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
-            )
+            carry = model.embed(self.inputs(items))
             check_carry(carry)
             for block in model.blocks():
                 carry = block(carry)
@@ -147,9 +143,7 @@ class CoreChecks:
         items = self.items(1)
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(attention, "remat", Names)
-            carry = model.embed(
-                self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.5]), items, 1.0)
-            )
+            carry = model.embed(self.inputs(items))
             for block in model.blocks():
                 names.clear()
                 with block_settings(BlockSettings(keep=())):
@@ -206,6 +200,7 @@ class CoreChecks:
         plain = self._outcome(model, None, ragged=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(policy_schedule.MAKERS, "reentrant", lambda arguments: _Reentrant())
+            patch.setitem(CHECKPOINTS, _Reentrant, _keeping_nothing_reentrantly)
             under = self._outcome(model, BlockEngine(policy="reentrant"), ragged=True)
         assert under.num_attention == 2 * plain.num_attention
         assert all(map(torch.equal, under.outputs, plain.outputs))
@@ -235,9 +230,7 @@ class CoreChecks:
     def _held(self, model: Any, items: Items, policy: str) -> tuple[int, int, int]:
         """Bytes alive after the forward of all blocks under a policy, the part that attention calls added, and the part that blocks
         without parameters took and did not pass on."""
-        carry = model.embed(
-            self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
-        )
+        carry = model.embed(self.inputs(items))
         backend, by_attention, joined = BACKENDS["sdpa"], 0, 0
         with pytest.MonkeyPatch.context() as patch, LiveBytes(carry, *model.parameters()) as live:
 
@@ -286,7 +279,7 @@ class CoreChecks:
         with PretendDevices():
             other_numbers, other_parameters = train_shortly(self.spec, there, items, BlockEngine(policy=policy))
         assert other_numbers == numbers
-        assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
+        assert differing(other_parameters, parameters) == []
 
     @pytest.fixture(params=GPUS)
     def gpu(self, request: pytest.FixtureRequest) -> Iterator[GPU]:
@@ -379,7 +372,7 @@ class CoreChecks:
     def test_steps_on_one_batch_lower_its_loss(self, adapter: str) -> None:
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
         items = self.items(2)
-        inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+        inputs = self.inputs(items)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         for _ in range(8):
@@ -407,10 +400,6 @@ class Conformance(
 ):
     """All checks: inherit, set `spec` and `arch`, define `items`."""
 
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `CoreChecks` has it."""
-        raise NotImplementedError
-
 
 def _bytes_taken(before: Any, after: Any) -> int:
     """Bytes of the tensors of a carry that the next one has no more."""
@@ -419,17 +408,12 @@ def _bytes_taken(before: Any, after: Any) -> int:
 
 
 class _Reentrant(Full):
-    """A recompute that runs backwards by itself."""
-
-    def checkpoint(self, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=True)
-        return made
+    """A policy whose recompute runs backwards by itself."""
 
 
-def backward_without_autocast(loss: Tensor) -> None:
-    """A backward as the training step runs it: torch obeys an outer autocast there too, recorded ops included."""
-    with autocast_disabled(loss.device.type):
-        loss.backward()
+def _keeping_nothing_reentrantly(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
+    made: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=True)
+    return made
 
 
 def _differentiable(item: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
-from ditkit_core.testing.world import Items, make_model, outcome
+from ditkit_core.testing.world import Items, ModelChecks, make_model, outcome
 
 _LORA = AdapterConfig(rank=4, dropout=0.2)
 
@@ -48,19 +48,13 @@ def errors(findings: AuditFindings) -> dict[str, list[Errors]]:
     return {name: [case.overall, *case.bins] for name, case in cases.items()}
 
 
-class AuditChecks:
+class AuditChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
     one_in_of: ClassVar[Mapping[str, int]] = {}
     """One in how many of a check's combinations runs daily, by the check's name; the others are marked `exhaustive`."""
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `Conformance` has it."""
-        raise NotImplementedError
 
     @pytest.fixture(autouse=True)
     def _shortened(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +99,6 @@ class AuditChecks:
         """Over a base in bf16 or in 4 bits, samples of several sizes in the batch."""
 
         def model() -> Any:
-            if quantize == "none":
-                return make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_LORA)
             return make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=_LORA)
 
         items = self.items(2, ragged=True)

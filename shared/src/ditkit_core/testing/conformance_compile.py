@@ -47,7 +47,7 @@ class CompileConformance:
     def _every(self) -> tuple[str, ...]:
         return tuple(variants_of(self.folder))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_variants_compile_to_a_graph_for_each_kind_of_block(self) -> None:
         check_variants(self.folder, self._every)
 

@@ -26,7 +26,7 @@ class DemoConformance:
     trained_names: ClassVar[str]
     """A pattern for how the names of all its tensors begin."""
     daily: ClassVar[slice]
-    """Which of `LEVERS` are daily here; the other family has the rest."""
+    """Which of `LEVERS` every change runs here, the first in the default set; the other family has the rest."""
     levers: ClassVar[tuple[tuple[str, ...], ...]]
     """Flags that this family alone takes."""
     forms: ClassVar[tuple[str, ...]] = ()
@@ -39,9 +39,12 @@ class DemoConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Flags that a subclass says."""
         if "flags" in metafunc.fixturenames:
-            daily = LEVERS[self.daily]
-            rest = [pytest.param(flags, marks=pytest.mark.exhaustive) for flags in LEVERS if flags not in daily]
-            metafunc.parametrize("flags", [*daily, *self.levers, *rest])
+            first, *others = [*LEVERS[self.daily], *self.levers]
+            slow = [pytest.param(flags, marks=pytest.mark.slow) for flags in others]
+            rest = [
+                pytest.param(flags, marks=pytest.mark.exhaustive) for flags in LEVERS if flags not in (first, *others)
+            ]
+            metafunc.parametrize("flags", [first, *slow, *rest])
 
     def test_the_demo_ends_with_a_verified_adapter_samples_and_metrics(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -56,6 +59,7 @@ class DemoConformance:
         assert demo.train(tmp_path / "run", *flags) == 0, capsys.readouterr().err
         assert list((tmp_path / "run" / "exports").iterdir())
 
+    @pytest.mark.slow
     def test_the_demo_is_trained_under_masks(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -72,6 +76,7 @@ class DemoConformance:
         assert demo.train(tmp_path / "masked", *masked, "--plan", "--json") in (0, 3)
         assert " with loss masks" in json.loads(capsys.readouterr().out)["bucket"]
 
+    @pytest.mark.slow
     def test_an_adapter_trained_here_starts_and_merges_into_another_run(
         self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -4,21 +4,20 @@ All combinations would take hours. Every pair of values of two levers is in some
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import Watched, stream
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly
+from ditkit_core.testing.world import ADAPTERS, ModelChecks, differing, train_shortly
 
 LEVERS: Mapping[str, Sequence[Any]] = {
     "policy": POLICIES,
@@ -32,19 +31,10 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 """Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
 
 
-class LeverChecks:
+class LeverChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `Conformance` has it."""
-        raise NotImplementedError
-
     def _model(self, quantize: str, adapter: str) -> Any:
-        if quantize == "none":
-            return make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
         return make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
 
     @pytest.mark.parametrize(tuple(LEVERS), pairwise(LEVERS))
@@ -69,5 +59,4 @@ class LeverChecks:
                     found, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
                 assert watch.most <= 2 and watch.returned == 0
         assert found == numbers
-        assert values.keys() == others.keys()
-        assert [name for name, value in values.items() if not torch.equal(others[name], value)] == []
+        assert differing(others, values) == []

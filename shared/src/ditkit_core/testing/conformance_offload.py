@@ -1,6 +1,6 @@
 """Checks of activation offloading for every model: no number changes, and exactly the expected tensors are sent to the host."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +10,9 @@ from torch.utils._pytree import tree_leaves
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_split import ONE, layouts
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
-from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, outcome
+from ditkit_core.testing.world import ADAPTERS, ModelChecks, Outcome, make_model, outcome
 
 # Every policy and every adapter, on one device and on several; `LeverChecks` combines offloading with other features.
 _CASES = [
@@ -26,15 +25,8 @@ _CASES = [
 ]
 
 
-class OffloadChecks:
+class OffloadChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
-
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `Conformance` has it."""
-        raise NotImplementedError
 
     @pytest.mark.parametrize(("adapter", "policy", "layout"), _CASES)
     def test_offloading_changes_no_bit(self, adapter: str, policy: str, layout: str) -> None:
@@ -57,8 +49,8 @@ class OffloadChecks:
         """Under `full`, the tensors that blocks take and do not pass on: no table, text or mask; under `attn_only`, attention's tensors as well."""
         model = self._made("lora")
         items = self.items(2, ragged=True)
-        taken, latents = 0, [item["latents"] for item in items]
-        carry = model.embed(self.spec.training.make_inputs(latents, torch.tensor([0.3, 0.8]), items, 1.0))
+        taken = 0
+        carry = model.embed(self.inputs(items))
         for block in model.blocks():
             after = block(carry)
             if next(block.parameters(), None) is not None:

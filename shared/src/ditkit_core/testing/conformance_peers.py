@@ -1,29 +1,30 @@
 """Checks of levers that people know from other trainers: a family's numbers against diffusers' transformer with peft's adapters."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
 from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.diffusers_model import DiffusersModel
+from ditkit_core.adapters.extract import as_lokr, extract
 from ditkit_core.adapters.files.export import base_tensors
 from ditkit_core.adapters.files.read import merge_into, open_adapter
-from ditkit_core.adapters.files.write import write_adapter
-from ditkit_core.adapters.inject import adapter_layers, adapter_state
+from ditkit_core.adapters.files.write import trained_adapters, write_adapter
+from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.data.masks import at_latent_size
 from ditkit_core.encoding.loss_masks import weighted
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.models.spec import ModelSpec
-from ditkit_core.testing.world import make_model
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.testing.world import ModelChecks, make_model
 from ditkit_core.training.flow_matching import NoisedBatch, matching_base, velocity_errors
 from ditkit_core.training.train_model import TrainModel
 
@@ -33,16 +34,10 @@ _close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 """fp32 in two orders of summation."""
 
 
-class PeerChecks:
+class PeerChecks(ModelChecks):
     """Inherit next to the class with a family's tiny items, and set `diffusers`."""
 
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
     diffusers: ClassVar[DiffusersModel]
-
-    def items(self, count: int, ragged: bool = False) -> Sequence[Mapping[str, Tensor]]:
-        """Training items."""
-        raise NotImplementedError
 
     def test_a_masked_loss_is_that_of_a_mask_over_the_squared_errors_of_diffusers(self) -> None:
         """As the scripts of diffusers and kohya, diffusion-pipe and SimpleTuner have it: squared errors, times the mask in the latents'
@@ -92,13 +87,18 @@ class PeerChecks:
     @pytest.mark.filterwarnings(
         "ignore:Already found a `peft_config`:UserWarning"
     )  # two adapters are what is asked for
-    def test_an_assistant_is_an_adapter_that_diffusers_has_in_training_and_not_in_samples(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
+    def test_an_assistant_is_an_adapter_that_diffusers_has_in_training_and_not_in_samples(
+        self, tmp_path: Path, kind: str, strength: float
+    ) -> None:
         """ai-toolkit's `assistant_lora_path`; here it is merged into the base that trains, and taken off each layer for samples."""
-        model, strength = self._adapted(4), 0.7
+        model = self._adapted(4)
         theirs = copy.deepcopy(self.diffusers.transformer(model))  # of its own: the base changes below
         theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
         path = tmp_path / "assistant.safetensors"
-        theirs.load_lora_adapter(self._written(self._adapted(3), path), adapter_name="assistant")
+        theirs.load_lora_adapter(
+            self._written(self._adapted(3, use_dora=kind == "dora"), path), adapter_name="assistant"
+        )
         layers = {name: (layer.out_features, layer.in_features) for name, layer in adapter_layers(model).items()}
         file = open_adapter(path, self.diffusers.names, layers)
         (item,) = self.items(1)
@@ -106,26 +106,48 @@ class PeerChecks:
         found, expected = {}, {}
         with torch.no_grad():
             base = base_tensors(model)
+            before = {name: tensor.clone() for name, tensor in base.items()}
             for name, edit in merge_into([(file, strength)]).items():
                 edit(base[name])
             found["training"] = model(inputs)[0]
-            with added(model, [AddedAdapter(file, -strength)], lambda name: torch.float32):
+            taken_out = AddedAdapter(file, strength, lambda module: before[f"{module}.weight"])
+            with added(model, [taken_out], lambda name: torch.float32):
                 found["samples"] = model(inputs)[0]
-            for where, names in (("training", ["own", "assistant"]), ("samples", ["own"])):
-                theirs.set_adapters(names, [1.0, strength][: len(names)])
+            # Last in the first list: peft scales what earlier adapters added with a DoRA's factors too.
+            for where, names in (("training", ["assistant", "own"]), ("samples", ["own"])):
+                theirs.set_adapters(names, [strength, 1.0][-len(names) :])
                 expected[where] = self.diffusers.run(theirs, inputs)
         for where, output in found.items():
             _close(output, expected[where])
         assert (found["training"] - found["samples"]).norm() > 0.01 * found["samples"].norm()
 
-    def _adapted(self, rank: int) -> Any:
-        return make_model(self.spec, self.arch, adapter=AdapterConfig(rank=rank)).eval()
+    def test_a_lokr_that_peft_merged_comes_back_from_the_difference(self, tmp_path: Path) -> None:
+        """`--extract` on diffusers' transformers; each layer's change is that of peft's layer."""
+        config = AdapterConfig(method="lokr", rank=1000, decompose_factor=2)
+        model: Any = make_model(self.spec, self.arch, adapter=config).eval()
+        files, layers = [], adapter_layers(model)
+        for name in ("base", "tuned"):
+            if name == "tuned":
+                for layer in layers.values():
+                    layer.merge()
+            weights = {key: tensor.clone() for key, tensor in self.diffusers.transformer(model).state_dict().items()}
+            save_file(weights, tmp_path / f"{name}.safetensors")
+            files.append(SafetensorsSource.open(tmp_path / f"{name}.safetensors"))
+        base, tuned = files
+        found = extract(self.spec, self.arch, tuned, base, approximate=as_lokr(config))
+        assert found.adapters.keys() == layers.keys() and not found.left and found.residual < 1e-3
+        for module, (matrices, scale) in found.adapters.items():
+            torch.testing.assert_close(
+                matrices.change() * scale, layers[module].get_delta_weight("default"), rtol=1e-3, atol=1e-5, msg=module
+            )
+
+    def _adapted(self, rank: int, *, use_dora: bool = False) -> Any:
+        return make_model(self.spec, self.arch, adapter=AdapterConfig(rank=rank, use_dora=use_dora)).eval()
 
     def _written(self, model: Any, path: Path) -> dict[str, Tensor]:
         """The tensors of the file with the model's adapter in diffusers' names."""
-        scaling = next(iter(adapter_layers(model).values())).scaling["default"]
-        names, state = self.diffusers.names, adapter_state(model)
-        write_adapter(path, state, scaling, names, form="diffusers", dtype=torch.float32, metadata={})
+        adapters, names = trained_adapters(adapter_layers(model)), self.diffusers.names
+        write_adapter(path, adapters, names, form="diffusers", dtype=torch.float32, metadata={})
         return load_file(path)
 
     def _inputs(self, item: Mapping[str, Tensor], noise: Tensor) -> Any:

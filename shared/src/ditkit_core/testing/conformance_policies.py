@@ -22,14 +22,21 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.op_names import SETS
-from ditkit_core.models.precision import autocast_disabled
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention import attention
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
-from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, offloadable, outcome
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    ModelChecks,
+    Outcome,
+    backward_without_autocast,
+    is_attention_forward,
+    make_model,
+    offloadable,
+    outcome,
+)
 
 MATMUL_AND_ATTENTION = SETS["matmul"] | SETS["attention"]
 
@@ -84,9 +91,8 @@ class Arithmetic(Observer):
 
 
 def num_attention(runs: Mapping[str, int]) -> int:
-    """Attention forwards among operations; one that is composed of several is counted by its softmax."""
-    names = (name for name in runs if "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name))
-    return sum(runs[name] for name in names)
+    """Attention forwards among operations."""
+    return sum(num for name, num in runs.items() if is_attention_forward(name))
 
 
 @dataclass
@@ -135,20 +141,14 @@ class Step:
     """Bytes that were sent to the host before the backward."""
 
 
-class PolicyChecks:
+class PolicyChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
     last_layers: ClassVar[tuple[str, ...]] = ()
     """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
     repeats them; nor does `full` the last of a block, but for its adapter's product with A."""
     added_as_they_are: ClassVar[tuple[str, ...]] = ()
     """Those of them whose result is added without a gate: where they are trained themselves, nothing keeps it either."""
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `Conformance` has it."""
-        raise NotImplementedError
 
     @pytest.mark.parametrize(tuple(LEVERS), _cases())
     def test_a_policy_is_exact_and_repeats_what_it_says(
@@ -200,8 +200,7 @@ class PolicyChecks:
             nonlocal flops, sent
             flops = -count.flops.total()
             sent = sum(size for way, size in crossings.num_bytes.items() if way[1] == HOST)
-            with autocast_disabled("cpu"):
-                loss.backward()
+            backward_without_autocast(loss)
             flops += count.flops.total()
 
         outer = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
@@ -213,9 +212,7 @@ class PolicyChecks:
     def _work(self, model: Any, backend: str, last_layers: Collection[str]) -> list[Work | None]:
         """Each block's; None for one without parameters, which is never repeated."""
         items = [{name: x.clone().requires_grad_() for name, x in item.items()} for item in self.items(2, ragged=True)]
-        carry = model.embed(
-            self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
-        )
+        carry = model.embed(self.inputs(items))
         found: list[Work | None] = []
         for block in model.blocks():
             if next(block.parameters(), None) is None:

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.models.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
+from ditkit_core.models.precision import FAST, PLACES, Precision, set_precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.observer import Observer
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome
+from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, backward_without_autocast, make_model, outcome
 
 MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))
 """The places in a model's forward; the others are in the training step."""
@@ -66,21 +65,15 @@ class _Result:
     forward: _Dtypes
 
 
-class PrecisionChecks:
+class PrecisionChecks(ModelChecks):
     """One place narrower or wider than all others, outer autocast, presets under every policy."""
 
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
     head_norms: ClassVar[int] = 1
     """Norms of the head in a forward of the items."""
     num_streams: ClassVar[int] = 1
     """Residual streams in the last carry."""
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `CoreChecks` has it."""
-        raise NotImplementedError
 
     def _result(self, precision: Precision, items: Items | None = None, policy: str = "none") -> _Result:
         """A forward and backward with the weights of each place in its dtype, rounded from the same values."""
@@ -156,13 +149,9 @@ class PrecisionChecks:
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
         set_precision(model, self._preset(preset))
 
-        def backward(loss: Tensor) -> None:
-            with autocast_disabled(loss.device.type):
-                loss.backward()
-
         plain = outcome(self.spec, model, self.items(2), BlockEngine())
         with torch.autocast("cpu", outer):
-            under = outcome(self.spec, model, self.items(2), BlockEngine(), backward=backward)
+            under = outcome(self.spec, model, self.items(2), BlockEngine(), backward=backward_without_autocast)
         assert under.differences(plain) == []
 
     @pytest.mark.parametrize(
@@ -180,7 +169,7 @@ class PrecisionChecks:
         """Carries between blocks: what `full` keeps of a block is the stream."""
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
         items = self.items(1)
-        inputs = self.spec.training.make_inputs([item["latents"] for item in items], torch.tensor([0.7]), items, 1.0)
+        inputs = self.inputs(items)
 
         def carried(precision: Precision) -> int:
             set_precision(model, precision)

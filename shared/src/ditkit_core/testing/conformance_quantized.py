@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_merged
-from ditkit_core.adapters.inject import canonical_name, initialise, inject, is_adapter_name
+from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.safetensors import SafetensorsSource
@@ -25,15 +25,23 @@ from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.specs import altered
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    DTYPES,
+    EVERYWHERE,
+    ModelChecks,
+    add_adapter,
+    differing,
+    make_model,
+    outcome,
+    train_shortly,
+)
 from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.quantize import compute_in_8_bits, convert, linears_of_blocks
 
 KINDS = tuple(LAYOUTS)
 # Training the base itself is refused.
 _ADAPTERS = {name: config for name, config in ADAPTERS.items() if config is not None}
-_EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ONE, _TWO = torch.device("cpu:1"), torch.device("cpu:2")
 
 
@@ -44,7 +52,11 @@ COMPUTED = ("int8 computed", "fp8 computed")
 def make_quantized(
     spec: ModelSpec, arch: Any, kind: str, *, dtype: torch.dtype = torch.float32, adapter: AdapterConfig | None = None
 ) -> Any:
-    """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something. `kind` may be one of `COMPUTED`."""
+    """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something. `kind` may be one of `COMPUTED`.
+
+    `none` is `make_model` itself."""
+    if kind == "none":
+        return make_model(spec, arch, dtype=dtype, adapter=adapter)
     kind, _, computed = kind.partition(" ")
     model: Any = make_model(spec, arch, dtype=dtype).requires_grad_(False)
     values = dict(model.named_parameters())
@@ -57,33 +69,16 @@ def make_quantized(
         compute_in_8_bits(model, kind)
         assert any(layer.in_8_bits for layer in quantized_weights(model).values())
     if adapter is not None:
-        add_adapter(model, spec, adapter)
+        add_adapter(model, spec, adapter, torch.Generator().manual_seed(3))
     return model.train()
 
 
-def add_adapter(model: nn.Module, spec: ModelSpec, adapter: AdapterConfig) -> None:
-    """An adapter whose B is not zero."""
-    inject(model, adapter, spec.adapters.targets)
-    initialise(model, 0, device_of=lambda name: torch.device("cpu"))
-    random = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if is_adapter_name(name) and not parameter.any():
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=random)
-
-
-class QuantizedChecks:
+class QuantizedChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `Conformance` has it."""
-        raise NotImplementedError
-
     def _quantized(self, kind: str, adapter: str, dtype: str = "fp32", devices: Sequence[torch.device] = ()) -> Any:
-        config = (_ADAPTERS | _EVERYWHERE)[adapter]
-        model = make_quantized(self.spec, self.arch, kind, dtype=_DTYPES[dtype], adapter=config)
+        config = (_ADAPTERS | EVERYWHERE)[adapter]
+        model = make_quantized(self.spec, self.arch, kind, dtype=DTYPES[dtype], adapter=config)
         if devices:
             divide(model, devices)
         return model
@@ -109,7 +104,7 @@ class QuantizedChecks:
 
     @pytest.mark.parametrize(
         ("trained", "kind"),
-        every_value(list(zip(_ADAPTERS | _EVERYWHERE, itertools.cycle(_DTYPES), strict=False)), (*KINDS, *COMPUTED)),
+        every_value(list(zip(_ADAPTERS | EVERYWHERE, itertools.cycle(DTYPES), strict=False)), (*KINDS, *COMPUTED)),
     )
     def test_no_policy_changes_a_bit_over_a_quantized_base(self, trained: tuple[str, str], kind: str) -> None:
         adapter, dtype = trained
@@ -138,7 +133,7 @@ class QuantizedChecks:
             with PretendDevices():
                 other_numbers, other_values = train_shortly(self.spec, there, items, BlockEngine(policy=policy))
             assert other_numbers == numbers, devices
-            assert [name for name in values if not torch.equal(other_values[name], values[name])] == [], devices
+            assert differing(other_values, values) == [], devices
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_quantized_base_adds_nothing_to_what_is_kept(self, kind: str) -> None:
@@ -146,13 +141,11 @@ class QuantizedChecks:
         scales are the model's own."""
         items = self.items(2, ragged=True)
         dense: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16).requires_grad_(False)
-        add_adapter(dense, self.spec, AdapterConfig(rank=4))
+        add_adapter(dense, self.spec, AdapterConfig(rank=4), torch.Generator().manual_seed(3))
         held = []
         for model in (dense, self._quantized(kind, "lora", "bf16")):
             with LiveBytes(*model.parameters(), *items) as live:
-                inputs = self.spec.training.make_inputs(
-                    [i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0
-                )
+                inputs = self.inputs(items)
                 outputs = BlockEngine()(model, inputs)
                 held.append(live.total())
             del outputs

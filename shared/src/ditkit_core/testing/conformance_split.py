@@ -8,7 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,15 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.full_size import Arithmetic
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, outcome, train_shortly
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    ModelChecks,
+    differing,
+    make_model,
+    micro_batches,
+    outcome,
+    train_shortly,
+)
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import NoisedBatch, loss_weight, sample_noise, velocity_errors
 from ditkit_core.training.train_model import TrainModel
@@ -46,15 +54,8 @@ _PAIRED = [
 ]
 
 
-class SplitChecks:
+class SplitChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
-
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """As `Conformance` has it."""
-        raise NotImplementedError
 
     def _divided(self, adapter: str, devices: Sequence[torch.device] | None = None) -> Any:
         """A model with its embedding, each block and its head on these devices; None: all on the host."""
@@ -91,8 +92,7 @@ class SplitChecks:
         with PretendDevices():
             other_numbers, other_values = train_shortly(self.spec, divided, items, BlockEngine(policy=policy))
         assert other_numbers == numbers
-        assert values.keys() == other_values.keys()
-        assert [name for name in values if not torch.equal(other_values[name], values[name])] == []
+        assert differing(other_values, values) == []
 
     @pytest.mark.parametrize(("layout", "adapter", "policy"), _PAIRED)
     def test_a_carry_crosses_a_boundary_once(self, layout: str, adapter: str, policy: str) -> None:
@@ -128,8 +128,7 @@ class SplitChecks:
         with PretendDevices():
             self._accumulate(divided, batches, policy, pipelined=True)
         found = _gradients(divided)
-        assert found.keys() == expected.keys()
-        assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+        assert differing(found, expected) == []
 
     @pytest.mark.parametrize("adapter", ADAPTERS)
     def test_pipelining_changes_the_order_of_summation_alone(self, adapter: str) -> None:

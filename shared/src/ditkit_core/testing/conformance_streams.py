@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.conformance_swap import train_streamed
 from ditkit_core.testing.stand_in import StandIn
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, offloadable
+from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, micro_batches, offloadable
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -94,15 +94,8 @@ def _train(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> None:
             validation_loss(there, batches[0].ids, batches[0].items, (0.5,))
 
 
-class StreamChecks:
+class StreamChecks(ModelChecks):
     """Part of `Conformance`; needs its `spec`, `arch` and `items`."""
-
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """Training items."""
-        raise NotImplementedError
 
     @pytest.mark.parametrize(
         ("levers", "policy", "trained", "one_of"),

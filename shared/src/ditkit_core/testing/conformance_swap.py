@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
@@ -20,18 +19,14 @@ from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
-from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
-from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, differing, make_model, outcome, train_shortly
+from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, StepResult, training_step
 
-_ADAPTERS = {
-    "lora": AdapterConfig(rank=4),
-    "lora with dropout": AdapterConfig(rank=4, alpha=8.0, dropout=0.2),
-    "dora": AdapterConfig(rank=4, use_dora=True),
-}
+_ADAPTERS = ("lora", "lora with dropout", "dora")
 _SECOND = torch.device("cpu:1")
 _STREAMED = {"all": 1, "every other": 2}
 """Of how many blocks one is streamed."""
@@ -110,41 +105,47 @@ def train_streamed(
     num_steps: int = 2,
     ema: EMAConfig | None = None,
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
-    """Steps of a full fine-tune: those of the ordinary loop, or, under an engine that streams trained weights, in the backward.
+    """`train_steps` of a full fine-tune on one batch: those of the ordinary loop, or, under an engine that streams trained weights, in the
+    backward."""
+    streams = any(isinstance(hook, BlockSwap) for hook in engine.hooks)
+    config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=streams)
+    batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    return train_steps(spec, model, [batch], engine, config, num_steps=num_steps, ema=ema)
+
+
+def train_steps(
+    spec: ModelSpec,
+    model: Any,
+    batches: Sequence[Batch],
+    engine: BlockEngine,
+    config: OptimConfig,
+    *,
+    num_steps: int = 2,
+    ema: EMAConfig | None = None,
+    clip_by: ClipBy = "step",
+    clip_norm: float = 0.0,
+) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """Steps on the same micro-batches.
 
     Returns:
         What the steps report, and the weights, the optimizer's state and the average after them, on the host.
     """
     swap = next((hook for hook in engine.hooks if isinstance(hook, BlockSwap)), None)
-    config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=swap is not None)
     trained = TrainState(model, trainable_parameters(model), config, ema or EMAConfig(), swap)
-    batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
-    reported = []
+    reported, flow = [], FlowConfig(weighting="bell")
     for step in range(num_steps):
-        result = training_step(
-            TrainModel(model, engine, spec),
-            [batch],
-            trained.optimizer,
-            StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell")),
-            lr=1e-2,
-            clip_norm=0.0,
-        )
+        context = StepContext(step=step, seed=1, flow=flow, clip_by=clip_by, last_norm=trained.last_norm)
+        there = TrainModel(model, engine, spec)
+        reported.append(training_step(there, batches, trained.optimizer, context, lr=1e-2, clip_norm=clip_norm))
+        trained.last_norm = reported[-1].grad_norm
         trained.average.update(step + 1)
-        reported.append(result)
     trained.optimizer.zero_grad()
     groups = trained.state_dict().tensors
     return reported, {f"{group} {name}": on_host(t) for group, own in groups.items() for name, t in own.items()}
 
 
-class SwapChecks:
+class SwapChecks(ModelChecks):
     """Part of `Conformance`; needs its `spec`, `arch` and `items`."""
-
-    spec: ClassVar[ModelSpec]
-    arch: ClassVar[Any]
-
-    def items(self, count: int, ragged: bool = False) -> Items:
-        """Training items."""
-        raise NotImplementedError
 
     @pytest.mark.parametrize(
         ("streamed", "policy"),
@@ -154,7 +155,7 @@ class SwapChecks:
         """At most two blocks are resident, no copy is unnecessary, and none goes back to the host."""
         adapter, one_of = streamed
         items = self.items(2, ragged=True)
-        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])
+        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
         plain = outcome(self.spec, model, items, BlockEngine(policy=policy))
         names = list(model.state_dict())
         swap = stream(model, _STREAMED[one_of])
@@ -171,14 +172,14 @@ class SwapChecks:
             assert watch.most == min(2, count) and watch.returned == 0
             assert not watch.there(), "nothing stays after a backward"
 
-    @pytest.mark.parametrize(("policy", "adapter"), every_value(POLICIES, list(_ADAPTERS)))
+    @pytest.mark.parametrize(("policy", "adapter"), every_value(POLICIES, _ADAPTERS))
     def test_what_a_forward_keeps_holds_no_streamed_weight(self, policy: str, adapter: str) -> None:
         items, kept = self.items(2, ragged=True), []
         for streamed in (False, True):
-            model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])
+            model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
             swap = stream(model) if streamed else None
             existing = [*model.parameters(), *(swap.buffers if swap else [])]
-            inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+            inputs = self.inputs(items)
             with LiveBytes(existing, inputs) as live:
                 outputs = model(inputs, engine=BlockEngine(policy=policy, hooks=() if swap is None else (swap,)))
                 kept.append(live.total())
@@ -189,7 +190,7 @@ class SwapChecks:
     def test_a_streamed_model_trains_and_measures_alike_on_two_devices(self, policy: str) -> None:
         """A measurement and an optimizer step over two micro-batches, with dropout; each device has two blocks at most."""
         items = self.items(2, ragged=True)
-        adapter = _ADAPTERS["lora with dropout"]
+        adapter = ADAPTERS["lora with dropout"]
         whole: Any = make_model(self.spec, self.arch, adapter=adapter)
         numbers, parameters = train_shortly(self.spec, whole, items, BlockEngine(policy=policy))
         divided: Any = make_model(self.spec, self.arch, adapter=adapter)
@@ -204,18 +205,18 @@ class SwapChecks:
                     self.spec, divided, items, BlockEngine(policy=policy, hooks=(swap,))
                 )
         assert other_numbers == numbers
-        assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
+        assert differing(other_parameters, parameters) == []
         assert watch.most <= 2 and watch.returned == 0
 
     @pytest.mark.parametrize(("policy", "one_of"), every_value(POLICIES, list(_STREAMED)))
     def test_one_backward_over_several_streamed_forwards(self, policy: str, one_of: str) -> None:
         """As a pipelined step runs: every micro-batch's blocks are passed in turn, and nothing stays."""
-        model: Any = make_model(self.spec, self.arch, adapter=_ADAPTERS["lora with dropout"])
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora with dropout"])
         plain = self._summed(model, BlockEngine(policy=policy))
         swap = stream(model, _STREAMED[one_of])
         with Watched(swap) as watch:
             under = self._summed(model, BlockEngine(policy=policy, hooks=(swap,)))
-        assert [name for name, gradient in plain.items() if not torch.equal(gradient, under[name])] == []
+        assert differing(under, plain) == []
         assert watch.most <= 2 and not watch.there()
 
     def _summed(self, model: nn.Module, engine: BlockEngine) -> dict[str, Tensor]:
@@ -224,7 +225,7 @@ class SwapChecks:
         torch.manual_seed(3)
         loss = torch.zeros(())
         for item in self.items(3, ragged=True):
-            inputs = self.spec.training.make_inputs([item["latents"]], torch.tensor([0.4]), [item], 1.0)
+            inputs = self.inputs([item])
             loss = loss + model(inputs, engine=engine)[0].float().square().mean()
         loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -241,22 +242,21 @@ class SwapChecks:
             engine = BlockEngine(policy=policy, hooks=(swap,))
             other_numbers, other_values = train_streamed(self.spec, model, items, engine, num_steps=num_steps)
         assert other_numbers == numbers
-        assert other_values.keys() == values.keys()
-        assert [name for name, value in values.items() if not torch.equal(other_values[name], value)] == []
+        assert differing(other_values, values) == []
         count = len(swap.buffers)
         assert watch.most == min(2, count) and not watch.there()
         assert watch.returned == num_steps * count
         assert watch.fetched.total() == num_steps * (2 * count - 2 if count > 1 else 1)
         with torch.no_grad(), Watched(swap) as watch:
-            inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+            inputs = self.inputs(items)
             model(inputs, engine=BlockEngine(policy=policy, hooks=(swap,)))
         assert watch.fetched.total() and not watch.returned
 
     def test_streamed_samples_are_the_same(self) -> None:
         """Forwards without gradients, one after the other."""
-        model: Any = make_model(self.spec, self.arch, adapter=_ADAPTERS["lora"]).eval()
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"]).eval()
         (item,) = self.items(1)
-        inputs = self.spec.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
+        inputs = self.inputs([item])
         with torch.no_grad():
             (expected,) = model(inputs, engine=BlockEngine())
             swap = stream(model)

@@ -19,10 +19,9 @@ from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.replicas import CountedRanks, forked
-from ditkit_core.testing.sharded_steps import DTYPES as NARROW
-from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, outcome
+from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, Outcome, make_model, outcome
 
-DTYPES = {**NARROW, "fp64": torch.float64}
+_DTYPES = {**DTYPES, "fp64": torch.float64}
 SMALL = 0.01
 """Of the largest gradient: one that is smaller is a sum of terms that cancel, and has the roundings of these."""
 
@@ -62,7 +61,7 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
         name, trained, dtype, policy = case.split("/")
         subject, start = subjects[name], case.rpartition("/")[0]
         if start not in known:
-            model = make_model(subject.spec, subject.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[trained])
+            model = make_model(subject.spec, subject.arch, dtype=_DTYPES[dtype], adapter=ADAPTERS[trained])
             known[start] = model, outcome(subject.spec, model, subject.items, BlockEngine())
         model, expected = known[start]
         counted = replace(ranks, exchanges=0) if isinstance(ranks, CountedRanks) else ranks
@@ -112,6 +111,7 @@ def few(subjects: Iterable[str]) -> dict[str, Sequence[int]]:
         "two heads/full/fp32/full": (4,),
         "odd/lora/bf16/attn_only": (2,),
         "odd/lokr/fp32/full": (2,),
+        "ragged/lora with dropout/fp32/attn_only": (2, 4),
         "ragged/loha/fp32/attn_only": (2,),
         "ragged/full/fp64/none": (2, 3),
     }
@@ -120,7 +120,8 @@ def few(subjects: Iterable[str]) -> dict[str, Sequence[int]]:
 def every(subjects: Iterable[str], policies_of: Iterable[str]) -> dict[str, Sequence[int]]:
     """Every policy of some subjects, and adapters of all."""
     cases = {f"{name}/full/fp32/{policy}": (2, 4) for name in policies_of for policy in POLICIES}
-    return cases | {f"{name}/lora/{dtype}/attn_only": (2, 3, 4) for name in subjects for dtype in ("fp32", "bf16")}
+    trained = ("lora/fp32", "lora/bf16", "lora with dropout/fp32")
+    return cases | {f"{name}/{each}/attn_only": (2, 3, 4) for name in subjects for each in trained}
 
 
 def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) -> None:
@@ -128,7 +129,7 @@ def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) ->
 
     Args:
         subjects: By name.
-        cases: `subject/trained/dtype/policy`, of `world.ADAPTERS` and `sharded_steps.DTYPES`, each with the sizes of context groups.
+        cases: `subject/trained/dtype/policy`, of `world.ADAPTERS` and `_DTYPES`, each with the sizes of context groups.
     """
     torch.set_num_threads(1)
     for name in {name.split("/")[0] for name in cases}:

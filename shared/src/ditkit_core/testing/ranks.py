@@ -15,7 +15,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -135,9 +136,16 @@ def as_rank(work: Callable[[], Any]) -> None:
     """
     torch.set_num_threads(1)
     rank, num, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(os.environ["RANKS_FOLDER"])
+    with joined(rank, num, folder):
+        (folder / f"rank_{rank}.json").write_text(json.dumps(work()))
+
+
+@contextmanager
+def joined(rank: int, num: int, folder: Path) -> Iterator[None]:
+    """Inside the block this process is one of `num` ranks that meet in a folder; all leave it together."""
     meeting = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num, timeout=timedelta(seconds=100))
-    (folder / f"rank_{rank}.json").write_text(json.dumps(work()))
+    yield
     dist.barrier()  # the others may still be reading from this one
     dist.destroy_process_group()
 

@@ -8,15 +8,13 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ditkit_core.adapters.inject import trainable_parameters
@@ -29,7 +27,8 @@ from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_quantized import make_quantized
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, masked
+from ditkit_core.testing.ranks import joined
+from ditkit_core.testing.world import ADAPTERS, Items, differing, make_model, masked
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
@@ -55,8 +54,8 @@ class Case:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-3, warmup_steps=3))
     decay: float = 0.9
     """Of the average."""
-    quantize: str = ""
-    """Form of the base; empty for its dtype."""
+    quantize: str = "none"
+    """Form of the base."""
     policy: str = "full"
 
 
@@ -132,8 +131,8 @@ class Divided(NamedTuple):
     """The cases that it trains; empty for all."""
 
     def cases(self, names: Sequence[str]) -> list[str]:
-        """Those that it can train: masks of dropout are of all tokens at once."""
-        return [name for name in names if name in (self.few or names) and (self.context == 1 or "dropout" not in name)]
+        """Those of these names that it trains."""
+        return [name for name in names if name in (self.few or names)]
 
     def __str__(self) -> str:
         return f"{self.size} by {self.shard}{f' of {self.context}' * (self.context > 1)}"
@@ -158,10 +157,9 @@ class Replicas:
         }
 
     def shared(self, context: int, ranks: Ranks) -> dict[str, Any]:
-        """Train the cases without dropout by ranks that share tokens, and return this rank's results by case."""
+        """Train the cases by ranks that share tokens, and return this rank's results by case."""
         ranks, into = ranks.grouped(context), f"on {ranks.size // context} of {context}"
-        names = [name for name in self.cases if "dropout" not in name]
-        return {name: self.train(name, replace(ranks), into=f"{name} {into}") for name in names}
+        return {name: self.train(name, replace(ranks), into=f"{name} {into}") for name in self.cases}
 
     def loaded(self, ranks: Ranks, runs: Sequence[tuple[str, str]]) -> dict[str, bool]:
         """By run, whether its last save is bitwise the same after it was loaded; runs by folder and case."""
@@ -186,16 +184,12 @@ class Replicas:
             again = replace(again, tensors=model.shards.whole(again.tensors))
         if not ranks.is_first:
             return True
-        return all(
-            found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
-            for found, expected in ((again.tensors[group], saved.tensors[group]) for group in saved.tensors)
-        )
+        return not any(differing(again.tensors[group], expected) for group, expected in saved.tensors.items())
 
     def made(self, name: str, ranks: Ranks) -> TrainModel:
         """The model of a case, divided if ranks divide weights."""
         case = (CASES | SHARDED)[name]
-        make = partial(make_quantized, kind=case.quantize) if case.quantize else make_model
-        model: Any = make(self.spec, self.arch, dtype=case.dtype, adapter=ADAPTERS[case.trained])
+        model = make_quantized(self.spec, self.arch, case.quantize, dtype=case.dtype, adapter=ADAPTERS[case.trained])
         trainable, shards = trainable_parameters(model), None
         streams = self.spec.architecture.token_streams(self.arch)
         context = ContextParallel(ranks, streams) if ranks.context > 1 and streams is not None else None
@@ -253,16 +247,9 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
 
 
 def _rank(rank: int, num: int, work: Callable[[Ranks], Any], folder: Path) -> None:
-    if num == 1:
-        found = work(Ranks())
-    else:
-        meeting = f"file://{folder / 'store'}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num, timeout=timedelta(seconds=100))
-        found = work(CountedRanks(rank, num))
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    if num > 1:
-        dist.barrier()  # the others may still be reading from this one
-        dist.destroy_process_group()
+    with joined(rank, num, folder) if num > 1 else nullcontext():
+        found = work(CountedRanks(rank, num) if num > 1 else Ranks())
+        (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 FEW = ("lora with dropout", "lora in bf16", "dora with prior", "full")

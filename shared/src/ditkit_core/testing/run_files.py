@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ditkit_core.adapters.files.export import check_export
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_toml
 from ditkit_core.models.paths import is_hub_id
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
-from ditkit_core.planner.report import print_plan
-from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.prepare import arch_here, build_on_meta
@@ -57,35 +54,6 @@ def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
         assert 2 * count <= held["weights"] < most_bytes * count and held["adapters"] < 0.2 * count, (held, count)
     assert report.fits, held
     assert report.work.micro_batches == config.train.accumulation and config.model.preset in report.model, report.model
-
-
-def check_accepted(spec: ModelSpec, file: Path) -> RunConfig:
-    """Check that a run file for other devices than this machine's can be trained, and return its configuration.
-
-    Args:
-        spec: The family.
-        file: The run file; it names a preset.
-    """
-    run = create_run(spec, resolve(RunConfig, file=file))
-    assert run.config.model.preset in spec.architecture.presets
-    check_export(spec, run.config.export, run.config.adapter)
-    check_settings(run)
-    check_training(run, here=False)
-    return run.config
-
-
-def check_fits(spec: ModelSpec, file: Path, gpus: str, host: str = "") -> None:
-    """Plan a run file, print the plan, and check that training, encoders and samples fit.
-
-    Args:
-        spec: The family.
-        file: The run file; it names a preset.
-        gpus: As `--gpus`.
-        host: As `--host`.
-    """
-    report = make_report(create_run(spec, resolve(RunConfig, file=file)), gpus, host)
-    print_plan(report)
-    assert report.fits
 
 
 def check_schema_of(file: Path) -> None:

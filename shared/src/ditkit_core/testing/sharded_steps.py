@@ -20,11 +20,10 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine as Run
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.observer import Observer
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, offloadable
+from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, differing, is_attention_forward, make_model, offloadable
 
 ARGUMENTS = {"ops": "(matmul, attention)"}
 """Arguments of policies that take names."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAINED = ("full", "lora")
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
@@ -54,7 +53,7 @@ class Calls(Observer):
         name = str(func)
         if name.startswith(("c10d.", "_c10d_functional")) and "wait" not in name:
             self.collectives[name.split(".")[1].strip("_")] += 1
-        self.attention += "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
+        self.attention += is_attention_forward(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -101,9 +100,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of what is there once alone, or not equal to the bit."""
-    both = [n for n in found if n in expected and not torch.equal(_local(found[n]), _local(expected[n]))]
-    return sorted({*both, *(found.keys() ^ expected.keys())})
+    """Names of tensors whose values on this rank differ, as `differing` finds them."""
+    here, there = ({name: _local(tensor) for name, tensor in each.items()} for each in (found, expected))
+    return differing(here, there)
 
 
 def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

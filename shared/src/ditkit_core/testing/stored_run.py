@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.world import differing
 from ditkit_core.training.metrics import is_of_the_machine
 
 HALF, STEPS = 3, 6
@@ -201,11 +202,7 @@ def _digests(file: Path) -> dict[str, str]:
 
 def _equal(first: Path, second: Path) -> bool:
     """Whether the tensors of two saves are bitwise identical."""
-    for group in _TENSORS:
-        one, other = _tensors(first, group), _tensors(second, group)
-        if one.keys() != other.keys() or not all(torch.equal(tensor, other[name]) for name, tensor in one.items()):
-            return False
-    return True
+    return not any(differing(_tensors(first, group), _tensors(second, group)) for group in _TENSORS)
 
 
 @contextmanager
@@ -257,7 +254,7 @@ def _check_loaded(seen: Seen, save: Path) -> None:
         (name,) = [name for name, weight in weights.items() if torch.equal(weight, parameter)]
         found |= {f"{name}|{entry}": value for entry, value in entries.items()}
     assert len(seen) == len(weights) > 0
-    assert found.keys() == state.keys() and all(torch.equal(tensor, state[key]) for key, tensor in found.items())
+    assert differing(found, state) == []
 
 
 def _check_close(run: Path, expected: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ditkit_core.adapters.inject import initialise, inject, is_adapter_name, tra
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.op_names import kept_results_reach_hooks
-from ditkit_core.models.precision import Precision
+from ditkit_core.models.precision import Precision, autocast_disabled
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.observer import Observer
@@ -39,6 +39,9 @@ ADAPTERS = {
     "loha": AdapterConfig(method="loha", rank=4),
 }
 """What is trained, by the names that the checks go by."""
+EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
+"""One that also adapts layers outside the blocks, which compute tensors for all of them: modulation, time and text embedding."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def offloadable(policies: Sequence[str]) -> tuple[str, ...]:
@@ -92,12 +95,17 @@ def _make_model(spec: ModelSpec, arch: Any, dtype: torch.dtype, adapter: Adapter
             torch.promote_types(dtype, torch.float32) if spec.precision.keep_fp32(name) else dtype
         )
     if adapter is not None:
-        inject(model, adapter, spec.adapters.targets)
-        initialise(model, 0, device_of=lambda name: torch.device("cpu"))
-        for name, parameter in model.named_parameters():
-            if is_adapter_name(name) and not parameter.any():
-                parameter.data = 0.1 * torch.randn(parameter.shape, generator=random)
+        add_adapter(model, spec, adapter, random)
     return model.train()
+
+
+def add_adapter(model: nn.Module, spec: ModelSpec, adapter: AdapterConfig, random: torch.Generator) -> None:
+    """An adapter that does something: none of its factors is zero."""
+    inject(model, adapter, spec.adapters.targets)
+    initialise(model, 0, device_of=lambda name: torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        if is_adapter_name(name) and not parameter.any():
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=random)
 
 
 @dataclass(frozen=True)
@@ -201,12 +209,24 @@ def train_shortly(
     return [before, *result, measure()], values
 
 
+def backward_without_autocast(loss: Tensor) -> None:
+    """A backward as the training step runs it: torch obeys an outer autocast there too, recorded ops included."""
+    with autocast_disabled(loss.device.type):
+        loss.backward()
+
+
 def masked(items: Items) -> list[Mapping[str, Tensor]]:
     """The items, the first with a loss mask that halves the weight of every other column."""
     first, *others = items
     weights = torch.ones(1, *first["latents"].shape[1:])
     weights[..., ::2] = 0.5
     return [{**first, LOSS_WEIGHTS: weights}, *others]
+
+
+def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that only one of both has, or that are not bitwise identical."""
+    both = [name for name in found if name in expected and not torch.equal(found[name], expected[name])]
+    return sorted({*both, *(found.keys() ^ expected.keys())})
 
 
 def micro_batches(items: Items, num: int = 2) -> list[Batch]:
@@ -257,11 +277,31 @@ class _CountAttention(Observer):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.forwards += _is_attention_forward(func) and not self._paused
+        self.forwards += is_attention_forward(func) and not self._paused
         return func(*args, **(kwargs or {}))
 
 
 @cache  # asked of every operation
-def _is_attention_forward(func: Any) -> bool:
+def is_attention_forward(func: Any) -> bool:
+    """Whether an operation, or that of a full name, is a forward of attention; one composed of several is known by its softmax."""
     name = str(func)
     return "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
+
+
+class ModelChecks:
+    """Base of the checks of a model: inherit, set `spec` and `arch`, define `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """Training items, deterministic; of different sizes if `ragged`.
+
+        Of three ragged items, the second has more tokens than the first, and the third has as many as the first in another grid.
+        """
+        raise NotImplementedError
+
+    def inputs(self, items: Items) -> Any:
+        """A model's inputs of some items, each at a noise level of its own."""
+        sigma = torch.linspace(0.3, 0.8, len(items))
+        return self.spec.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0)

@@ -206,7 +206,7 @@ def prepare(
     ]
     sigma = torch.stack(levels)
     noised = NoisedBatch(
-        items=batch.items,
+        items=list(batch.items),  # which `pinned` looks into
         sigma=sigma,
         noise=noise,
         targets=[velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)] if noise else [],

@@ -6,7 +6,7 @@ see recomputation and autograd's threads, so it works with streamed, split and c
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -29,24 +29,37 @@ _MAKES_INFINITIES = (
 """Operations that may return infinities on purpose: masks of -inf, and memory that is filled later."""
 
 
-def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> dict[str, Any] | None:
+_EXCHANGES = ("fsdp.", "c10d.", "_c10d_functional.")
+"""Namespaces of operations between ranks: their results may have memory that is not filled yet."""
+
+
+def find_first_nonfinite(
+    model: StagedModel,
+    loss_of: Callable[[], Tensor],
+    *,
+    on_any_rank: Callable[[bool], bool] = bool,
+    broken_weights: Collection[str] | None = None,
+) -> dict[str, Any] | None:
     """Run a micro-batch's forward, and its backward if the loss is finite, to find the first non-finite value.
 
     Args:
         model: The staged model; gradients are freed as they arrive.
         loss_of: Runs its forward and returns a scalar loss.
+        on_any_rank: Whether something is true on any of the ranks that run their forwards together.
+        broken_weights: Names of the weights that are not finite, of which this rank may have other rows; None looks at them.
 
     Returns:
         For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module` by name, `operation`,
-        and `weights`, names of the stage's weights that are not finite themselves. None if all is finite.
+        `operations_before`, their number, and `weights`, names of the stage's weights that are not finite themselves. None if all is finite.
     """
-    probe = _Probe(model)
+    probe = _Probe(model, broken_weights)
     with ExitStack() as stack:
         # A dispatch mode does not see operations inside compiled code.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(probe.watching())
         loss = loss_of()
-        if probe.found is None and bool(loss.isfinite()):
+        # Ranks that exchange tokens or weights in their forwards do so in their backwards, too.
+        if not on_any_rank(probe.found is not None or not bool(loss.isfinite())):
             probe.is_backward = True
             loss.backward()
     return probe.found
@@ -74,8 +87,9 @@ class _Probe(TorchDispatchMode):
     supports_higher_order_operators = True
     """Higher-order operators reach the mode too: attention can be one. They call functions and have no overloads."""
 
-    def __init__(self, model: StagedModel) -> None:
+    def __init__(self, model: StagedModel, broken_weights: Collection[str] | None = None) -> None:
         super().__init__()
+        self._known, self._num_operations = broken_weights, 0
         self.found: dict[str, Any] | None = None
         self.is_backward = False
         self._model = model
@@ -112,8 +126,11 @@ class _Probe(TorchDispatchMode):
         self._local.stack.append((stage, name))
         # Checked only now: the weights of a streamed block are not on the device before.
         if id(module) in self._tops and self.found is None:
-            own = module.named_parameters(prefix=name)
-            self._broken_weights = [canonical_name(one) for one, weight in own if not self._is_finite(weight)]
+            self._broken_weights = [
+                canonical_name(one)
+                for one, weight in module.named_parameters(prefix=name)
+                if (not self._is_finite(weight) if self._known is None else one in self._known)
+            ]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._names or not self._local.stack:
@@ -133,11 +150,14 @@ class _Probe(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = str(getattr(func, "_overloadpacket", func))
         name = operation.rpartition(".")[2]
+        self._num_operations += not self._local.is_looking
         if (
             self.found is not None
             or self._local.is_looking
             or getattr(func, "is_view", False)
             or name.startswith(_MAKES_INFINITIES)
+            or operation.startswith(_EXCHANGES)
+            or any(kind.__module__.startswith("torch.distributed.") for kind in types)  # sums of gradients over ranks
         ):
             return func(*args, **(kwargs or {}))
         given = tree_leaves((args, kwargs))
@@ -190,6 +210,7 @@ class _Probe(TorchDispatchMode):
             "stage": stage,
             "module": module,
             "operation": operation,
+            "operations_before": self._num_operations,
             "weights": [] if passes == "backward" else self._broken_weights[:10],
         }
 

@@ -12,14 +12,15 @@ from torch import Tensor
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.ranks import RankLost, Ranks
 from ditkit_core.io.rng import seed_of
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.config import ClipBy, FlowConfig
 from ditkit_core.training.flow_matching import PreparedBatch, matching_base, prepare, velocity_errors
-from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
+from ditkit_core.training.losses import Losses, NonFiniteLoss, evidence_of
+from ditkit_core.training.nan_debug import find_first_nonfinite
 from ditkit_core.training.optim.clipping import Clipping, joined_norm, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.optim.gradient_sum import GradientSum
@@ -75,41 +76,6 @@ class StepContext:
         by_block = clip_norm and self.clip_by == "block"
         stage_of = stages_of(model.module, optimizer.parameters) if by_block else {}
         return Clipping(max_norm=clip_norm, by=self.clip_by, last_norm=self.last_norm, stage_of=stage_of)
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Samples, noise levels and losses of this rank's micro-batches, which explain a failure."""
-
-    first: int
-    """Number of the first of them within the step."""
-    ids: list[Sequence[str]]
-    sigmas: list[Tensor]
-    weighted: list[Tensor]
-    """Loss of each sample, float32 [batch] per micro-batch."""
-
-
-class NonFiniteLoss(Exception):
-    """A loss or gradient that is infinite or NaN. Weights and optimizer are as before the step.
-
-    The exception is `optim.fused_backward`: it may find a non-finite gradient after some parameters were updated. Then only the last
-    save is valid.
-
-    Attributes:
-        evidence: Details for JSON: samples, losses, and the first operation with a non-finite result.
-    """
-
-    def __init__(self, evidence: dict[str, Any]):
-        message = f"the loss or gradient of step {evidence['step']} is not finite"
-        if where := evidence.get("where"):
-            message += f" ({describe_nonfinite(where)}; samples {', '.join(where['ids'])})"
-        elif reason := evidence.get("where_not_found"):
-            message += f" (its origin was not found: {reason})"
-        if updated := evidence.get("num_parameters_updated_before"):
-            message += f" and {updated} parameters were updated before it was found"
-            message += ", also before its origin was looked for, so that only the last save is valid"
-        super().__init__(message)
-        self.evidence = evidence
 
 
 def training_step(
@@ -184,17 +150,19 @@ def _origin(
     model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
 ) -> dict[str, Any]:
     """Where the first value that is not finite arose, or why that was not found, as entries of the evidence."""
-    if model.shards is not None:
-        return {"where": None, "where_not_found": "the weights are divided over ranks (ranks.shard)"}
-    if context.ranks.context > 1:  # the rank that finds it would leave its group waiting in an exchange of tokens
-        return {"where": None, "where_not_found": "ranks share its tokens; continue without ranks.context to find it"}
     try:
         return {"where": _first_not_finite(model, micro_batches, evidence, context)}
     except (RuntimeError, MemoryError, UserError) as error:
         # Out of memory, or an operation without a check: report the failure without its origin, not this error.
         if not (is_out_of_memory(error) or isinstance(error, (NotImplementedError, UserError))):
             raise
-        return {"where": None, "where_not_found": str(error).partition("\n")[0] or type(error).__name__}
+        unknown = {"where": None, "where_not_found": str(error).partition("\n")[0] or type(error).__name__}
+        if not _runs_together(model, context.ranks):
+            return unknown
+        if isinstance(error, RankLost):
+            raise
+        # The others wait for this rank in exchanges, which ends with it.
+        raise UserError(str(NonFiniteLoss({**evidence, **unknown}))) from error
 
 
 def _finish_step(
@@ -220,7 +188,7 @@ def _finish_step(
         if model.shards is not None:  # each rank sees its rows
             every = {name for each in context.ranks.all_gather_object(broken) for name in each}
             broken = [name for name in gradients if name in every]
-        evidence = _evidence(context.step, losses, broken, result)
+        evidence = evidence_of(context.step, losses, broken, **result._asdict())
         optimizer.zero_grad()
         raise NonFiniteLoss(evidence)
     context.clock.mark_all("optimizer")
@@ -255,7 +223,9 @@ def _fused_step(
         last = losses.weighted[-1]
         if not math.isfinite(float(last.double().sum())):  # before the backward, which updates weights
             known = replace(losses, ids=losses.ids[: len(losses.weighted)])
-            raise NonFiniteLoss(_evidence(context.step, known, [], StepResult(float(last.double().mean()), math.nan)))
+            raise NonFiniteLoss(
+                evidence_of(context.step, known, [], loss=float(last.double().mean()), grad_norm=math.nan)
+            )
         updates.begin_backward()
 
     with updates:
@@ -266,7 +236,7 @@ def _fused_step(
     if not math.isfinite(result.grad_norm):
         before = len(updates.applied())
         updated = {"num_parameters_updated_before": before, "weights_were_updated": before > 0}
-        raise NonFiniteLoss({**_evidence(context.step, losses, updates.broken(), result), **updated})
+        raise NonFiniteLoss({**evidence_of(context.step, losses, updates.broken(), **result._asdict()), **updated})
     return result
 
 
@@ -383,10 +353,17 @@ def _sent(
         yield made.to(first, last)
 
 
+def _runs_together(model: TrainModel, ranks: Ranks) -> bool:
+    """Whether a forward needs those of other ranks, because these have a part of the weights or of the tokens."""
+    return model.shards is not None or ranks.context > 1
+
+
 def _first_not_finite(
     model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
 ) -> dict[str, Any] | None:
     """Rerun this rank's failed micro-batches and check every operation; all its micro-batches if a gradient failed.
+
+    Ranks that need each other's forwards run equally many micro-batches, and all stop after the first in which one of them finds something.
 
     Returns:
         As `find_first_nonfinite`, with the micro-batch and the ids of its samples that failed, or of all. None if
@@ -398,41 +375,25 @@ def _first_not_finite(
         model = replace(model, engine=replace(model.engine, backend="sdpa"))
     failed = [sample for sample in evidence["samples"] if not isinstance(sample["loss"], float)]
     suspects = {sample["micro_batch"] for sample in failed} or set(range(len(micro_batches)))
-    share = context.ranks.share(len(micro_batches))
+    everyone = context.ranks if _runs_together(model, context.ranks) else Ranks()
+    runs = [micro for micro, _ in context.ranks.even_share(len(micro_batches))]
+    share = runs if everyone.size > 1 else context.ranks.share(len(micro_batches))
+    broken = None if model.shards is None else model.shards.not_finite()
     for micro, batch in zip(share, _sent(model, micro_batches, context, share), strict=True):
-        if micro not in suspects:
+        if not everyone.any(micro in suspects):
             continue
 
         def loss_of(micro: int = micro, batch: PreparedBatch = batch) -> Tensor:
             return _weighted_errors(model, batch, micro, context).sum()
 
         with autocast_disabled(batch.weights.device.type):
-            found = find_first_nonfinite(model.module, loss_of)
-        if found is not None:
-            ids = [sample["id"] for sample in failed if sample["micro_batch"] == micro]
-            return {**found, "micro_batch": micro, "ids": ids or list(micro_batches[micro].ids)}
+            own = find_first_nonfinite(model.module, loss_of, on_any_rank=everyone.any, broken_weights=broken)
+        if model.shards is not None:
+            model.shards.drop_gradients()
+        ids = [sample["id"] for sample in failed if sample["micro_batch"] == micro] or list(micro_batches[micro].ids)
+        every = everyone.all_gather_object(None if own is None else {**own, "micro_batch": micro, "ids": ids})
+        if found := [each for each in every if each is not None]:
+            # The rank that came upon it first: others get it from there, with tokens or in a sum of gradients.
+            first = min(found, key=lambda each: (each["operations_before"], each["micro_batch"]))
+            return {name: value for name, value in first.items() if name != "operations_before"}
     return None
-
-
-def _evidence(step: int, losses: Losses, broken: Sequence[str], result: StepResult) -> dict[str, Any]:
-    """The details of a failure; non-finite numbers are written as text, because JSON has none."""
-    samples = [
-        {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(loss))}
-        for micro, (ids, sigma, weighted) in enumerate(
-            zip(losses.ids, losses.sigmas, losses.weighted, strict=True), losses.first
-        )
-        for name, level, loss in zip(ids, sigma, weighted, strict=True)
-    ]
-    return {
-        "step": step,
-        "loss": _number(result.loss),
-        "grad_norm": _number(result.grad_norm),
-        "samples": samples,
-        "num_parameters_with_non_finite_gradients": len(broken),
-        # a full fine-tune has thousands of parameters, and ten names are enough
-        "first_parameters_with_non_finite_gradients": broken[:10],
-    }
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -27,13 +27,14 @@ from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_sharded, save_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch
+from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.metrics import LogConfig, MetricsLog, NoMetrics
 from ditkit_core.training.optim.optimizer import learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig, optimizers_that
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
 from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, TrainModel, with_clock
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
+from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import ValidationResult, Validator
 
 if TYPE_CHECKING:
@@ -244,6 +245,7 @@ class Trainer:
                 self._validate(metrics)
                 self._preview(stopping=False)
             for step in range(start, steps):
+                self._ranks.step = step + 1
                 self._train_step(metrics, count_attention=step == start)
                 last = state.step == steps
                 saving = self._ranks.broadcast_object(last or save.due(state.step, time.monotonic() - saved_at))
@@ -261,6 +263,7 @@ class Trainer:
                 if stopping:
                     break
             handlers.close()  # from here on a signal ends the process, as before training
+            self._ranks.step = 0
             if state.step >= steps:
                 if self._ranks.is_first:  # a kill after the last save may have left some
                     prune_saves(self._folder / "state", state.step, save)

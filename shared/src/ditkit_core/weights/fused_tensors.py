@@ -73,6 +73,10 @@ class LoraMatrices:
     over_base: bool = False
     """Whether the norm is that of the base's row, as ComfyUI has it."""
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All its tensors."""
+        return tuple(tensor for tensor in (self.down, self.up, self.magnitude) if tensor is not None)
+
     def rows(self, index: int, of: int) -> "LoraMatrices":
         """The adapter of a part of the module's output rows."""
         # A is the same for every row: only B and the magnitude have rows of the output.

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -126,8 +127,6 @@ def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tup
     if streaming != "auto":
         return streaming == "always", f"encode.streaming = {streaming}"
     free = free_memory_bytes(device)
-    if free is None:
-        return False, f"free memory of {device} is not known; encode.streaming = always reads layer by layer"
     figures = f"{needed_bytes / 2**30:.1f} GiB of weights, {free / 2**30:.1f} GiB free on {device}"
     return too_large(needed_bytes, free), figures
 
@@ -137,17 +136,12 @@ def too_large(needed_bytes: int, free_bytes: int) -> bool:
     return needed_bytes + MARGIN_BYTES > free_bytes
 
 
-def free_memory_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device without swapping; None if the system does not tell."""
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on a device without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if sys.platform == "win32":
-        return _windows_free_bytes()
-    available = _numbers(Path("/proc/meminfo")).get("MemAvailable")
-    if available is None:
-        return None
-    # In a container /proc/meminfo shows the machine's memory, not the container's limit.
-    return min(available * 1024, _left_in_group(Path("/sys/fs/cgroup")))
+    # In a container psutil tells the machine's memory, not the container's limit.
+    return min(psutil.virtual_memory().available, _left_in_group(Path("/sys/fs/cgroup")))
 
 
 def _left_in_group(group: Path) -> int:
@@ -170,24 +164,3 @@ def _numbers(file: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
-
-
-def _windows_free_bytes() -> int:
-    import ctypes
-
-    class Status(ctypes.Structure):
-        """MEMORYSTATUSEX of sysinfoapi.h."""
-
-        _fields_ = [
-            ("size", ctypes.c_uint32),
-            ("load", ctypes.c_uint32),
-            ("total", ctypes.c_uint64),
-            ("available", ctypes.c_uint64),
-            ("rest", ctypes.c_uint64 * 5),
-        ]
-
-    status = Status(size=ctypes.sizeof(Status))
-    kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined]
-    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
-        raise ctypes.WinError(ctypes.get_last_error())  # type: ignore[attr-defined]
-    return int(status.available)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import BLOCK, LAYOUTS, QuantizedLinear, of_all_rows
 from ditkit_core.weights.fused_tensors import FusedTensors
+from ditkit_core.weights.rows import RowReader
 
 _HOST = torch.device("cpu")
 
@@ -169,26 +169,6 @@ def _depths(names: Iterable[str]) -> Counter[str]:
     """The number of modules in each numbered list of modules: `{"layers": 30}`."""
     numbered = {found[0] for name in names if (found := re.match(r".*?\.\d+(?=\.)", name))}
     return Counter(name.rpartition(".")[0] for name in numbered)
-
-
-class RowReader(Protocol):
-    """How the rows of a model's parameters, on `meta`, are divided over ranks that load them together; each calls it for all in one order."""
-
-    def rows(self, parameter: Tensor | None) -> range | None:
-        """The rows of a parameter that this rank has; None if it has all, or it is no parameter."""
-        ...
-
-    def rows_each(self, parameter: Tensor) -> int:
-        """How many rows of a parameter each rank has, but for the last ones that have any."""
-        ...
-
-    def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
-        """Give a divided parameter its rows."""
-        ...
-
-    def gather(self, values: Tensor, first: int, count: int) -> Tensor:
-        """All `count` rows of values of which this rank has those from the first on."""
-        ...
 
 
 def load_into(

@@ -267,6 +267,22 @@ def test_rows_of_a_fused_file_are_merged_into_the_layers_that_they_belong_to(bas
         prepared(base, AdapterConfig(), merge=(str(tmp_path / "y.safetensors"),))
 
 
+def test_a_mixed_file_is_merged_unless_a_part_of_it_is_damaged(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(export(trained(base, "lokr"), tmp_path))
+    lora = {"lora_A": torch.ones(2, 32), "lora_B": torch.ones(32, 2)}
+    tensors |= {f"diffusion_model.{official_name('layers.0.query')}.{part}.weight": each for part, each in lora.items()}
+    save_file(tensors, tmp_path / "mixed.safetensors")
+    flags = ("--merge", "--base", base, "--dtype", "fp32", "--out", tmp_path / "merged")
+    lora["lora_B"][3, 1] = torch.nan
+    save_file(tensors, tmp_path / "damaged.safetensors")
+    assert run("--adapter", tmp_path / "damaged.safetensors", *flags) == 1
+    assert "values of 1 of 6 modules are not finite (NaN or infinite): layers.0.query" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+    assert run("--adapter", tmp_path / "mixed.safetensors", *flags) == 0
+
+
 def test_a_small_file_that_stands_for_a_huge_change_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

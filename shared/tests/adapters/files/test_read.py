@@ -20,12 +20,13 @@ from ditkit_core.adapters.files.read import (
     open_adapter,
     parse_merge,
 )
-from ditkit_core.adapters.files.write import write_adapter
+from ditkit_core.adapters.files.write import Scaled, write_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, native_name, official_name
+from ditkit_core.weights.fused_tensors import LoraMatrices
 
 
 def _in_block(name: str) -> str:
@@ -355,14 +356,11 @@ def test_a_start_whose_modules_have_no_adapter_is_an_error(tmp_path):
         initial_adapter(file, ["layers.0.qkv", "layers.1.qkv"])
 
 
-def state(*, dora: bool = False) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for module in MODULES:
-        down, up = matrices(module)
-        tensors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
-        if dora:
-            tensors[f"{module}.lora_magnitude_vector.weight"] = torch.rand(SHAPES[module][0]) + 0.5
-    return tensors
+def trained(scale: float = 1.0, *, dora: bool = False) -> dict[str, Scaled]:
+    def magnitude(module):
+        return torch.rand(SHAPES[module][0]) + 0.5 if dora else None
+
+    return {module: Scaled(LoraMatrices(*matrices(module), magnitude(module)), scale) for module in MODULES}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -370,7 +368,7 @@ def state(*, dora: bool = False) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("scaling", [1.0, 0.3, 4.0])
 def test_what_is_written_is_read_back_with_its_scale_folded_in(tmp_path, form, dtype, scaling):
     path = tmp_path / "x.safetensors"
-    write_adapter(path, state(), scaling, NAMES, form=form, dtype=dtype, metadata={"config": "{}"})
+    write_adapter(path, trained(scaling), NAMES, form=form, dtype=dtype, metadata={"config": "{}"})
     tensors = load_file(path)
     assert {tensor.dtype for tensor in tensors.values()} == {dtype}
     rename, prefix = (official, "diffusion_model.") if form == "official" else (theirs, "transformer.")
@@ -385,33 +383,33 @@ def test_what_is_written_is_read_back_with_its_scale_folded_in(tmp_path, form, d
 
 def test_the_header_holds_what_the_caller_gives_and_peft_s_configuration_for_diffusers(tmp_path):
     path = tmp_path / "x.safetensors"
-    write_adapter(path, state(), 0.5, NAMES, form="diffusers", dtype=torch.float32, metadata={"base": '"b"'})
+    write_adapter(path, trained(0.5), NAMES, form="diffusers", dtype=torch.float32, metadata={"base": '"b"'})
     with safe_open(path, "pt") as file:
         header = file.metadata()
     assert header["base"] == '"b"'
     config = json.loads(header["lora_adapter_metadata"])
     assert (config["transformer.r"], config["transformer.lora_alpha"], config["transformer.use_dora"]) == (3, 3, False)
     assert config["transformer.target_modules"] == sorted(map(theirs, MODULES))
-    write_adapter(path, state(), 0.5, NAMES, form="official", dtype=torch.float32, metadata={})
+    write_adapter(path, trained(0.5), NAMES, form="official", dtype=torch.float32, metadata={})
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
 def test_dora_is_written_where_it_is_reproduced_and_refused_elsewhere(tmp_path):
-    path, values = tmp_path / "x.safetensors", state(dora=True)
+    path, adapters = tmp_path / "x.safetensors", trained(dora=True)
     with pytest.raises(UserError, match="do not reproduce DoRA; set export.forms"):
-        write_adapter(path, values, 1.0, NAMES, form="diffsynth", dtype=torch.float32, metadata={})
+        write_adapter(path, adapters, NAMES, form="diffsynth", dtype=torch.float32, metadata={})
     assert not path.exists()
-    write_adapter(path, values, 1.0, NAMES, form="diffusers", dtype=torch.float32, metadata={})
+    write_adapter(path, adapters, NAMES, form="diffusers", dtype=torch.float32, metadata={})
     file = opened(path)
     for module in MODULES:
-        assert torch.equal(file.read(module).magnitude, values[f"{module}.lora_magnitude_vector.weight"])
+        assert torch.equal(file.read(module).magnitude, adapters[module].matrices.magnitude)
 
 
 def test_a_form_that_the_model_does_not_have_is_an_error(tmp_path):
     names = StateDictNames.renaming(to_native=native_name, from_native={"official": official_name})
     with pytest.raises(UserError, match="'diffusers' is not a form of this model; choose one of official"):
-        write_adapter(tmp_path / "x", state(), 1.0, names, form="diffusers", dtype=torch.float32, metadata={})
+        write_adapter(tmp_path / "x", trained(), names, form="diffusers", dtype=torch.float32, metadata={})
 
 
 def test_a_file_that_reads_back_as_another_adapter_never_gets_its_name(tmp_path, monkeypatch):
@@ -426,7 +424,5 @@ def test_a_file_that_reads_back_as_another_adapter_never_gets_its_name(tmp_path,
 
     monkeypatch.setattr(adapter_writer, "_file_tensors", swapped)
     with pytest.raises(UserError, match=r"could not be read back as it was written \(layers.0.qkv\)"):
-        write_adapter(
-            tmp_path / "x.safetensors", state(), 1.0, NAMES, form="official", dtype=torch.float32, metadata={}
-        )
+        write_adapter(tmp_path / "x.safetensors", trained(), NAMES, form="official", dtype=torch.float32, metadata={})
     assert list(tmp_path.iterdir()) == []

@@ -179,6 +179,16 @@ def test_progress_comes_to_its_end(few):
     assert estimated_seconds(subject) > 0
 
 
+def test_times_wait_for_the_devices_of_the_model_alone(monkeypatch):
+    """A wait for another GPU would take memory of it."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    one = torch.device("cuda", 1)
+    audit_module._wait([torch.device("cpu"), one])
+    assert waited == [one]
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
     """Alone they err by the rounding to that format; every other place is measured without them, as over the same base stored alone."""

@@ -17,7 +17,7 @@ from ditkit_core.engine import ac_schedule as policy_schedule
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.run_block import Body, run_block
+from ditkit_core.engine.run_block import CHECKPOINTS, keeping_nothing, run_block
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.attention.backends import BACKENDS, Backend, Kernel
@@ -177,14 +177,12 @@ def test_a_kept_call_runs_once_whatever_its_kernel_is(runs, special, policy, aga
 
 
 class Forgetful(AttentionOnly):
-    """A policy that says that attention is kept, around a checkpoint that knows nothing of it."""
-
-    def checkpoint(self, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-        return Full().checkpoint(body, tensors, name)
+    """A policy that says that attention is kept, and is run by a checkpoint that knows nothing of it."""
 
 
 def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(monkeypatch):
     monkeypatch.setitem(policy_schedule.MAKERS, "forgetful", lambda arguments: Forgetful())
+    monkeypatch.setitem(CHECKPOINTS, Forgetful, keeping_nothing)
     model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(UserError, match="attention 'cross'|attention 'self'") as refused:

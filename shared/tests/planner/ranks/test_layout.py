@@ -8,9 +8,9 @@ from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_o
 from ditkit_core.run.config import RunConfig
 
 
-def layout(num_gpus: int = 1, *, nproc: int = 0, nodes: int = 1, **flags) -> RankLayout | None:
+def layout(num_gpus: int = 1, *, nproc: int = 0, nodes: int = 1, link: str = "", **flags) -> RankLayout | None:
     config = resolve(RunConfig, flags={name.replace("_", ".", 1): value for name, value in flags.items()})
-    return layout_of(config, num_gpus, PlannedLaunch(nproc=nproc, nodes=nodes))
+    return layout_of(config, num_gpus, PlannedLaunch(nproc=nproc, nodes=nodes, link=link))
 
 
 def test_without_flags_a_plan_is_of_one_process():
@@ -35,6 +35,7 @@ def test_micro_batches_are_divided_over_the_ranks_that_do_not_share_samples():
         ({"num_gpus": 4, "ranks_shard": 8}, "ranks.shard = 8 needs a multiple of 8 ranks, and this plan has 4"),
         ({"nproc": 6, "ranks_context": 4, "ranks_shard": 2}, "ranks.context = 4 needs a multiple of 4"),
         ({"nproc": 2, "train_devices": ("cuda:0", "cuda:1")}, "train.devices"),
+        ({"link": "pcie"}, "--link pcie is between ranks, and this plan is of one process; add --nproc N"),
         ({"nproc": -1}, "must be at least 1"),
         ({"nodes": 0}, "must be at least 1"),
     ],

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from planned_ranks import ARCH, CASES, SIZE
+from planned_ranks import ARCH, CASES, SIZE, RankBytes, planned
 
-from ditkit_core.testing.rank_plans import RankBytes, planned
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
 from ditkit_core.testing.toy import TOY
@@ -19,6 +18,7 @@ def measure(folder: Path) -> str:
     return (folder / "ranks.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_has_and_sends_what_is_planned(tmp_path_factory, name):
     case, base = CASES[name], tmp_path_factory.getbasetemp()

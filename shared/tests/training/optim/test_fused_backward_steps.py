@@ -19,6 +19,7 @@ from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
+from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.clipping import Clipping
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
@@ -26,7 +27,7 @@ from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
+from ditkit_core.training.train_step import StepContext, training_step
 
 ARCH = ToyArch(depth=4, dim=64, dropout=0.1)
 CLIP = 0.05

@@ -46,5 +46,7 @@ def _token_fields(carry: Flux2DoubleCarry | Flux2SingleCarry) -> dict[str, tuple
     return {"image": ("image",), "text": ("text",), "rotary": both}
 
 
-TOKEN_STREAMS = TokenStreams(names=("text", "image"), fields=_token_fields)
+TOKEN_STREAMS = TokenStreams(
+    names=("text", "image"), fields=_token_fields, inputs={"*.txt_*": ("text",), "*.img_*": ("image",)}
+)
 """Text and image, each divided among ranks by itself: blocks before the join have different weights for them."""

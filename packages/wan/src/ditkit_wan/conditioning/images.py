@@ -181,28 +181,25 @@ class ClipVision(ClipConditioner):
         *,
         name: str = "image",
         kind: str = "clip-vision",
-        own: bool = True,
     ):
         """Set the columns of the images.
 
         Args:
             encoder: CLIP.
-            columns: Columns of the images, in order; `end_image` defaults to the clip's last frame.
+            columns: Columns of the images, in order; missing ones default to the clip's own frames, `end_image` to its last.
             name: Name of the tensor.
             kind: Name of the cache's folder.
-            own: Whether missing columns default to the clip's own frames; otherwise such a clip has no tokens.
         """
-        self.encoder, self.columns, self.name, self.kind, self.own = encoder, tuple(columns), name, kind, own
+        self.encoder, self.columns, self.name, self.kind = encoder, tuple(columns), name, kind
 
     @cached_property
     def identity(self) -> str:
         """Digest of CLIP and of the columns of its images."""
-        return key(self.encoder.identity, self.name, str(self.own), *self.columns)
+        # "True" is of a setting that was there: caches from then stay valid.
+        return key(self.encoder.identity, self.name, "True", *self.columns)
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The columns, or the clip itself in place of missing ones."""
-        if not self.own:
-            return tuple(column for column in self.columns if column in controls.files)
         return tuple(dict.fromkeys(column_or_own(controls, column, why="image to video") for column in self.columns))
 
     def load(self) -> None:
@@ -217,10 +214,9 @@ class ClipVision(ClipConditioner):
 
     def check(self, controls: ClipInputs) -> None:
         """Read the images."""
-        if self.uses(controls):
-            self.images(controls)
+        self.uses(controls)
+        self.images(controls)
 
     def images(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """The images of a clip that are encoded, in order."""
-        used = [column for column in self.columns if self.own or column in controls.files]
-        return [image_or_own(controls, column, last=column == LAST) for column in used]
+        return [image_or_own(controls, column, last=column == LAST) for column in self.columns]

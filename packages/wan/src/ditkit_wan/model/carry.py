@@ -59,7 +59,10 @@ class WanCarry(NamedTuple):
 
 def token_streams(arch: WanArch) -> TokenStreams | None:
     """What runs along tokens; None for WanToDance, whose blocks add music to groups of tokens of a frame."""
-    return None if arch.music else TokenStreams(fields=_token_fields, head=("tokens", "late"))
+    if arch.music:
+        return None
+    of_conditions = [f"cross_attn.{name}" for name in ("k", "v", "k_img", "v_img")]
+    return TokenStreams(fields=_token_fields, head=("tokens", "late"), inputs=dict.fromkeys(of_conditions, ()))
 
 
 def _token_fields(carry: WanCarry) -> dict[str, tuple[str, ...]]:

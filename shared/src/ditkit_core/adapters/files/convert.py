@@ -1,19 +1,19 @@
 """Converts adapters to other names or another rank. Each file is read again and its products are compared before it gets its name."""
 
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.files.export import VERIFIED
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes
-from ditkit_core.adapters.files.read import AdapterFile
-from ditkit_core.adapters.files.write import Scaled, write_matrices, zero_adapter
+from ditkit_core.adapters.files.read import AdapterFile, FileModule, refuse_damaged
+from ditkit_core.adapters.files.write import Scaled, write_adapter, zero_adapter
 from ditkit_core.adapters.svd import reduce_product, relative_difference
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
@@ -50,11 +50,7 @@ def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
     if other := [name for name, module in found.file.modules.items() if module.method != "lora"]:
         raise UserError(f"{found.path} mixes LoKr or LoHa ({other[0]}) with LoRA; merge it")
     read = {name: Scaled(found.file.read(name), module.scale) for name, module in found.file.modules.items()}
-    if broken := [name for name, adapter in read.items() if not is_finite(adapter)]:
-        raise UserError(
-            f"{found.path}: values of {len(broken)} of {len(read)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
-            "it was damaged in training, take an earlier save"
-        )
+    refuse_damaged(found.path, ((name, _tensors(adapter)) for name, adapter in read.items()))
     # Zeros fill a form's gaps; a file of nothing but zeros is an adapter that was never trained.
     # Only if both matrices are zero: a new adapter has B = 0 and a random A, and is worth keeping.
     used = {name: adapter for name, adapter in read.items() if adapter.matrices.down.any() or adapter.matrices.up.any()}
@@ -62,28 +58,21 @@ def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
 
 
 def check_finite(found: FoundAdapter) -> None:
-    """Refuse a file with values that are not finite.
+    """Refuse a file with values that are not finite, in which LoRA may be mixed with LoKr or LoHa.
 
     Raises:
         UserError: With the names of the modules.
     """
-    if found.layout.method == "lora":
-        read_adapter(found)
-        return
-    modules = found.file.modules
-    factored = [name for name, module in modules.items() if module.method != "lora"]
-    if broken := [name for name in factored if not bool(found.file.change_of(name).isfinite().all())]:
-        raise UserError(
-            f"{found.path}: values of {len(broken)} of {len(modules)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
-            "it was damaged in training, take an earlier save"
-        )
+    file = found.file
+
+    def tensors(name: str, module: FileModule) -> Sequence[Tensor]:
+        return _tensors(Scaled(file.read(name), module.scale)) if module.method == "lora" else (file.change_of(name),)
+
+    refuse_damaged(found.path, ((name, tensors(name, module)) for name, module in file.modules.items()))
 
 
-def is_finite(adapter: Scaled) -> bool:
-    """Whether every value of an adapter, its scale included, is finite."""
-    matrices = adapter.matrices
-    tensors = (matrices.down, matrices.up, *([] if matrices.magnitude is None else [matrices.magnitude]))
-    return math.isfinite(adapter.scale) and all(bool(tensor.isfinite().all()) for tensor in tensors)
+def _tensors(adapter: Scaled) -> Sequence[Tensor]:
+    return (*adapter.matrices.tensors(), torch.tensor(adapter.scale))
 
 
 def reduce_rank(
@@ -209,7 +198,7 @@ def write_converted(
                 "give --dtype fp32"
             )
 
-    write_matrices(path, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata, check=check)
+    write_adapter(path, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata, check=check)
     ranks = tuple(sorted({len(adapter.matrices.down) for adapter in adapters.values()}))
     return Written(path=path, worst=worst[0], exact=exact[0], ranks=ranks)
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
+from ditkit_core.adapters.dora import in_norm_of
 from ditkit_core.adapters.files.export_names import adapter_file
 from ditkit_core.adapters.files.keys import tensors_in_form
-from ditkit_core.adapters.files.write import check_form, check_stacks, write_adapter, zero_state
+from ditkit_core.adapters.files.write import check_form, check_stacks, trained_adapters, write_adapter, zero_adapter
 from ditkit_core.adapters.files.write_factored import check_one_to_one, trained_factors, write_factored
-from ditkit_core.adapters.inject import adapter_layers, adapter_state, canonical_name, is_adapter_name, method_of
+from ditkit_core.adapters.inject import adapter_layers, canonical_name, is_adapter_name, method_of
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
@@ -212,23 +213,22 @@ def export_adapter(
             header = {**metadata, **_no_reader(why_unverified(spec, config, form, model))}
             write_factored(path, factors, names, form=form, dtype=_dtype_of(config), metadata=header)
         return paths
-    scaling = {module: float(layer.scaling["default"]) for module, layer in layers.items()}
-    state, files = adapter_state(model), []
-    base = base_tensors(model)
+    trained, base, files = trained_adapters(layers), base_tensors(model), []
     for form in config.forms:
         path = adapter_file(folder, stem, "official" if exact else form)
-        fillers = {
-            module: tuple(base[f"{module}.weight"].shape) for module in spec.adapters.rules.fillers(form, list(layers))
-        }
+        adapters = {}
+        for module, each in trained.items():
+            weight = partial(dense_weight, layers[module].get_base_layer())
+            adapters[module] = replace(each, matrices=in_norm_of(form, each.matrices, each.scale, weight))
+        for module in spec.adapters.rules.fillers(form, list(layers)):
+            adapters[module] = zero_adapter(tuple(base[f"{module}.weight"].shape))
         write_adapter(
             path,
-            state | zero_state(fillers),
-            {**scaling, **dict.fromkeys(fillers, 1.0)},
+            adapters,
             spec.architecture.names,
             form=form,
             dtype=_dtype_of(config),
             metadata={**metadata, **_no_reader(why_unverified(spec, config, form, model))},
-            base_weight=lambda module: dense_weight(layers[module].get_base_layer()),
         )
         files.append(path)
     return files

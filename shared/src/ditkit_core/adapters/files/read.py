@@ -19,7 +19,7 @@ The scale alpha / rank belongs to a module here, never to a file: `scale`.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.dora import base_norm
+from ditkit_core.adapters.dora import row_factors
 from ditkit_core.adapters.files.alpha import AlphaHeader
 from ditkit_core.adapters.files.factored import MixedAdapter, factored_config, understand_factored
 from ditkit_core.adapters.files.file_adapter import FileAdapter
@@ -38,7 +38,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.factored import METHOD_OF_PART, FactoredMatrices
 from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
-from ditkit_core.weights.load import first_ten
+from ditkit_core.weights.load import first_ten, known_prefix
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,9 @@ class AdapterFile:
             weight.addmm_(read.up, read.down, alpha=strength * scale)
             return
         # DoRA's result is not linear in the scale, so a strength blends the weight with the merged one instead.
-        merged = torch.addmm(weight, read.up, read.down, alpha=scale)
-        merged *= (read.magnitude / (base_norm(weight) if read.over_base else torch.linalg.vector_norm(merged, dim=1)))[
-            :, None
-        ]
-        weight.lerp_(merged, strength)
+        factors = row_factors(weight, read, scale)
+        weight.mul_((1 + strength * (factors - 1))[:, None])
+        weight.addmm_(read.up * (strength * scale * factors)[:, None], read.down)
 
     def change_of(self, module: str) -> Tensor:
         """The change of a module's weight by a LoKr or LoHa, with its scale.
@@ -146,6 +144,20 @@ def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], 
     return join([None if piece is None else read(piece) for piece in pieces])
 
 
+def refuse_damaged(path: Path, modules: Iterable[tuple[str, Sequence[Tensor]]]) -> None:
+    """Refuse a file with values that are not finite, from its modules with the tensors to examine.
+
+    Raises:
+        UserError: With the names of the modules.
+    """
+    finite = {name: all(bool(tensor.isfinite().all()) for tensor in tensors) for name, tensors in modules}
+    if broken := [name for name, is_finite in finite.items() if not is_finite]:
+        raise UserError(
+            f"{path}: values of {len(broken)} of {len(finite)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
+            "it was damaged in training, take an earlier save"
+        )
+
+
 def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[int, ...]]) -> AdapterFile:
     """Open an adapter file and find each of its keys in the model, with rank and scale.
 
@@ -162,7 +174,17 @@ def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[
     Raises:
         UserError: If this is not a safetensors file, has no adapter, or has keys that do not fit the model; with the first ten.
     """
-    return understand_adapter(SafetensorsSource.open(path), KnownNames.of(names, modules), modules)
+    source = SafetensorsSource.open(path)
+    # Weights of whole layers, which no adapter has: many of a transformer's other tensors are biases and norms.
+    if (
+        known_prefix(source, names, {f"{module}.weight": shape for module, shape in modules.items()})[1]
+        > len(source.tensors) / 4
+    ):
+        raise UserError(
+            f"{path} is a whole transformer, not an adapter; name the file that the export command's --extract {path} --base BASE --rank 64 "
+            "makes of its difference to the base"
+        )
+    return understand_adapter(source, KnownNames.of(names, modules), modules)
 
 
 def understand_adapter(

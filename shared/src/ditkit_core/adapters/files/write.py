@@ -6,13 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ditkit_core.adapters.dora import DORA_METADATA, OVER_BASE, in_norm_of
+from ditkit_core.adapters.dora import DORA_METADATA, OVER_BASE
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.files.keys import modules_in_form
 from ditkit_core.adapters.files.read import AdapterFile, open_adapter
@@ -31,42 +31,18 @@ class Scaled:
     scale: float = 1.0
 
 
-def write_adapter(
-    path: Path,
-    state: Mapping[str, Tensor],
-    scaling: float | Mapping[str, float],
-    names: StateDictNames,
-    *,
-    form: str,
-    dtype: torch.dtype,
-    metadata: Mapping[str, str],
-    base_weight: Callable[[str], Tensor] | None = None,
-) -> None:
-    """Write a model's adapter, and compare it name by name and value by value before the file gets its name.
+def trained_adapters(layers: Mapping[str, Any]) -> dict[str, Scaled]:
+    """The LoRA of a model's layers, in fp32 on the CPU."""
 
-    Args:
-        path: The file.
-        state: The adapters by canonical name, from `inject.adapter_state`, and zeros for modules that the form wants besides.
-        scaling: The factor of B·A in the model, of all modules or by module.
-        names: The model's names.
-        form: One of `ADAPTER_FORMS`.
-        dtype: The dtype of the tensors in the file.
-        metadata: Strings for the header: base, data hash, config, versions.
-        base_weight: Returns the base's weight of a module; needed for a DoRA in a form whose magnitudes are over its norm.
+    def plain(parts: nn.ModuleDict) -> Tensor:
+        return parts["default"].get_parameter("weight").detach().to("cpu", torch.float32)
 
-    Raises:
-        UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
-    """
-    adapters = {
-        module: Scaled(matrices, scaling[module] if isinstance(scaling, Mapping) else scaling)
-        for module, matrices in _adapters(state).items()
-    }
-    if base_weight is not None:
-        adapters = {
-            module: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(base_weight, module)))
-            for module, each in adapters.items()
-        }
-    write_matrices(path, adapters, names, form=form, dtype=dtype, metadata=metadata)
+    adapters = {}
+    for module, layer in layers.items():
+        magnitude = plain(layer.lora_magnitude_vector) if layer.lora_magnitude_vector else None
+        matrices = LoraMatrices(plain(layer.lora_A), plain(layer.lora_B), magnitude)
+        adapters[module] = Scaled(matrices, float(layer.scaling["default"]))
+    return adapters
 
 
 def zero_adapter(shape: tuple[int, ...]) -> Scaled:
@@ -74,14 +50,7 @@ def zero_adapter(shape: tuple[int, ...]) -> Scaled:
     return Scaled(LoraMatrices(torch.zeros(1, shape[1]), torch.zeros(shape[0], 1)))
 
 
-def zero_state(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Such adapters by canonical name, from the weight shapes of their modules."""
-    zeros = {module: zero_adapter(shape).matrices for module, shape in shapes.items()}
-    found = {f"{module}.lora_A.weight": each.down for module, each in zeros.items()}
-    return found | {f"{module}.lora_B.weight": each.up for module, each in zeros.items()}
-
-
-def write_matrices(
+def write_adapter(
     path: Path,
     adapters: Mapping[str, Scaled],
     names: StateDictNames,
@@ -185,23 +154,6 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
 def fused_modules(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
     """A form's modules, assembled from these of ours."""
     return modules_in_form(modules, names.from_native[_naming(form, names)])
-
-
-def _adapters(state: Mapping[str, Tensor]) -> dict[str, LoraMatrices]:
-    """A model's adapters by module, in fp32 on the CPU."""
-
-    def plain(name: str) -> Tensor:
-        return state[name].detach().to("cpu", torch.float32)
-
-    adapters = {}
-    for name in state:
-        module, part = re.split(r"\.(?=lora_(?:A|B|magnitude_vector)\.weight$)", name)
-        if part == "lora_A.weight":
-            magnitude = f"{module}.lora_magnitude_vector.weight"
-            norms = plain(magnitude) if magnitude in state else None
-            adapters[module] = LoraMatrices(plain(name), plain(f"{module}.lora_B.weight"), norms)
-    assert len(state) == sum(2 + (adapter.magnitude is not None) for adapter in adapters.values()), "names are unknown"
-    return adapters
 
 
 def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.adapters.files.read import AdapterFile, open_adapter
+from ditkit_core.adapters.files.read import AdapterFile, open_adapter, refuse_damaged
 from ditkit_core.adapters.files.write import forms_of, fused_modules
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import write_safetensors
@@ -19,7 +19,6 @@ from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.factored import parts_of
 from ditkit_core.weights.factored import FactoredMatrices, low_rank_of
-from ditkit_core.weights.load import first_ten
 
 READER_METADATA = "ditkit.reader"
 READ_BY_COMFYUI = "ComfyUI reads this LoKr or LoHa; diffusers has no reader of it, so ditkit compares it with peft's layers in diffusers' model"
@@ -58,16 +57,8 @@ def read_factors(file: AdapterFile) -> Factored:
         raise UserError(
             f"{path}: {shared[0]} shares its factors with other layers, which no other form can represent; merge it"
         )
-    if broken := [name for name, (each, _) in found.items() if not all(map(_is_finite, each.tensors()))]:
-        raise UserError(
-            f"{path}: values of {len(broken)} of {len(found)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
-            "it was damaged in training, take an earlier save"
-        )
+    refuse_damaged(path, ((name, each.tensors()) for name, (each, _) in found.items()))
     return found
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
 
 
 def check_one_to_one(form: str, names: StateDictNames, modules: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ used, blocks are checkpointed, and the run's block hooks stay active: a model th
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -391,16 +391,26 @@ def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[tor
 
 
 def _seconds(subject: Subject, batch: _Batch, precision: Precision) -> float:
-    _wait()
+    devices = _devices(subject)
+    _wait(devices)
     began = time.perf_counter()
     _step(subject, batch, precision)
-    _wait()
+    _wait(devices)
     return time.perf_counter() - began
 
 
-def _wait() -> None:  # kernels run asynchronously: without it only their launch would be timed
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
+def _devices(subject: Subject) -> set[torch.device]:
+    return {parameter.device for parameter in subject.model.parameters()}
+
+
+def _wait(devices: Iterable[torch.device]) -> None:
+    """Wait for the GPUs among these devices: kernels run asynchronously, and only their launch would be timed.
+
+    Not for every GPU of the machine: that would take some hundred MiB of each, and fail where another program has filled one.
+    """
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 @torch.no_grad()
@@ -409,18 +419,18 @@ def estimated_seconds(subject: Subject) -> float:
     counter = FlopCounterMode(display=False)  # torch counts no products of int8
     with _eval_mode(subject.model, subject.precision), products_in_dtype(subject.model), counter as count:
         _own_forward(subject, _Batch.sampled(subject, 0), subject.precision)
-    rate = min(_fp64_rate(kind) for kind in {parameter.device.type for parameter in subject.model.parameters()})
+    rate = min(map(_fp64_rate, _devices(subject)))
     # Forward, recomputation, and a backward of twice the forward's FLOPs.
     return num_passes(subject) * 4 * count.get_total_flops() / rate
 
 
-def _fp64_rate(kind: str) -> float:
+def _fp64_rate(device: torch.device) -> float:
     """Measured FLOP/s of an fp64 matrix product."""
-    size = 512 if kind == "cpu" else 4096
-    a = torch.ones(size, size, dtype=_TRUTH, device=kind)
+    size = 512 if device.type == "cpu" else 4096
+    a = torch.ones(size, size, dtype=_TRUTH, device=device)
     a @ a  # the first product loads the library
-    _wait()
+    _wait([device])
     began = time.perf_counter()
     a @ a
-    _wait()
+    _wait([device])
     return 2 * size**3 / (time.perf_counter() - began)

@@ -29,7 +29,6 @@ from ditkit_core.diagnostics.doctor.findings import (
     Finding,
     grouped,
     one_line,
-    plural,
 )
 from ditkit_core.diagnostics.doctor.media import Fingerprint, WindowLook, look_at_window, near_duplicates
 from ditkit_core.diagnostics.doctor.rules import (
@@ -49,6 +48,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     file_row,
     same_content,
 )
+from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.encoding.cache import MediaHashes
 from ditkit_core.encoding.encode import clip_inputs_of
 from ditkit_core.encoding.encoded_sample import EncodedSample
@@ -59,11 +59,7 @@ from ditkit_core.io.console import progress, say, warn
 from ditkit_core.run.checks import check_prompts
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.sampling.prompts import shape_of
-
-Shape = tuple[int, int, int, tuple[tuple[int, int], ...]]
-"""Frames, height, width, and the sizes of references."""
-
+from ditkit_core.sampling.prompts import Shape, shape_of
 
 _MOST_IN_BRIEF = 5
 
@@ -171,8 +167,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
 def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
     """The report about a dataset without any usable sample."""
     findings = (*check_excluded(excluded), Finding.error("D01", "", str(why)))
-    fps = run.config.data.fps or run.spec.data.fps
-    checkup = CheckReport(model=run.spec.name, samples=0, fps=fps, excluded=tuple(excluded), findings=findings)
+    checkup = CheckReport(model=run.spec.name, samples=0, fps=run.data.fps, excluded=tuple(excluded), findings=findings)
     return ExaminedDataset(checkup=checkup, samples=[])
 
 
@@ -314,8 +309,7 @@ def _cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption
 
 def shape_for(run: RunContext, sample: Sample) -> Shape:
     """The shape of a sample; all samples of a micro-batch have the same."""
-    size, references = shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size)
-    return *size, references
+    return shape_of(sample, run.auxiliary.columns, run.spec.data.reference_size)
 
 
 class _Batches(NamedTuple):
@@ -347,6 +341,7 @@ def _buckets(
         groups[shape_for(run, sample)].append(sample)
     rows, largest, most = [], list[Sample](), 0
     for shape, members in sorted(groups.items(), key=lambda pair: pair[0]):
+        (frames, height, width), references = shape
         trained = [sample for sample in members if sample.id not in held_out]
         # None if the architecture is not known here
         tokens = None if run.arch is None else run.spec.training.num_tokens(empty_item_of(run, shape))
@@ -357,10 +352,10 @@ def _buckets(
         weight = sum(sample.repeats for sample in trained)
         row = BucketRow(
             dataset=dataset,
-            frames=shape[0],
-            height=shape[1],
-            width=shape[2],
-            references=len(shape[3]),
+            frames=frames,
+            height=height,
+            width=width,
+            references=len(references),
             samples=len(members),
             held_out=len(members) - len(trained),
             tokens=tokens,
@@ -370,7 +365,7 @@ def _buckets(
         rows.append(row)
         batch = trained[: size or 1]
         # Pixels if tokens are unknown: they put the shapes of one model in the same order.
-        cost = len(batch) * (tokens or shape[0] * shape[1] * shape[2])
+        cost = len(batch) * (tokens or frames * height * width)
         if cost > most:
             largest, most = batch, cost
     return _Batches(rows, largest, most)
@@ -379,7 +374,7 @@ def _buckets(
 def empty_item_of(run: RunContext, shape: Shape) -> dict[str, Tensor]:
     """A training item of this shape on `meta`; the run's architecture must be known."""
     with torch.device("meta"):
-        return run.spec.training.empty_item(run.arch, shape[:3], shape[3])
+        return run.spec.training.empty_item(run.arch, *shape)
 
 
 def _prompt_errors(run: RunContext, samples: Sequence[Sample]) -> Iterator[str]:

@@ -95,12 +95,6 @@ class Finding:
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-def plural(count: int, noun: str) -> str:
-    """A number with its noun: `1 sample`, `2 samples`, `2 micro-batches`."""
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{ending * (count != 1)}"
-
-
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first names, and the number of the others, on one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -143,9 +143,8 @@ def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
     """Indices of steps from one shot to another: large, much larger than the steps around, and not a flash of one frame."""
     for place, step in enumerate(steps):
         around = np.concatenate([steps[max(0, place - _AROUND) : place], steps[place + 1 : place + 1 + _AROUND]])
-        around = around[
-            around >= FROZEN_LEVELS
-        ]  # repeated frames (24 fps shown at 30) would lower the usual difference
+        # Repeated frames (24 fps shown at 30) would lower the usual difference.
+        around = around[around >= FROZEN_LEVELS]
         usual = float(np.median(around)) if len(around) else 0.0
         # In a fast pan all steps are as large as a cut; a cut is one large step among small ones.
         if step < CUT_LEVELS or step < CUT_RATIO * usual:

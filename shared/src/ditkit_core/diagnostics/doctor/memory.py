@@ -49,10 +49,9 @@ def plan_memory(
 def _findings(report: PlanReport) -> Iterator[Finding]:
     for plan in report.devices:
         if not plan.fits:
-            room = plan.budget.total - plan.budget.reserve
             yield _lacking(
                 plan.budget.name,
-                f"{report.bucket} needs {_gib(plan.peak)} according to the plan, and {_gib(room)} are available",
+                f"{report.bucket} needs {_gib(plan.peak)} according to the plan, and {_gib(plan.budget.available)} are available",
             )
     for row in report.lacking:
         what = f"{row.stage}: {row.name} needs {_gib(row.peak)} according to the plan, of {_gib(row.available or 0)}"

@@ -15,9 +15,9 @@ from ditkit_core.diagnostics.doctor.findings import (
     check_json,
     grouped,
     one_line,
-    plural,
 )
 from ditkit_core.diagnostics.rendering import element, html_page, html_table, json_text
+from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.io.console import say
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import CHECKS

@@ -22,9 +22,9 @@ from ditkit_core.diagnostics.doctor.findings import (
     FileRow,
     Finding,
     listed,
-    plural,
 )
 from ditkit_core.diagnostics.doctor.media import WindowLook
+from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
 

@@ -33,10 +33,11 @@ from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import MetaModel, check_item, check_items
 from ditkit_core.training.checkpoint import latest, load_state, save_state
 from ditkit_core.training.config import SaveConfig
+from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.tensor_stats import StatsRecorder
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
+from ditkit_core.training.train_step import StepContext, training_step
 
 STEPS = 2
 LARGEST_SAVE_BYTES = 4 * 2**30

@@ -180,9 +180,8 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
         for name, value in row.items():
             if isinstance(value, str):
                 texts[name] = (step, value)
-            elif (
-                isinstance(value, int | float) and abs(value) <= sys.float_info.max
-            ):  # an int may be larger than any float
+            # An int may be larger than any float.
+            elif isinstance(value, int | float) and abs(value) <= sys.float_info.max:
                 steps, values = points.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(float(value))

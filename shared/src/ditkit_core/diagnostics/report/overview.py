@@ -8,7 +8,7 @@ from typing import Any
 from ditkit_core.config.sizes import GIB
 from ditkit_core.diagnostics.rendering import Html, element
 from ditkit_core.diagnostics.report.data import Section, mappings
-from ditkit_core.diagnostics.report.words import Verdict, counted, format_duration, format_number, judge_change
+from ditkit_core.diagnostics.report.words import Verdict, format_duration, format_number, judge_change, plural
 
 
 def overview(section: Section) -> Html:
@@ -95,7 +95,7 @@ def _data(section: Section) -> list[str]:
         parts += [f"{fps:g} fps"] if isinstance(fps := data.get("fps"), int | float) else []
     held_out, excluded = data.get("held_out"), data.get("num_excluded")
     return _said(
-        counted(data["samples"], "clip" if of_clips else "image") if "samples" in data else "",
+        plural(data["samples"], "clip" if of_clips else "image") if "samples" in data else "",
         f"folder {folder}" if folder else "",
         ", ".join(parts),
         f"{data['masks']} with loss masks (weight {config.get('train.mask_weight', 0):g} outside)"
@@ -112,9 +112,9 @@ def _training(section: Section) -> list[str]:
     samples = batch * times if isinstance(batch, int) and isinstance(times, int) else 0
     per_step = fmean(seconds.values) if seconds else 0.0
     return _said(
-        counted(section.step, "step"),
+        plural(section.step, "step"),
         f"learning rate {lr:g}{_other_rates(config)}, {config.get('optim.name')}" if isinstance(lr, float) else "",
-        f"{counted(samples, 'sample')} per step" if samples and not config.get("train.batch_tokens") else "",
+        f"{plural(samples, 'sample')} per step" if samples and not config.get("train.batch_tokens") else "",
         f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step" if seconds else "",
     )
 

@@ -9,9 +9,10 @@ def format_number(value: float) -> str:
     return f"{float(f'{value:.3g}'):.10g}" if abs(value) < 1e9 else f"{value:.2e}"
 
 
-def counted(count: object, noun: str) -> str:
-    """A number of things: `1 step`, `2 steps`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def plural(count: object, noun: str) -> str:
+    """A number with its noun: `1 sample`, `2 samples`, `2 micro-batches`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending * (count != 1)}"
 
 
 def format_duration(seconds: float) -> str:

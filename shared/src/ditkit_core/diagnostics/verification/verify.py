@@ -53,7 +53,9 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
                     result = _copied(folder, export, about)
                     if result is None:
                         if adapted is None and not export.is_whole:
-                            adapted = _model(run)
+                            # The run's base with an adapter on it, whose values are still to be loaded.
+                            parts = run.config.model, run.config.adapter, run.config.base
+                            adapted = read_at_use(run.spec, *parts, component=run.component)
                         result = _compared(run, folder, export, about, adapted)
             except UserError as error:
                 if is_left(folder, export):
@@ -63,12 +65,6 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
             write_result(folder, export, result)
     if failure is not None:
         raise failure
-
-
-def _model(run: RunContext) -> LoadedModel:
-    """The run's base with an adapter on it, whose values are still to be loaded."""
-    config = run.config
-    return read_at_use(run.spec, config.model, config.adapter, config.base, component=run.component)
 
 
 def _copied(folder: RunFolder, export: Exported, about: Result) -> Result | None:

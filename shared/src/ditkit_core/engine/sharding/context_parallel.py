@@ -24,7 +24,8 @@ class ContextParallel:
         fields = self.streams.fields(carry)
         length = {names[0]: _at(carry, path).shape[1] for path, names in fields.items() if len(names) == 1}
         lengths = tuple(length[name] for name in self.streams.names)
-        exchange = TokenExchange(self.ranks, self.streams.attention, lengths)
+        inputs = {layer: tuple(length[name] for name in names) for layer, names in self.streams.inputs.items()}
+        exchange = TokenExchange(self.ranks, self.streams.attention, lengths, inputs)
         for path, names in fields.items():
             carry = _with(carry, path, exchange.own(_at(carry, path), [length[name] for name in names]))
         return carry, exchange

@@ -1,6 +1,6 @@
 """Divides the rows of a model's parameters over ranks, before or after it has values.
 
-A model on `meta` is divided first, and then each rank reads its own rows (`weights/load.py: RowReader`): no host ever has the whole model.
+A model on `meta` is divided first, and then each rank reads its own rows (`weights/rows.py: RowReader`): no host ever has the whole model.
 """
 
 from collections.abc import Mapping
@@ -34,6 +34,7 @@ class Division:
         paths: The model's own name of each trained parameter.
         replicas: How often the divided model is there.
         group: The ranks that divide it.
+        ranks: All of them.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Division:
             self._set_grad_dtype(parameter)  # before FSDP2 takes over: it casts the sum over ranks to this dtype
         self.replicas = ranks.size // ranks.shard
         mesh = mesh_of(device.type, self.replicas, ranks.shard)
-        self._model, self._ranks, self.group = model, ranks, mesh.get_group("shard")
+        self._model, self.ranks, self.group = model, ranks, mesh.get_group("shard")
         self._mesh = mesh if self.replicas > 1 else mesh["shard"]
         self._whole = [
             names[id(parameter)] for parameter in divide(model, precision, self._mesh, sum_over=ranks.context)
@@ -90,7 +91,7 @@ class Division:
 
     def rows_each(self, parameter: Tensor) -> int:
         """How many rows of a parameter each rank has, but for the last ones that have any."""
-        return -(-len(parameter) // self._ranks.shard)
+        return -(-len(parameter) // self.ranks.shard)
 
     def rows(self, parameter: Tensor | None) -> range | None:
         """The rows of a parameter that this rank has; None if it has all, or it is no parameter."""
@@ -98,6 +99,12 @@ class Division:
             return None
         first, number, _ = self.rows_of(parameter)
         return range(first, first + number)
+
+    @staticmethod
+    def own(parameter: Tensor) -> Tensor:
+        """The values of a parameter that this rank has: those of its rows, or all."""
+        own: Tensor = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+        return own
 
     def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
         """Give a divided parameter its rows."""
@@ -121,7 +128,15 @@ class Division:
         """All `count` rows of values of which this rank has those from the first on; each rank calls it for the same."""
         found = values.new_zeros(count, *values.shape[1:])
         found[first : first + len(values)] = values
-        return self._ranks.all_reduce(found, self.group)
+        return self.ranks.all_reduce(found, self.group)
+
+    def reads(self, place: int) -> bool:
+        """Whether this is the rank that reads what is at a place of a file, where the ranks read in turn."""
+        return place % self.ranks.shard == distributed().get_rank(self.group)
+
+    def share(self, values: Tensor, place: int) -> Tensor:
+        """Send values from the rank that reads this place to the others, which receive them into theirs."""
+        return self.ranks.broadcast(values, place % self.ranks.shard, self.group)
 
 
 def mesh_of(kind: str, replicas: int, shard: int) -> DeviceMesh:

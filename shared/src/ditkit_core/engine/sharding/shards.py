@@ -118,6 +118,15 @@ class Shards:
         """Free what a step that failed left."""
         self._root.zero_grad(set_to_none=True)
 
+    def not_finite(self) -> set[str]:
+        """The model's own names of its weights that have a value on any rank that is not finite."""
+        own = []
+        for path, weight in self._weights.items():
+            values = self._division.own(weight)
+            if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
+                own.append(path)
+        return {path for each in self._ranks.all_gather_object(own) for path in each}
+
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norm of all gradients together, from the local ones by name."""
         squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float64)).square()

@@ -23,19 +23,12 @@ def profile_of_rank(whole: Profile, layout: RankLayout, reduction: torch.dtype =
         layout: The ranks.
         reduction: Dtype in which gradients are added up over ranks.
     """
-
     if layout.shard == 1:
         return whole
-    made: dict[StageCost, StageCost] = {}
-    for stage in (whole.embed, *whole.blocks, whole.head):
-        if stage not in made:
-            made[stage] = _dividing_weights(stage, layout.shard, reduction.itemsize / torch.float32.itemsize)
-    return replace(
-        whole,
-        embed=made[whole.embed],
-        blocks=tuple(made[block] for block in whole.blocks),
-        head=made[whole.head],
-    )
+    ratio = reduction.itemsize / torch.float32.itemsize
+    made = {stage: _dividing_weights(stage, layout.shard, ratio) for stage in dict.fromkeys(whole.stages)}
+    blocks = tuple(made[block] for block in whole.blocks)
+    return replace(whole, embed=made[whole.embed], blocks=blocks, head=made[whole.head])
 
 
 def work_of_rank(work: Workload, layout: RankLayout, *, adapts: bool) -> Workload:

@@ -56,11 +56,8 @@ class RankLayout:
         parts = [f"{self.size} ranks on {machines}"]
         groups = self.size // self.shard
         if self.shard > 1:
-            parts.append(
-                f"every {self.shard} of them divide the model, repeated {groups} times"
-                if groups > 1
-                else "which divide the model"
-            )
+            several = f"every {self.shard} of them divide the model, repeated {groups} times"
+            parts.append(several if groups > 1 else "which divide the model")
         elif self.context == 1:
             parts.append("each with the whole model")
         if self.context > 1:
@@ -81,6 +78,10 @@ def layout_of(config: RunConfig, num_gpus: int, launch: PlannedLaunch) -> RankLa
     """
     shard, context = config.ranks.shard, config.ranks.context
     if not launch.nproc and launch.nodes == 1 and shard == context == 1:
+        if launch.link:
+            raise UserError(
+                f"--link {launch.link} is between ranks, and this plan is of one process; add --nproc N, or leave it out"
+            )
         return None
     if launch.nproc < 0 or launch.nodes < 1:
         raise UserError(f"--nproc {launch.nproc} and --nodes {launch.nodes} must be at least 1")

@@ -38,7 +38,7 @@ class RecordedRanks(Ranks):
         self.moves.append(Move(False, source))
         return buffer
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor, source: int = 0, group: Any = None) -> Tensor:
         """The sum of all gradients."""
         self.moves.append(Move(self.is_first, -1))
         return tensor

@@ -10,11 +10,7 @@ from ditkit_core.planner.ranks.divided import work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.links import Route
 from ditkit_core.planner.ranks.replicas import replica_sums
-from ditkit_core.planner.step_time import (
-    compute_time,
-    step_seconds,
-    streaming_time,
-)
+from ditkit_core.planner.step_time import compute_time, step_seconds, streaming_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,30 +71,24 @@ class RankStep:
     """The slowest; None if no rate is known."""
 
     @property
-    def stages(self) -> Sequence[StageCost]:
-        """Embedding, blocks, head."""
-        return (self.profile.embed, *self.profile.blocks, self.profile.head)
-
-    @property
     def own_work(self) -> Workload:
         """The part of the fullest rank."""
         return work_of_rank(self.work, self.layout, adapts=self._adapts)
 
-    def plan(self, routes: Sequence[Route], host: int = 0, *, reads_whole: bool = False) -> RanksPlan:
+    def plan(self, routes: Sequence[Route], host: int = 0) -> RanksPlan:
         """Bytes, and times over these links.
 
         Args:
             routes: The links.
             host: A rank's page-locked memory.
-            reads_whole: Whether each rank reads all weights before it keeps its rows.
         """
-        tensors = [rows.number * rows.bytes_each for stage in self.stages for rows in stage.rows]
+        tensors = [rows.number * rows.bytes_each for stage in self.profile.stages for rows in stage.rows]
         return RanksPlan(
             layout=self.layout,
             micro_batches=self.work.micro_batches,
             host_of_machine=self.layout.nproc * host,
             saving=self._saving,
-            loading=(sum(tensors) if reads_whole else max(tensors, default=0)) if self.layout.shard > 1 else 0,
+            loading=max(tensors, default=0) if self.layout.shard > 1 else 0,
             sent={name: each.sent for name, each in self._exchanges(routes[0]).items()},
             times=tuple(map(self._time, routes)),
         )
@@ -108,7 +98,7 @@ class RankStep:
         """A copy of what a rank writes: its rows of weights, optimizer state and average, which it shares with their replicas."""
         if self.layout.shard == 1 or self._adapts:
             return 0
-        own = sum(stage.adapters + stage.optimizer + stage.average for stage in self.stages)
+        own = sum(stage.adapters + stage.optimizer + stage.average for stage in self.profile.stages)
         return own * self.layout.shard // self.layout.size
 
     @property
@@ -120,7 +110,7 @@ class RankStep:
         exposed, step, efficiency = sum(each.exposed for each in exchanges), None, None
         if self.gpu is not None:
             work = self.own_work
-            own = step_seconds(self.profile, self.division, [self.gpu], work).seconds
+            own = step_seconds(self.profile, self.division, [self.gpu], work)
             step = own + exposed
             # Of a step's samples each rank computes a part; those that share one compute a part of it.
             efficiency = (
@@ -142,7 +132,7 @@ class RankStep:
     def _of_replicas(self, route: Route) -> dict[str, _Traffic]:
         """Whole gradients, after the last backward: first of the ranks that share samples, then of all."""
         context, size = self.layout.context, self.layout.size
-        num_bytes, found = sum(stage.gradients for stage in self.stages), dict[str, _Traffic]()
+        num_bytes, found = sum(stage.gradients for stage in self.profile.stages), dict[str, _Traffic]()
         if context > 1:
             sent = 2 * num_bytes * (context - 1) // context
             seconds = sent / route.gathered(context)
@@ -171,7 +161,7 @@ class RankStep:
         gathered_ends = sum(stage.gathered for stage in ends)
         gathered_blocks = sum(block.gathered for block in blocks)
         gathers = (gathered_ends + 2 * gathered_blocks) * part * micro_batches
-        reduced = sum(stage.reduced for stage in self.stages)
+        reduced = sum(stage.reduced for stage in self.profile.stages)
         # Of exchanges that arithmetic may hide: the same timeline as of streamed weights, whose copies run ahead by a block.
         forward = self._exposed(True, [block.gathered * part / rate for block in blocks])
         gather = [block.gathered * part / rate for block in blocks]
@@ -188,16 +178,17 @@ class RankStep:
         }
         if repeated > 1:
             sent = reduced * twice * sums
-            found["gradients, of repeated ranks"] = _Traffic(
-                int(sent), sent / across, 0.0
-            )  # the time is in the row before
+            # The time that nothing hides is in the row before.
+            found["gradients, of repeated ranks"] = _Traffic(int(sent), sent / across, 0.0)
         return found
 
     def _of_tokens(self, route: Route) -> dict[str, _Traffic]:
         """Tokens of ranks that share samples: those of attention, and all of them before the head. Nothing hides them."""
         if self.layout.context == 1:
             return {}
-        sent = self.own_work.micro_batches * sum(stage.sent_forward + stage.sent_backward for stage in self.stages)
+        sent = self.own_work.micro_batches * sum(
+            stage.sent_forward + stage.sent_backward for stage in self.profile.stages
+        )
         seconds = sent / route.gathered(self.layout.context)
         return {"tokens of shared samples": _Traffic(sent, seconds, seconds)}
 

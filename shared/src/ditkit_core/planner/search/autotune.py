@@ -11,15 +11,17 @@ If no settings fit, `levers` lists changes of the run itself, or of the GPUs. Ea
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
 from ditkit_core.config.sizes import GIB
+from ditkit_core.errors import UserError
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import GPU, of_size
-from ditkit_core.planner.memory import Partition, StageCost
+from ditkit_core.planner.memory import Partition, StageCost, compose, mixed
 from ditkit_core.planner.search.partition_search import PRICE, Candidate, FitTask, Search
-from ditkit_core.planner.search.schedule_search import ScheduleSearch
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.run.config import RunConfig
 
@@ -47,18 +49,14 @@ class Fit:
     """None if nothing fits."""
     others: dict[str, Candidate]
     """Other settings that fit, by their advantage."""
-    passed_over: tuple[str, ...] = ()
-    """Quantizations that were not tried, because an exact setting is fast enough."""
 
 
 def fit(task: FitTask) -> Fit:
     """Find the settings that fit and slow the run down least, prices of quantization included."""
     found: list[Candidate] = []
-    passed_over: list[str] = []
     for quantize in task.quantizations:
         # No quantized setting is faster than its arithmetic alone. If that loses with its price, skip its profiles, which take seconds each.
         if found and min(each.score for each in found) <= shortest_seconds(task) * PRICE[quantize]:
-            passed_over.append(quantize)
             continue
         for policy in _policies(task, quantize):
             # Sorted by memory, so if this policy does not fit, no later one does.
@@ -69,7 +67,6 @@ def fit(task: FitTask) -> Fit:
         found += scheduled(task, found)
     if not found:
         # Now everything is tried, whatever its price.
-        passed_over.clear()
         # Sorted from exact to coarse, so the first quantization that fits is the most exact.
         found = next(filter(None, ([*candidates(task, SMALLEST, quantize)] for quantize in task.quantizations)), [])
     if not found:
@@ -78,13 +75,15 @@ def fit(task: FitTask) -> Fit:
     limit = fastest.score * (1 + HARDLY_LONGER)
     about_as_fast = [each for each in found if each.score <= limit]
     # A plan may be off by a few percent, so settings with room to spare win over equally fast full ones.
-    roomy = [each for each in map(_with_room, about_as_fast) if each is not None and each.score <= limit]
+    roomy = [
+        each for each in (like.within(1 - ROOM) for like in about_as_fast) if each is not None and each.score <= limit
+    ]
     chosen = _evened_out(_least_effort(roomy or about_as_fast), limit)
     exact = [each for each in found if each.setting.quantize == "none"]
     others = {
         **({"fastest with exact weights": min(exact, key=_rank)} if exact else {}),
         "least memory": _smallest(found),
-        "fastest": min(found, key=lambda each: (each.time.seconds, *_rank(each))),
+        "fastest": min(found, key=lambda each: (each.seconds, *_rank(each))),
     }
     # Others are printed for comparison: one that differs only in its split points is no choice.
     known = {(chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap)}
@@ -93,7 +92,7 @@ def fit(task: FitTask) -> Fit:
         if key in known or each.setting == fastest.setting:
             del others[name]
         known.add(key)
-    return Fit(chosen=chosen, others=others, passed_over=tuple(passed_over))
+    return Fit(chosen=chosen, others=others)
 
 
 def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
@@ -108,10 +107,40 @@ def scheduled(task: FitTask, found: Sequence[Candidate]) -> list[Candidate]:
     tried: dict[Any, Candidate] = {}
     for each in found:
         key = (each.setting.gpus, each.division, each.setting.pipelined, each.setting.quantize)
-        if key not in tried or each.time.seconds < tried[key].time.seconds:
+        if key not in tried or each.seconds < tried[key].seconds:
             tried[key] = each
-    made = [(each, ScheduleSearch(task, each).fastest(each.setting.gpus)) for each in tried.values()]
-    return [each for like, each in made if each is not None and each.time.seconds < like.time.seconds]
+    made = [(each, fastest_schedule(task, each)) for each in tried.values()]
+    return [each for like, each in made if each is not None and each.seconds < like.seconds]
+
+
+def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Candidate | None:
+    """Give each block the policy that recomputes least within the memory that a division leaves free; None if none fits.
+
+    Args:
+        task: The step.
+        like: Settings with one policy, whose division and formats are used.
+        share: Largest share of each GPU's available memory to use.
+    """
+    setting = like.setting
+    gpus = [task.gpus[i] for i in setting.gpus]
+    budgets = [gpu.budget for gpu in gpus]
+    work = replace(task.work, pipelined=setting.pipelined, quantize=setting.quantize)
+    profile_of = cache(lambda policy: task.profile_of(str(policy), setting.quantize))
+    limits = tuple(replace(each, total=int(each.available * share), reserve=0) for each in budgets)
+    problem = BudgetTask(profile_of=profile_of, division=like.division, budgets=limits, work=work, can_offload=False)
+    try:
+        choice = choose(problem)
+    except UserError:
+        return None
+    profile = mixed([profile_of(policy) for policy in choice.policies])
+    found = replace(
+        like,
+        setting=replace(setting, policy=str(choice.schedule)),
+        plan=compose(profile, like.division, budgets, work),
+        seconds=step_seconds(profile, like.division, gpus, work),
+        within=partial(fastest_schedule, task, like),
+    )
+    return found if task.host is None or found.host <= task.host else None
 
 
 def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
@@ -155,13 +184,8 @@ def shortest_seconds(task: FitTask) -> float:
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
     whole = Partition(devices=(0,) * len(profile.blocks))
     work = replace(task.work, pipelined=False, quantize="none")
-    fastest = min(step_seconds(profile, whole, [gpu], work).seconds for gpu in task.gpus)
+    fastest = min(step_seconds(profile, whole, [gpu], work) for gpu in task.gpus)
     return fastest / (len(task.gpus) if task.work.micro_batches > 1 else 1)
-
-
-def _with_room(candidate: Candidate) -> Candidate | None:
-    """The fastest split that leaves `ROOM` free, with the candidate's other settings."""
-    return candidate.search.fastest(candidate.setting.gpus, 1 - ROOM)
 
 
 def _evened_out(best: Candidate, limit: float) -> Candidate:
@@ -182,7 +206,7 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
     low = 0.0
     for _ in range(8):
         share = (low + best.fullness) / 2
-        found = best.search.fastest(best.setting.gpus, share)
+        found = best.within(share)
         if found is not None and accepted(found):
             best = found
         else:
@@ -284,8 +308,12 @@ def _batches(config: RunConfig) -> Iterator[_Changed]:
 
 
 def _frames(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
-    now, step = config.data.frames, spec.data.frame_step
-    if step and now > 1:
+    now, step, buckets = config.data.frames, spec.data.frame_step, sorted(config.data.frame_buckets)
+    for count in range(len(buckets) - 1, 0, -1):
+        kept = tuple(buckets[:count])
+        words = f"data.frame_buckets = {list(kept)} (now {buckets})"
+        yield words, 1 - kept[-1] / now, "data", {"frames": kept[-1], "frame_buckets": kept}
+    if step and now > 1 and not buckets:
         for frames in dict.fromkeys(1 + int((now - 1) * share) // step * step for share in (0.8, 0.65, 0.5, 0.3)):
             if 1 < frames < now:
                 yield f"data.frames = {frames} (now {now})", 1 - frames / now, "data", {"frames": frames}

@@ -7,9 +7,9 @@ and dynamic programming combines the spans.
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import (
@@ -24,7 +24,7 @@ from ditkit_core.planner.memory import (
     on_host,
 )
 from ditkit_core.planner.partition import least_full, streamed_of
-from ditkit_core.planner.step_time import StageTime, StepTime, crossing_time, sending, span_time, step_time
+from ditkit_core.planner.step_time import StageTime, crossing_time, sending, span_time, step_time
 from ditkit_core.planner.step_time import step_seconds as seconds_of
 
 PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
@@ -84,16 +84,17 @@ class Candidate:
     division: Partition
     plan: tuple[DevicePlan, ...]
     """One for each GPU used."""
-    time: StepTime
+    seconds: float
+    """Of a step."""
     weights_on_host: int
     """Bytes of the weights that stay on the host."""
-    search: "SearchOfDivision" = field(repr=False)
-    """The search that found it."""
+    within: Callable[[float], "Candidate | None"] = field(repr=False, compare=False)
+    """Finds the fastest such settings within a share of each GPU's available memory; None if none fit."""
 
     @property
     def score(self) -> float:
         """Seconds, times the price of the weights' format."""
-        return self.time.seconds * PRICE[self.setting.quantize]
+        return self.seconds * PRICE[self.setting.quantize]
 
     @property
     def fullness(self) -> float:
@@ -128,13 +129,6 @@ class _Way(NamedTuple):
 
 Judge = Callable[[GPU, int, int], SearchedSpan | None]
 """The blocks from start to before end on a GPU, with the fewest of them streamed; None if they do not fit."""
-
-
-class SearchOfDivision(Protocol):
-    """What found a candidate, and finds it again within less memory."""
-
-    def fastest(self, chosen: tuple[int, ...], share: float = 1.0) -> Candidate | None:
-        """The fastest settings for the chosen GPUs; None if none fit within this share of their available memory."""
 
 
 class Search:
@@ -187,9 +181,9 @@ class Search:
             ),
             division=division,
             plan=compose(profile, division, [gpu.budget for gpu in gpus], work),
-            time=seconds_of(profile, division, gpus, work),
+            seconds=seconds_of(profile, division, gpus, work),
             weights_on_host=on_host(profile, division.streamed),
-            search=self,
+            within=partial(self.fastest, chosen),
         )
 
     def least_host(self, chosen: tuple[int, ...]) -> int | None:
@@ -224,7 +218,7 @@ class Search:
 
         def seconds(spans: Sequence[SearchedSpan]) -> int:
             split_points = [span.start for span in spans[1:]]
-            return step_time(sending(self._profile, [span.time for span in spans], split_points, gpus), self._work)[0]
+            return step_time(sending(self._profile, [span.time for span in spans], split_points, gpus), self._work)
 
         return min(ways, key=seconds)
 

@@ -160,8 +160,8 @@ def _fit(task: FitTask) -> Fit:
 def _better(best: Candidate, others: Iterator[tuple[Level, FitTask]]) -> Iterator[tuple[Level, Candidate]]:
     """The first later level that is faster or needs less host memory: those behind it are not planned."""
     for level, task in others:
-        one = min(candidates(task, _QUICK, "none"), key=lambda each: each.time.seconds, default=None)
-        if one is not None and (one.time.seconds <= _FASTER * best.time.seconds or one.host < _LESS_HOST * best.host):
+        one = min(candidates(task, _QUICK, "none"), key=lambda each: each.seconds, default=None)
+        if one is not None and (one.seconds <= _FASTER * best.seconds or one.host < _LESS_HOST * best.host):
             yield level, one
             return
 
@@ -175,5 +175,4 @@ def _cannot_fit(task: FitTask) -> bool:
 
 def state_bytes(profile: Profile) -> int:
     """Bytes of what a full fine-tune keeps of its weights: values, gradients, optimizer state and average."""
-    stages = (profile.embed, *profile.blocks, profile.head)
-    return sum(each.weights + each.adapters + each.gradients + each.optimizer + each.average for each in stages)
+    return sum(each.weights + each.adapters + each.gradients + each.optimizer + each.average for each in profile.stages)

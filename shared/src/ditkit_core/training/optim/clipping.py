@@ -95,10 +95,16 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of several tensors from their norms, scalars on any devices; on the device of the first."""
-    first = norms[0]
-    joined = torch.zeros(len(norms), device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
-    for chosen in _by_device(norms).values():
+    """The norm of several tensors from their norms, scalars on any devices; on the device of the first.
+
+    Nothing is sent from the host if all are on one device: a GPU would be waited for, with `train.clip_by = block` once for each block.
+    """
+    first, places = norms[0], _by_device(norms)
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    if len(places) == 1:
+        return torch.linalg.vector_norm(torch.stack(list(norms)).to(dtype))
+    joined = torch.zeros(len(norms), device=first.device, dtype=dtype)
+    for chosen in places.values():
         found = torch.stack([norms[place] for place in chosen])  # one transfer from each device
         joined[torch.tensor(chosen, device="cpu").to(joined.device)] = found.to(joined)
     return torch.linalg.vector_norm(joined)

@@ -1,0 +1,23 @@
+"""The norm of several gradients."""
+
+import pytest
+import torch
+
+from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, on_host
+from ditkit_core.training.optim.clipping import joined_norm
+
+HOST, ONE, TWO = (torch.device(name) for name in ("cpu", "cpu:1", "cpu:2"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_on_one_device_are_joined_there(dtype: torch.dtype) -> None:
+    """With the same bits on any devices; from the host nothing is sent, for which a GPU would be waited for."""
+    norms = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=dtype).abs()
+    expected = joined_norm(list(norms))
+    assert expected.dtype == dtype and float(expected) == pytest.approx(float(norms.double().norm()))
+    with PretendDevices():
+        there, apart = norms.to(ONE), [norm.to(TWO if place % 3 else ONE) for place, norm in enumerate(norms)]
+        with CountCrossings() as crossings:
+            found = joined_norm(list(there))
+        assert not crossings.copies and found.device == ONE
+        assert torch.equal(on_host(found), expected) and torch.equal(on_host(joined_norm(apart)), expected)

@@ -1,0 +1,178 @@
+"""The parts of tools/gpu_truth.py that time steps: against diffusers', with streamed blocks, and of a small model."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bench_step
+from device_clock import (
+    busy_and_span,
+    by_kind,
+    interleaved,
+    launches,
+    mebibytes,
+    milliseconds,
+    peak_bytes,
+    seconds,
+    unless_out_of_memory,
+)
+from ditkit_core.adapters.inject import initialise, inject
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.pinned_memory import PinnedPool, host_memory
+from ditkit_core.errors import UserError
+from ditkit_core.models.precision import Precision, PrecisionConfig, set_precision
+from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.testing.world import ADAPTERS, outcome
+from ditkit_core.weights.quantize import check_compute_on
+from gpu_late import swapped
+
+Rows = Iterator[dict[str, Any]]
+Steps = Mapping[str, Callable[[], Tensor]]
+GIB = 2**30
+
+
+def speed(device: torch.device, tiny: bool) -> Rows:
+    """Medians of interleaved steps of ours and of diffusers', and one step of each by kinds of kernels.
+
+    What has to be compiled first, and what changes the model, is timed with ours again, after the rows of the others are written.
+    """
+    on_gpu, dtype = device.type == "cuda", torch.bfloat16
+    given = ["--device", str(device), *(["--tiny"] if tiny else ["--repeats", "5"])]
+    args = bench_step.configured([*given, "--dtype", "bf16"])
+    pair = bench_step.wan_pair(args, dtype)
+    eager = bench_step.steps_of(args, pair, dtype)
+    default, fast = (PrecisionConfig(preset=preset).precision(dtype, {}) for preset in ("default", "fast"))
+
+    def under(precision: Any, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            set_precision(pair.ours, precision)
+            try:
+                return step()
+            finally:
+                set_precision(pair.ours, default)
+
+        return run
+
+    steps = {
+        "ours": eager.ours, "ours, fast": under(fast, eager.ours), "diffusers": eager.theirs,
+        "diffusers in autocast": eager.autocast,
+    }  # fmt: skip
+    kernels = bench_step.steps_of(args, pair, dtype, kernels="triton" if on_gpu else "torch").ours
+    if on_gpu:
+        steps["ours, kernels"] = kernels
+    yield from _timed(steps, args.repeats, device)
+    if not tiny:
+        compiled = bench_step.steps_of(args, pair, dtype, compile=True).ours
+        yield from _timed({"ours again": eager.ours, "ours, compiled": compiled}, args.repeats, device)
+    for kind in ("int8", "fp8"):
+        try:
+            check_compute_on(kind, [device])
+        except UserError as error:
+            yield {"name": f"ours, {kind}", "value": str(error)}
+            continue
+        with bench_step.computed_in(pair.ours, kind):
+            both = {f"ours, {kind}": eager.ours, f"ours, {kind}, kernels": kernels}
+            yield from _timed(both, args.repeats, device)
+
+
+def _timed(steps: Steps, repeats: int, device: torch.device) -> Rows:
+    found = bench_step.measured(steps, repeats, device)
+    first = next(iter(found.values())).seconds
+    for name, row in found.items():
+        ratio = None if row.seconds is None or first is None else row.seconds / first
+        times = {"seconds": row.seconds, "of the first": ratio}
+        yield {"name": name, **times, "peak": mebibytes(row.peak), "loss": row.loss}
+    for name, step in steps.items():
+        if found[name].seconds is None:
+            continue
+        made = launches(step, device)
+        (number, taken), (busy, span) = by_kind(made), busy_and_span(made)
+        kinds = {kind: f"{number[kind]} in {taken[kind] / 1e3:.1f} ms" for kind in number}
+        yield {"name": f"{name}: kernels", **kinds, "gaps": f"{(span - busy) / 1e3:.1f} of {span / 1e3:.1f} ms"}
+
+
+def streaming(device: torch.device, tiny: bool) -> Rows:
+    """Time of page-locking and copying, and how much of the copies a step hides."""
+    on_gpu, size = device.type == "cuda", 2**20 if tiny else GIB
+    pages, memory = PinnedPool(argparse.Namespace()), host_memory(size, device)
+    memory.zero_()
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    if on_gpu:
+        start = time.perf_counter()
+        pages.lock(memory, device)
+        yield {"name": "page-locking a GiB", "seconds": time.perf_counter() - start, "ok": pages.all_locked}
+    copying = statistics.median(interleaved([lambda: there.copy_(memory, non_blocking=True)], 5, device)[0])
+    yield {"name": "host to device", "GB/s": size / copying / 1e9}
+    back = statistics.median(interleaved([lambda: memory.copy_(there, non_blocking=True)], 5, device)[0])
+    yield {"name": "device to host", "GB/s": size / back / 1e9}
+    if on_gpu:
+        pages.unlock([memory])
+    # 12 blocks of Wan 14B's width are 7 GB.
+    blocks = 12 if _has(device, 32 * GIB) else 4
+    arch = ToyArch(depth=3) if tiny else ToyArch(depth=blocks, dim=5120, heads=40)
+    items = toy_items(2) if tiny else [{**item, "latents": torch.randn(4, 2, 64, 64)} for item in toy_items(2)]
+    times, moved = [], 0
+    for swap in (False, True):
+        model = _toy_on(device, arch)
+        streamer = swapped(model, device) if swap else None
+        if streamer is not None:
+            moved = 2 * streamer.num_bytes
+        engine = BlockEngine(policy="full", hooks=() if streamer is None else (streamer,))
+        step = partial(outcome, TOY, model, items, engine)
+        step()
+        times.append(min(seconds(step, device) for _ in range(3)))
+        del model, step, streamer, engine
+    resident, streamed = times
+    hidden = 1 - max(0.0, streamed - resident) / (moved * copying / size)
+    row = {"resident": milliseconds(resident), "streamed": milliseconds(streamed), "share of copies hidden": hidden}
+    yield {"name": f"a step that streams {moved / GIB:.2f} GiB", **row}
+
+
+def _toy_on(device: torch.device, arch: ToyArch) -> Any:
+    """A toy with a LoRA, made on the device: a CPU would be busy with its random weights for longer than the part may take."""
+    adapter = ADAPTERS["lora"]
+    assert adapter is not None
+    with device:
+        model: Any = TOY.architecture.build(arch, Precision(matmul=torch.bfloat16)).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if not TOY.precision.keep_fp32(name):
+            parameter.data = parameter.data.bfloat16()
+    inject(model, adapter, TOY.adapters.targets)
+    initialise(model, 0, device_of=lambda name: device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # whoever streams the blocks expects weights that are there
+    return model.train()
+
+
+def _has(device: torch.device, num_bytes: int) -> bool:
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[1] >= num_bytes
+
+
+def klein(device: torch.device, tiny: bool) -> Rows:
+    """A step of a small model, which the host may not feed fast enough: launches, and the time between kernels."""
+    # Both models are made in fp32: 20 single and 10 double blocks take 32 GB then.
+    blocks = 20 if _has(device, 44 * GIB) else 8
+    for tokens in (64,) if tiny else (1024, 4096):
+        given = ["--device", str(device), "--model", "flux2", "--dtype", "bf16", "--tokens", str(tokens)]
+        given += ["--tiny"] if tiny else ["--width", "3072", "--blocks", str(blocks)]
+        args = bench_step.configured(given)
+        pair = unless_out_of_memory(lambda args=args: bench_step.flux2_pair(args, torch.bfloat16))
+        if pair is None:
+            yield {"name": f"{tokens} tokens", "value": "out of memory", "ok": False}
+            continue
+        steps = bench_step.steps_of(args, pair, torch.bfloat16)
+        for name, step in (("ours", steps.ours), ("diffusers", steps.autocast)):
+            step()
+            taken, made = min(seconds(step, device) for _ in range(2 if tiny else 5)), launches(step, device)
+            busy, span = busy_and_span(made)
+            yield {
+                "name": f"{name}, {pair.shape}", "step": milliseconds(taken), "launches": len(made),
+                "busy": f"{busy / max(span, 1e-9):.0%}", "peak": mebibytes(peak_bytes(step, device)),
+            }  # fmt: skip
+        del pair, steps, step
