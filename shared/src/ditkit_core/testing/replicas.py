@@ -4,8 +4,10 @@ The script imports everything once, and forks the ranks of every world: a proces
 costs seconds of imports. What a case writes is compared by the tests, in their own process.
 """
 
+import faulthandler
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -230,7 +232,7 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
     """The results of the work in `num` processes that are forked from this one and connected by gloo.
 
     Raises:
-        AssertionError: If one fails; what it printed is in the output of this process.
+        AssertionError: If one fails, with the end of what each printed.
     """
     folder.mkdir(parents=True)
     context = multiprocessing.get_context("fork")
@@ -242,11 +244,21 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    assert not any(codes) and None not in codes, f"{num} ranks ended with {codes}"
+    if any(codes) or None in codes:
+        said = (f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-2000:]}" for rank in range(num))
+        raise AssertionError("\n".join([f"{num} ranks ended with {codes}", *said]))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num)]
 
 
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.log"
+
+
 def _rank(rank: int, num: int, work: Callable[[Ranks], Any], folder: Path) -> None:
+    output = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    faulthandler.enable()  # where it is, if C++ aborts
     with joined(rank, num, folder) if num > 1 else nullcontext():
         found = work(CountedRanks(rank, num) if num > 1 else Ranks())
         (folder / f"{rank}.json").write_text(json.dumps(found))
