@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ditkit_core.commands.options import OPTIONS, SampleOptions, TrainOptions
 from ditkit_core.config.cli_args import CommonOptions, read_flags
-from ditkit_core.config.foreign_words import FOREIGN_WORDS
+from ditkit_core.config.foreign_words import FOREIGN_VALUES, FOREIGN_WORDS
 from ditkit_core.config.help import format_help
 from ditkit_core.config.schema import config_fields
+from ditkit_core.config.toml import read_config_file
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
 
@@ -76,6 +78,37 @@ def test_words_of_other_trainers_mean_a_key_of_ours_or_say_what_there_is() -> No
         if word not in {key.partition(".")[2] for key in known}:
             message = refusal(lambda word=word: read_flags([f"--network.{word}", "1"], RunConfig, TrainOptions))
             assert message.endswith(f"; did you mean --{ours}?" if ours in known else f"; {ours}")
+
+
+def test_values_of_other_trainers_are_answered_with_keys_and_values_of_ours() -> None:
+    for key, hints in FOREIGN_VALUES.items():
+        for word, hint in hints.items():
+            message = refusal(
+                lambda key=key, word=word: read_flags([f"--{key}", word.upper()], RunConfig, TrainOptions)
+            )
+            assert message.endswith(f'not "{word.upper()}"; {hint}')
+            for ours, value in re.findall(r"(\w+\.\w+)(?: = (\w+))?", hint):
+                assert ours in config_fields(RunConfig)
+                assert not value or read_flags([f"--{ours}", value], RunConfig, TrainOptions).values
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ('"dora"', '"dora"; a DoRA is adapter.method = lora with adapter.use_dora = true'),
+        (
+            '"LoCon"',
+            '"LoCon"; a LoCon also adapts convolutions, which the blocks have none of; use adapter.method = lora',
+        ),
+        ('"diag-oft"', '"diag-oft"; of LyCORIS\'s methods there are lora, lokr, loha and full, and adapter.use_dora'),
+        ("3", "3"),
+    ],
+)
+def test_a_method_of_another_trainer_in_a_run_file_is_answered_with_ours(tmp_path: Path, value: str, hint: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[adapter]\nmethod = {value}\n", encoding="utf-8")
+    message = refusal(lambda: read_config_file(RunConfig, file))
+    assert message == f"adapter.method in {file} must be one of lora, lokr, loha, full, not {hint}"
 
 
 @pytest.mark.parametrize(

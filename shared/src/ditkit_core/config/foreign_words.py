@@ -82,3 +82,40 @@ FOREIGN_WORDS = {
     for word in words.split()
 }
 """From the last part of a key or flag elsewhere to our key, or to a sentence where there is none."""
+
+FOREIGN_VALUES = {
+    key: {word: hint for words, hint in hints.items() for word in words.split()}
+    for key, hints in {
+        "adapter.method": {
+            "dora": "a DoRA is adapter.method = lora with adapter.use_dora = true",
+            "rslora": "that is adapter.method = lora with adapter.use_rslora = true",
+            "loraplus lora+": "that is adapter.method = lora with optim.loraplus_lr_ratio, usually 16",
+            "locon": "a LoCon also adapts convolutions, which the blocks have none of; use adapter.method = lora",
+            "lycoris lycoris.kohya oft diag_oft boft ia3 glora": "of LyCORIS's methods there are lora, lokr, loha and full, and adapter.use_dora",
+            "full_finetune finetune fft sft": "to train every weight, set adapter.method = full",
+        },
+        "model.dtype": {
+            "bfloat16": "that is model.dtype = bf16",
+            "float16 half": "that is model.dtype = fp16",
+            "float32 float no": "that is model.dtype = fp32",
+        },
+        "base.quantize": {
+            "true float8 qfloat8 fp8_e4m3fn": "8 bits are base.quantize = int8 or fp8",
+            "4bit int4 fp4": "4 bits are base.quantize = nf4",
+        },
+        "flow.sampling": {
+            "sigmoid": "that is flow.sampling = logit_normal",
+            "shift": "that is flow.sampling = logit_normal with flow.shifting = constant and flow.shift",
+            "flux_shift": "that is flow.sampling = logit_normal with flow.shifting = model",
+        },
+        "optim.name": {
+            "adam adamw_torch": "use optim.name = adamw",
+            "adam8bit adamw_8bit pagedadamw8bit paged_adamw_8bit": "that is optim.name = adamw8bit",
+            "prodigyopt dadaptation dadaptadam": "optim.name = prodigy estimates the learning rate",
+            "schedulefree adamwschedulefree": "that is optim.name = schedulefree_adamw",
+        },
+        "optim.schedule": {"constant_with_warmup": "that is optim.schedule = constant with optim.warmup_steps"},
+        "log.tracker": {"tensorboard": "TensorBoard is log.tensorboard = true, the default"},
+    }.items()
+}
+"""By our key: from a value elsewhere, in lower case and with underscores, to what it is here."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from ditkit_core.config.foreign_words import FOREIGN_WORDS
+from ditkit_core.config.foreign_words import FOREIGN_VALUES, FOREIGN_WORDS
 from ditkit_core.config.schema import ConfigField, plain
 from ditkit_core.errors import UserError
 
@@ -76,7 +76,7 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
         if plain(value) != given or isinstance(value, bool) != isinstance(given, bool):
             raise argparse.ArgumentError(None, "of another type")
     except argparse.ArgumentError as error:
-        raise UserError(f"{field.key} {where} must be {expected(field.type)}, not {_shown(raw)}") from error
+        raise _wrong_value(field.key, field.type, raw, where) from error
     _check_texts(field.key, value, where, is_path=field.holds != "value")
     for text in value if isinstance(value, tuple) else (value,):
         # A path of Windows with one backslash before n or t is valid TOML, and says something else.
@@ -103,10 +103,15 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
             given = [text if item is str else _convert(item, text) for text in texts]
         value = _convert(hint, given)
     except (argparse.ArgumentError, ValueError, RecursionError) as error:  # of TOML; long numbers, lists nested deeply
-        shown = texts[-1] if len(texts) == 1 else texts
-        raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(shown)}") from error
+        raise _wrong_value(key, hint, texts[-1] if len(texts) == 1 else texts, where) from error
     _check_texts(key, value, where, is_path=is_path)
     return value
+
+
+def _wrong_value(key: str, hint: Any, raw: Any, where: str) -> UserError:
+    """The error for a value that the type does not accept; it says what a value of another trainer is here."""
+    known = FOREIGN_VALUES.get(key, {}).get(str(raw).lower().replace("-", "_"), "")
+    return UserError(f"{key} {where} must be {expected(hint)}, not {_shown(raw)}{known and '; '}{known}")
 
 
 def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
