@@ -337,7 +337,7 @@ def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: p
         (["--merge"], "--merge needs the base: give --base FILE"),
         (["--merge", "--base", tmp_path / "no.safetensors"], "there is no such file or folder"),
         (["--merge", "--base", path, "--strength", "1e9"], "--strength 1e+09 is not between"),
-        (["--merge", "--base", path, "--to", "musubi"], "a whole transformer has none of these forms"),
+        (["--merge", "--base", path, "--to", "musubi"], "is not written in the form musubi"),
         (["--merge", "--base", path, "--out", path], "names a file, and a whole transformer is written into a folder"),
         (["--merge", "--base", path, "--out", tmp_path / "y.safetensors"], "names a file, and a whole transformer is"),
         (["--to", "official", "--model.preset", "tall"], "model.preset = 'tall' is unknown"),
@@ -433,4 +433,7 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
     ours, again = load_file(exports / files[0]), load_file(world.folder / "again.safetensors")
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
     assert world.run("export", "--run", str(world.folder / "run"), "--merge", "--to", "musubi") == 1
-    assert "a whole transformer has none of these forms" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: a whole transformer is not written in the form musubi; set export.forms = ['official', 'diffusers'] "
+        "(for the export command: --to official or --to diffusers)"
+    )

@@ -8,7 +8,14 @@ two programs read differently is not written.
 from collections.abc import Collection, Mapping
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import NO_FACTORED, STRANGERS, AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.adapter_formats import (
+    NO_FACTORED,
+    STRANGERS,
+    AdapterLayout,
+    AdapterRules,
+    readers_by_program,
+    set_forms,
+)
 
 MISREAD: Mapping[str, Mapping[str, str]] = {
     "official": {
@@ -32,8 +39,8 @@ def check_adapter(form: str, modules: Collection[str]) -> None:
     for module, reason in MISREAD.get(form, {}).items():
         if module in modules:
             raise UserError(
-                f"export.forms: the {form} form cannot store an adapter on {module} ({reason}); "
-                'set export.forms = ["diffusers"], or leave the module out of adapter.targets'
+                f"the {form} form cannot store an adapter on {module} ({reason}); {set_forms(['diffusers'])}, "
+                "or leave the module out of adapter.targets"
             )
 
 

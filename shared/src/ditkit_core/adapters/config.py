@@ -9,6 +9,7 @@ from typing import Literal
 from ditkit_core.config.field import setting
 from ditkit_core.config.layer_patterns import check_used, parse_patterns, value_for
 from ditkit_core.errors import UserError
+from ditkit_core.models.adapter_formats import set_forms
 
 FP8_SCALED = "fp8_scaled"
 """The dtype of an export whose matrices have 8 bits and a scale."""
@@ -162,8 +163,8 @@ class ExportConfig:
         # No other program reads these files, so a second form would be a file that nobody can load.
         if self.scaled and self.forms != ("official",):
             raise UserError(
-                f"export.dtype = {FP8_SCALED} is for ComfyUI, which reads the official form; set export.forms = ['official'] "
-                "(--to official), or another dtype"
+                f"export.dtype = {FP8_SCALED} is for ComfyUI, which reads the official form; {set_forms(['official'])}, "
+                "or another dtype"
             )
 
     @property

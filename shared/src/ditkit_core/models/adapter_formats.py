@@ -9,7 +9,7 @@
 """
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -127,6 +127,12 @@ _ALSO_CALLED = {
     "diffsynth-studio": "diffsynth",
 }
 """Names that people use for a form: mostly the program that reads it."""
+
+
+def set_forms(forms: Sequence[str]) -> str:
+    """How a user asks for other forms, for messages: by the key of a run, or by the export command's flag."""
+    flags = " or ".join(f"--to {form}" for form in forms)
+    return f"set export.forms = {list(forms)} (for the export command: {flags})"
 
 
 def nearest_form(name: str) -> str:

@@ -397,7 +397,9 @@ def test_the_header_holds_what_the_caller_gives_and_peft_s_configuration_for_dif
 
 def test_dora_is_written_where_it_is_reproduced_and_refused_elsewhere(tmp_path):
     path, adapters = tmp_path / "x.safetensors", trained(dora=True)
-    with pytest.raises(UserError, match="do not reproduce DoRA; set export.forms"):
+    with pytest.raises(
+        UserError, match=r"do not reproduce DoRA; set export.forms .*: --to official or --to diffusers\)"
+    ):
         write_adapter(path, adapters, NAMES, form="diffsynth", dtype=torch.float32, metadata={})
     assert not path.exists()
     write_adapter(path, adapters, NAMES, form="diffusers", dtype=torch.float32, metadata={})

@@ -20,7 +20,7 @@ from ditkit_core.adapters.inject import adapter_layers, canonical_name, is_adapt
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS, NO_FACTORED
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, NO_FACTORED, set_forms
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
@@ -103,7 +103,7 @@ def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
     forms = [form for form in config.forms if form in known]
     if not forms:
         raise UserError(
-            f"export.forms = {list(config.forms)}: a whole transformer has none of these forms; add one of {', '.join(known)}"
+            f"a whole transformer is not written in the form {' or '.join(config.forms)}; {set_forms(list(known))}"
         )
     return forms
 

@@ -18,7 +18,7 @@ from ditkit_core.adapters.files.keys import modules_in_form
 from ditkit_core.adapters.files.read import AdapterFile, open_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import write_safetensors
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form, set_forms
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, join
 
@@ -126,11 +126,13 @@ def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     forms = forms_of(names)
     if form not in forms:
         hint = f"; did you mean {nearest_form(form)}?" if nearest_form(form) in forms else ""
-        raise UserError(f"export.forms: {form!r} is not a form of this model; choose one of {', '.join(forms)}{hint}")
+        raise UserError(
+            f"export.forms or --to: {form!r} is not a form of this model; choose one of {', '.join(forms)}{hint}"
+        )
     if use_dora and not ADAPTER_FORMS[form].dora:
         able = [name for name in forms if ADAPTER_FORMS[name].dora]
         raise UserError(
-            f"export.forms: programs that read the {form} form do not reproduce DoRA; set export.forms = {able}, or adapter.use_dora = false"
+            f"programs that read the {form} form do not reproduce DoRA; {set_forms(able)}, or adapter.use_dora = false"
         )
 
 
@@ -146,8 +148,8 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
         if None in parts:
             ours = next(part.name for part in parts if part is not None)
             raise UserError(
-                f"export.forms: the {form} form has {ours} in {name} with modules that have no adapter, which DoRA cannot represent; "
-                f"add them to adapter.targets, or set adapter.use_dora = false, or leave {form} out of export.forms"
+                f"the {form} form has {ours} in {name} with modules that have no adapter, which DoRA cannot represent; "
+                f"add them to adapter.targets, or set adapter.use_dora = false, or leave {form} out of export.forms (for the export command: --to another form)"
             )
 
 

@@ -15,7 +15,7 @@ from ditkit_core.adapters.files.read import AdapterFile, open_adapter, refuse_da
 from ditkit_core.adapters.files.write import forms_of, fused_modules
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import write_safetensors
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS, set_forms
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.factored import parts_of
 from ditkit_core.weights.factored import FactoredMatrices, low_rank_of
@@ -68,12 +68,12 @@ def check_one_to_one(form: str, names: StateDictNames, modules: Mapping[str, Any
         UserError: Naming the first of them, and forms that can be written.
     """
     able = [each for each in forms_of(names) if _not_alone(each, names, modules) is None]
-    instead = f"set export.forms = {able}" if able else "merge it"
+    instead = set_forms(able) if able else "merge it"
     if form not in able:
         name = _not_alone(form, names, modules)
         why = f"has {name} for more or less than one layer" if name else "is read by programs without LoKr and LoHa"
         raise UserError(
-            f"export.forms: the {form} form {why}, and a LoKr or LoHa is of one layer; {instead}, or change adapter.targets"
+            f"the {form} form {why}, and a LoKr or LoHa is of one layer; {instead}, or change adapter.targets"
         )
 
 
