@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_modules import kernel_modules
 
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import BlockSettings, block_settings
@@ -146,41 +147,34 @@ def test_kernels_compile_for_gpus_with_wide_loads(capability, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ditkit_core.nn.kernels import (
-        dequantized,
-        gated_unit,
-        lora_parts,
-        modulated_norm,
-        norm_rotation,
-        rounded_rows,
-        rounding,
-    )
-
+    k = kernel_modules()
     wan = {"WIDTH": 5120, "GROUPS": 1, "HEAD": 128, "ROTATES": True, "G": 1, "W": 8192}
     flux2 = {"WIDTH": 128, "GROUPS": 48, "HEAD": 128, "ROTATES": True, "G": 64, "W": 128}
     norm = {"OFFSET": 1.0, "DIM": 5120, "W": 8192}
     tiny = torch.finfo(torch.float32).tiny
     codes = {"WIDTH": 5120, "SCALED": True, "LIMIT": 127.0, "TINY": tiny, "BLOCK": 2048}
-    for kernel, constants in [
-        *((norm_rotation._forward, sizes) for sizes in (wan, flux2)),
+    chosen = [
+        *((k.norm_rotation._forward, sizes) for sizes in (wan, flux2)),
         *(
-            (norm_rotation._backward, sizes | {"TRAINED": trained})
+            (k.norm_rotation._backward, sizes | {"TRAINED": trained})
             for sizes in (wan, flux2)
             for trained in (False, True)
         ),
-        (modulated_norm._forward, norm),
-        *((modulated_norm._backward, norm | {"TRAINED": trained}) for trained in (False, True)),
-        *((kernel, {"HALF": 24576, "BLOCK": 1024}) for kernel in (gated_unit._forward, gated_unit._backward)),
-        (lora_parts._factors, {"RANK": 32, "WIDTH": 32 * 5120, "BLOCK": 1024}),
-        (dequantized._rows, {"WIDTH": 5120, "BLOCK": 2048}),
-        (dequantized._nf4, {"SCALED": 64, "GROUP": 256, "BLOCK": 2048}),
-        (rounded_rows._round, codes),
-        *((rounded_rows._round, codes | {"LIMIT": 448.0}) for _ in range(capability >= 89)),
-        (rounded_rows._scale, {"WIDTH": 5120, "SCALED": True, "BIASED": True, "BLOCK": 2048}),
-        (rounding._stochastic, {"CHUNK": 2**23, "BLOCK": 1024}),
-        *((kernel, {"BLOCK": 1024}) for kernel in (rounding._split, rounding._join)),
-        *((lora_parts._products, {"TERMS": terms, "RANK": 32, "BLOCK": 1024}) for terms in (1, 3)),
-    ]:
+        (k.modulated_norm._forward, norm),
+        *((k.modulated_norm._backward, norm | {"TRAINED": trained}) for trained in (False, True)),
+        *((kernel, {"HALF": 24576, "BLOCK": 1024}) for kernel in (k.gated_unit._forward, k.gated_unit._backward)),
+        (k.lora_parts._factors, {"RANK": 32, "WIDTH": 32 * 5120, "BLOCK": 1024}),
+        (k.dequantized._rows, {"WIDTH": 5120, "BLOCK": 2048}),
+        (k.dequantized._nf4, {"SCALED": 64, "GROUP": 256, "BLOCK": 2048}),
+        (k.rounded_rows._round, codes),
+        *((k.rounded_rows._round, codes | {"LIMIT": 448.0}) for _ in range(capability >= 89)),
+        (k.rounded_rows._scale, {"WIDTH": 5120, "SCALED": True, "BIASED": True, "BLOCK": 2048}),
+        (k.rounding._stochastic, {"CHUNK": 2**23, "BLOCK": 1024}),
+        *((kernel, {"BLOCK": 1024}) for kernel in (k.rounding._split, k.rounding._join)),
+        *((k.lora_parts._products, {"TERMS": terms, "RANK": 32, "BLOCK": 1024}) for terms in (1, 3)),
+    ]
+    assert {kernel.fn.__module__ for kernel, _ in chosen} == {module.__name__ for module in vars(k).values()}
+    for kernel, constants in chosen:
         types = {
             name: "*bf16" if name in NARROW else "*fp32" if name in POINTERS else "i32" for name in kernel.arg_names
         }
