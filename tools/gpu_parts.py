@@ -24,16 +24,14 @@ import plan_truth
 from device_clock import launches, milliseconds, seconds, started_on
 from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.errors import UserError
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome, train_shortly
-from ditkit_core.weights.quantize import check_compute_on
 from gpu_late import Delay, late_copies, swapped
-from gpu_speed import Rows, klein, speed, streaming
+from gpu_speed import Rows, kinds_in_8_bits, klein, speed, streaming
 from gpu_truth import append
 
 POLICIES = ("none", "full", "attn_only", "ops(matmul)")
@@ -240,11 +238,9 @@ def computed(device: torch.device, tiny: bool) -> Rows:
     dense = nn.Linear(size, size, device=device, dtype=torch.bfloat16).requires_grad_(False)
     taken = min(seconds(partial(_both_ways, dense, there), device) for _ in range(4))
     yield {"name": f"bf16, {rows} rows", "both ways": milliseconds(taken)}
-    for kind in ("int8", "fp8"):
-        try:
-            check_compute_on(kind, [device])
-        except UserError as error:
-            yield {"name": f"{kind} computed", "value": str(error)}
+    for kind, problem in kinds_in_8_bits(device).items():
+        if problem:
+            yield {"name": f"{kind} computed", "value": problem}
             continue
         layer = QuantizedLinear(size, size, kind, bias=False)
         layer.set_weight(torch.randn(size, size, generator=torch.Generator().manual_seed(0)))

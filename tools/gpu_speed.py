@@ -70,15 +70,24 @@ def speed(device: torch.device, tiny: bool) -> Rows:
     if not tiny:
         compiled = bench_step.steps_of(args, pair, dtype, compile=True).ours
         yield from _timed({"ours again": eager.ours, "ours, compiled": compiled}, args.repeats, device)
-    for kind in ("int8", "fp8"):
-        try:
-            check_compute_on(kind, [device])
-        except UserError as error:
-            yield {"name": f"ours, {kind}", "value": str(error)}
+    for kind, problem in kinds_in_8_bits(device).items():
+        if problem:
+            yield {"name": f"ours, {kind}", "value": problem}
             continue
         with bench_step.computed_in(pair.ours, kind):
             both = {f"ours, {kind}": eager.ours, f"ours, {kind}, kernels": kernels}
             yield from _timed(both, args.repeats, device)
+
+
+def kinds_in_8_bits(device: torch.device) -> dict[str, str]:
+    """The kinds of products in 8 bits, each with why this device cannot compute it; empty if it can."""
+    problems = dict.fromkeys(("int8", "fp8"), "")
+    for kind in problems:
+        try:
+            check_compute_on(kind, [device])
+        except UserError as error:
+            problems[kind] = str(error)
+    return problems
 
 
 def _timed(steps: Steps, repeats: int, device: torch.device) -> Rows:
