@@ -9,7 +9,7 @@ levels then truncates the distribution; clamping the samples instead would pile 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
@@ -129,6 +129,30 @@ class NoisedBatch(NamedTuple):
     masks: Sequence[LossMask] | None = None
     """The loss mask of each sample, on the prediction's device; None for `LossMask.of` each."""
 
+    @classmethod
+    def of(cls, spec: ModelSpec, items: Sequence[Mapping[str, Tensor]], sigma: Tensor, noise: Sequence[Tensor]) -> Self:
+        """The batch with its targets and masks; without the targets if `noise` is empty, because it is sampled later."""
+        targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)] if noise else []
+        masks = [LossMask.of(spec, item) for item in items]
+        return cls(items=items, sigma=sigma, noise=noise, targets=targets, masks=masks)
+
+    def to(self, first: torch.device, last: torch.device) -> Self:
+        """A batch made by `of` with its inputs on the first device of a model, and targets and masks on the last."""
+        assert self.targets is not None and self.masks is not None
+        return type(self)(
+            items=[to_device(item, first) for item in self.items],
+            sigma=self.sigma.to(first, non_blocking=True),
+            noise=[eps.to(first, non_blocking=True) for eps in self.noise],
+            targets=[target.to(last, non_blocking=True) for target in self.targets],
+            masks=[mask.to(last) for mask in self.masks],
+        )
+
+    def inputs(self, spec: ModelSpec, guidance: float) -> Any:
+        """The model's inputs: the samples with their noise, and `guidance` as `FlowConfig.guidance`."""
+        triples = zip(self.sigma, self.items, self.noise, strict=True)
+        noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in triples]
+        return spec.training.make_inputs(noised, self.sigma, self.items, guidance)
+
 
 class PreparedBatch(NamedTuple):
     """A micro-batch of a training step with everything that its forward needs but the model."""
@@ -145,22 +169,14 @@ class PreparedBatch(NamedTuple):
 
     def to(self, first: torch.device, last: torch.device) -> Self:
         """The batch with its inputs on the first device of a model, and targets, masks and weights on the last, which makes the predictions."""
-        items, sigma, noise, targets, masks = self.noised
-        assert targets is not None and masks is not None
-        items = [to_device(item, first) for item in items]
+        noised = self.noised.to(first, last)
         if self.noise_seeds:
             noise = [
                 torch.randn(item["latents"].shape, generator=torch.Generator(first).manual_seed(seed), device=first)
-                for item, seed in zip(items, self.noise_seeds, strict=True)
+                for item, seed in zip(noised.items, self.noise_seeds, strict=True)
             ]
-            targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
-        noised = NoisedBatch(
-            items=items,
-            sigma=sigma.to(first, non_blocking=True),
-            noise=[eps.to(first, non_blocking=True) for eps in noise],
-            targets=[target.to(last, non_blocking=True) for target in targets],
-            masks=[mask.to(last) for mask in masks],
-        )
+            targets = [velocity_target(item, eps) for item, eps in zip(noised.items, noise, strict=True)]
+            noised = noised._replace(noise=noise, targets=[target.to(last, non_blocking=True) for target in targets])
         return self._replace(noised=noised, weights=self.weights.to(last, non_blocking=True))
 
     def pinned(self) -> Self:
@@ -205,13 +221,7 @@ def prepare(
         factor * loss_weight(level, flow, shift) for factor, level, shift in zip(factors, levels, shifts, strict=True)
     ]
     sigma = torch.stack(levels)
-    noised = NoisedBatch(
-        items=list(batch.items),  # which `pinned` looks into
-        sigma=sigma,
-        noise=noise,
-        targets=[velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)] if noise else [],
-        masks=[LossMask.of(spec, item) for item in batch.items],
-    )
+    noised = NoisedBatch.of(spec, list(batch.items), sigma, noise)  # a list, which `pinned` looks into
     return PreparedBatch(
         sigma=sigma, noised=noised, weights=torch.stack(weights), noise_seeds=seeds, matches_base=batch.matches_base
     )
@@ -249,10 +259,7 @@ def matching_base(model: TrainModel, batch: NoisedBatch, guidance: float) -> Noi
 
 def _predicted(model: TrainModel, batch: NoisedBatch, guidance: float) -> Sequence[Tensor]:
     """The velocities that the model predicts, sample by sample."""
-    items, sigma, noise = batch[:3]
-    noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
-    inputs = model.spec.training.make_inputs(noised, sigma, items, guidance)
-    predicted: Sequence[Tensor] = model.module(inputs, engine=model.engine)
+    predicted: Sequence[Tensor] = model.module(batch.inputs(model.spec, guidance), engine=model.engine)
     return predicted
 
 

@@ -27,7 +27,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.quantized_linear import products_in_dtype, quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.training.flow_matching import LossMask, to_device, velocity_target
+from ditkit_core.training.flow_matching import LossMask, NoisedBatch
 
 NOT_IN_A_BATCH: Mapping[str, str] = {
     "accumulation": "acts where gradients of several micro-batches are added",
@@ -191,8 +191,8 @@ class _Batch:
     """The samples at one noise level each, on the devices of the first and last stage."""
 
     inputs: Any
-    targets: list[Tensor]
-    masks: list[LossMask]
+    targets: Sequence[Tensor]
+    masks: Sequence[LossMask]
     """Loss mask of each sample; None if all of it is learnt."""
 
     @classmethod
@@ -208,16 +208,9 @@ class _Batch:
             torch.randn(item["latents"].shape, generator=generator(subject.seed, "audit noise", name))
             for name, item in zip(subject.ids, subject.items, strict=True)
         ]
-        noised = [
-            (1 - level) * item["latents"].float() + level * eps
-            for level, item, eps in zip(sigma, subject.items, noise, strict=True)
-        ]
-        items = [to_device(item, first) for item in subject.items]
-        noised = [tensor.to(first) for tensor in noised]
-        targets = [velocity_target(item, eps) for item, eps in zip(subject.items, noise, strict=True)]
-        inputs = subject.spec.training.make_inputs(noised, sigma.to(first), items, subject.guidance)
-        masks = [LossMask.of(subject.spec, item) for item in subject.items]
-        return cls(inputs=inputs, targets=[target.to(last) for target in targets], masks=masks)
+        noised = NoisedBatch.of(subject.spec, subject.items, sigma, noise).to(first, last)
+        assert noised.targets is not None and noised.masks is not None
+        return cls(inputs=noised.inputs(subject.spec, subject.guidance), targets=noised.targets, masks=noised.masks)
 
 
 _Squares = Mapping[str, tuple[float, float]]
