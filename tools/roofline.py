@@ -4,7 +4,7 @@
     uv run tools/roofline.py --only wan                     # the cases whose name contains this
 
 Both run on fake tensors, and a dispatch mode counts every operation (`planner/memory_tracker.py: Meter`). The time of an operation is that
-of its arithmetic or of its memory traffic, whichever is longer (`planner/step_time.py: kernel_seconds`).
+of its arithmetic or of its memory traffic, whichever is longer.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import measure
 from ditkit_core.planner.reduced_model import give_memory, reduced_model
-from ditkit_core.planner.step_time import SHARES, kernel_seconds
+from ditkit_core.planner.step_time import SHARES, rate_of_codes
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -281,6 +281,14 @@ class _FusedNorm(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         ctx.meter.kernels[Kernel("elementwise", 0, 2 * x.nbytes + gradient.nbytes)] += 1
         return torch.empty_like(x), None
+
+
+def kernel_seconds(kernel: Kernel, gpu: GPU) -> float:
+    """Time of one kernel: of its arithmetic or of its memory traffic, whichever is longer."""
+    rate = gpu.fp32_flops if kernel.kind == "matmul_32" else gpu.bf16_flops
+    rate = rate_of_codes(gpu, kernel.kind.removeprefix("matmul_")) or rate
+    arithmetic = kernel.flops / (rate * SHARES[kernel.kind]) if kernel.flops else 0.0
+    return max(arithmetic, kernel.bytes / (gpu.memory_bandwidth * SHARES["memory"]))
 
 
 def seconds_of(kernels: Kernels, gpu: GPU, *kinds: str) -> float:

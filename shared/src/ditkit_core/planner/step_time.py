@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Partition, Profile, StageCost, Workload
-from ditkit_core.planner.memory_tracker import Kernel
 
 UTILISATION = 0.5
 """Share of a GPU's published rate that a whole step is assumed to reach: including elementwise work, which is not counted separately."""
@@ -258,14 +257,6 @@ def compute_time(stage: StageCost, gpu: GPU, work: Workload, *, backward: bool) 
 def rate_of_codes(gpu: GPU, compute: str) -> float:
     """A GPU's published rate of products of `int8` or `fp8` codes; 0 if it has none."""
     return {"int8": gpu.int8_flops, "fp8": gpu.fp8_flops}.get(compute, 0.0)
-
-
-def kernel_seconds(kernel: Kernel, gpu: GPU) -> float:
-    """Time of one kernel: of its arithmetic or of its memory traffic, whichever is longer."""
-    rate = gpu.fp32_flops if kernel.kind == "matmul_32" else gpu.bf16_flops
-    rate = rate_of_codes(gpu, kernel.kind.removeprefix("matmul_")) or rate
-    arithmetic = kernel.flops / (rate * SHARES[kernel.kind]) if kernel.flops else 0.0
-    return max(arithmetic, kernel.bytes / (gpu.memory_bandwidth * SHARES["memory"]))
 
 
 def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:

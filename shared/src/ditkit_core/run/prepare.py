@@ -255,7 +255,6 @@ def load_weights(
     *,
     placement: Placement,
     seed: int,
-    on_tensor: Callable[[str, nn.Module], None] | None = None,
     division: "Division | None" = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
@@ -265,7 +264,6 @@ def load_weights(
         unloaded: The model on `meta`.
         placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
-        on_tensor: Called with the name and module of each base parameter once it is loaded.
         division: Of the rows of the model over ranks, each of which reads its own.
         say: Called with one line if a quantized base was read from the cache or written to it.
 
@@ -279,9 +277,9 @@ def load_weights(
     base, merged = unloaded.base, unloaded.merged
     cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
     cached = partial(cache.load, model, device_of=home_of, dtype_of=dtype_of) if cache else None
-    if cached is None or not cached(on_tensor=on_tensor, division=division, say=say):
+    if cached is None or not cached(division=division, say=say):
         read = partial(load_into, model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of)
-        read(edits=edits, on_tensor=on_tensor, division=division)
+        read(edits=edits, division=division)
         if cache is not None:
             cache.write(model, dtype_of=dtype_of, division=division, say=say)
     initialise(model, seed, device_of=device_of, start=unloaded.start, division=division)

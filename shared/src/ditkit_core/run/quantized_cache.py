@@ -74,7 +74,6 @@ class QuantizedCache:
         *,
         device_of: Callable[[str], torch.device],
         dtype_of: Callable[[str], torch.dtype],
-        on_tensor: Callable[[str, nn.Module], None] | None = None,
         division: "Division | None" = None,
         say: Callable[[str], None],
     ) -> bool:
@@ -84,7 +83,6 @@ class QuantizedCache:
             model: The model, built on `meta`, with or without adapters.
             device_of: Device of a parameter, by our name.
             dtype_of: Its dtype there, if it is not quantized.
-            on_tensor: Called with our name and module of each parameter once it is loaded.
             division: Of the rows over ranks. They read the tensors in turn and send them to each other, so that each can be verified as a whole.
             say: Called with one line: the file that was read, or what is wrong with it.
 
@@ -101,7 +99,7 @@ class QuantizedCache:
             problem = str(error)
         if not (problem := _of_any(ranks, problem)) and opened is not None:
             read = _read_whole if division is None else partial(_read_rows, division=division)
-            problem = _of_any(ranks, read(*opened, entries, device_of, on_tensor or (lambda name, module: None)))
+            problem = _of_any(ranks, read(*opened, entries, device_of))
         if problem:
             say(f"base.quantized_cache: {self.file} is damaged or foreign ({problem}); the base is quantized again")
             return False
@@ -175,7 +173,6 @@ def _read_whole(
     digests: Tensor,
     entries: Mapping[str, _Entry],
     device_of: Callable[[str], torch.device],
-    on_tensor: Callable[[str, nn.Module], None],
 ) -> str:
     """Give a model its tensors until one is damaged; returns what is wrong with that."""
     scratch = Scratch(torch.uint8)
@@ -188,8 +185,6 @@ def _read_whole(
         except UserError as error:
             return str(error)
         _put(entry, tensor if tensor.device == device else tensor.to(device, copy=True))
-        if entry.leaf == entry.ours.rpartition(".")[2]:
-            on_tensor(entry.ours, entry.owner)
     return ""
 
 
@@ -198,7 +193,6 @@ def _read_rows(
     digests: Tensor,
     entries: Mapping[str, _Entry],
     device_of: Callable[[str], torch.device],
-    on_tensor: Callable[[str, nn.Module], None],
     *,
     division: "Division",
 ) -> str:
@@ -218,8 +212,6 @@ def _read_rows(
             _put(entry, tensor.clone())
         else:
             division.put(entry.owner, entry.leaf, tensor[rows.start : rows.stop].clone())
-        if entry.leaf == entry.ours.rpartition(".")[2]:
-            on_tensor(entry.ours, entry.owner)
     return problem
 
 
@@ -267,7 +259,7 @@ def find_cache(
 def _entries(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> dict[str, _Entry]:
     """The parameters and buffers of a model's base, scales included, by canonical name.
 
-    Scales come before weights, because `on_tensor` reports a weight as complete, which needs its scales.
+    The order is part of the key of a file: in another one, the files that users have would not be found.
     """
     entries: dict[str, _Entry] = {}
     for full, tensor in sorted(model.state_dict(keep_vars=True).items(), key=lambda item: item[0].endswith(".weight")):

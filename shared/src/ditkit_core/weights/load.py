@@ -179,7 +179,6 @@ def load_into(
     device_of: Callable[[str], torch.device],
     dtype_of: Callable[[str], torch.dtype],
     edits: Mapping[str, Callable[[Tensor], None]] | None = None,
-    on_tensor: Callable[[str, nn.Module], None] | None = None,
     division: RowReader | None = None,
 ) -> None:
     """Load a file's tensors into a model's parameters, in the order of the files.
@@ -194,7 +193,6 @@ def load_into(
         device_of: The device of a parameter, by our name.
         dtype_of: Its dtype there, if it is not quantized.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
-        on_tensor: Called with our name and the parameter's module, once the parameter is loaded.
         division: Of the rows over ranks: only this rank's are read, except where an edit needs all.
 
     Raises:
@@ -203,7 +201,7 @@ def load_into(
     state = model.state_dict()
     full_names = {name.replace(".base_layer.", "."): name for name in state}
     # One reader for all tensors: its scratch memory is allocated once.
-    reader, loaded = _Reader(source), on_tensor or (lambda name, module: None)
+    reader = _Reader(source)
     # In the file's order: a disk reads forward faster than back and forth.
     for name in sorted(mapping, key=lambda name: _position(source, mapping[name][0])):
         device, dtype, parts, edit = device_of(name), dtype_of(name), mapping[name], (edits or {}).get(name)
@@ -214,7 +212,6 @@ def load_into(
                 _quantize_into(module, reader, parts, device, edit)
             else:
                 _quantize_rows_into(module, reader, parts, device, edit, division)
-            loaded(name, module)
             continue
         shape = state[full_names[name]].shape
         rows = None if division is None else division.rows(module._parameters.get(leaf))
@@ -229,7 +226,6 @@ def load_into(
             _set(module, leaf, tensor)
         else:
             division.put(module, leaf, tensor)
-        loaded(name, module)
 
 
 def _position(source: SafetensorsSource, part: TensorSlice) -> tuple[Path, int]:

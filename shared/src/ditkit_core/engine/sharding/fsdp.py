@@ -34,9 +34,7 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.linear import CastLinear
 
 
-def shard(
-    model: StagedModel, precision: Precision, mesh: DeviceMesh | None = None, *, sum_over: int | None = None
-) -> None:
+def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = None) -> None:
     """Shard a model, on one device, over ranks in place: each block is gathered while it runs, all else with the model.
 
     Gradients are averaged over ranks, in `precision.reduction`. FSDP2 takes trained parameters of one dtype at a time.
@@ -47,7 +45,6 @@ def shard(
     Args:
         mesh: The ranks; by default all of them. With two dimensions, parameters are sharded over the second and
             replicated over the first.
-        sum_over: Gradients of sharded parameters are summed and divided by this number instead of averaged.
 
     Raises:
         UserError: Without a process group, for a model that is sharded already, or for a model on several devices.
@@ -63,7 +60,7 @@ def shard(
         )
     if mesh is None:
         mesh = init_device_mesh(devices.pop().type, (ranks.size,))
-    if whole := divide(model, precision, mesh, sum_over=sum_over):
+    if whole := divide(model, precision, mesh):
         reduce_whole(whole, mesh, precision.reduction)
     # With dtypes sorted out, nothing trained should be left to a single rank; FSDP2 itself would not report
     # it.
@@ -73,7 +70,14 @@ def shard(
 def divide(
     model: StagedModel, precision: Precision, mesh: DeviceMesh, *, sum_over: int | None = None
 ) -> list[nn.Parameter]:
-    """As `shard`, for a model that may be on `meta`. Returns the trained parameters that stay whole, which are left to `reduce_whole`."""
+    """As `shard`, for a model that may be on `meta`.
+
+    Args:
+        sum_over: Gradients of sharded parameters are summed and divided by this number instead of averaged.
+
+    Returns:
+        The trained parameters that stay whole, which are left to `reduce_whole`.
+    """
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
     # The model itself comes last: FSDP2 gives a parent whatever its sharded children left.
     whole: list[nn.Parameter] = []
