@@ -156,8 +156,8 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
     out = world.folder / "drawn"
     assert world.run("sample", "--run", run, "--prompt", "a new thing", "--out", str(out)) == 0
     assert sorted(p.name for p in out.iterdir()) == [
-        "drawn-001-step-000002-0-a-new-thing.png",
-        "drawn-001-step-000002.json",
+        "sampled-001-step-000002-0-a-new-thing.png",
+        "sampled-001-step-000002.json",
     ]
     file = world.folder / "mine.safetensors"
     assert world.run("export", "--run", run, "--out", str(file)) == 0
@@ -185,7 +185,7 @@ def test_any_adapter_file_that_fits_is_drawn_with(world: World, capsys: pytest.C
     def drawn(file: Path, *flags: str) -> torch.Tensor:
         out = world.folder / "drawn" / file.stem / "-".join(flags).replace("*", "")
         assert world.run("sample", "--adapter", str(file), "--prompt", "a", "--out", str(out), *flags) == 0
-        (picture,) = out.glob(f"drawn-*-{file.stem}-0-a.png")
+        (picture,) = out.glob(f"sampled-*-{file.stem}-0-a.png")
         return torch.from_numpy(still.read_image(picture)).int()
 
     alike = drawn(world.folder / "run" / "exports" / "run.safetensors")

@@ -223,7 +223,7 @@ def test_a_drawing_over_the_boundary_is_the_same_alone_and_among_others(world: T
         flags = [part for prompt in prompts for part in ("--prompt", prompt)]
         assert world.run("sample", "--run", "both", *flags, "--out", out) == 0
     a, b, alone = (
-        Path(out, f"drawn-001-step-000001-{name}.png").read_bytes()
+        Path(out, f"sampled-001-step-000001-{name}.png").read_bytes()
         for out, name in (("many", "0-a"), ("many", "1-b"), ("one", "0-b"))
     )
     assert b == alone and a != alone

@@ -201,21 +201,24 @@ def test_of_drawings_at_once_each_gets_a_number_of_its_own(tmp_path: Path) -> No
 
     with ThreadPoolExecutor(8) as pool:
         names = sorted(pool.map(drawing, range(64)))
-    assert names == [f"drawn-{number:03d}" for number in range(1, 65)]
+    assert names == [f"sampled-{number:03d}" for number in range(1, 65)]
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
 def test_a_drawing_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -> None:
     with reserve_sample_number(tmp_path) as one, reserve_sample_number(tmp_path) as other:
-        assert (one, other) == ("drawn-001", "drawn-002")
+        assert (one, other) == ("sampled-001", "sampled-002")
     program = (
         "import os, sys; from pathlib import Path; from ditkit_core.io.run_dir import reserve_sample_number\n"
         "with reserve_sample_number(Path(sys.argv[1])): os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
-    assert list(tmp_path.glob("*[!.]*")) == [tmp_path / ".drawn-001"] and not any(tmp_path.glob("drawn-*"))
+    assert list(tmp_path.glob("*[!.]*")) == [tmp_path / ".sampled-001"] and not any(tmp_path.glob("sampled-*"))
     with reserve_sample_number(tmp_path) as name:
-        assert name == "drawn-002"
+        assert name == "sampled-002"
+    (tmp_path / "drawn-006-of-an-earlier-version.png").touch()
+    with reserve_sample_number(tmp_path) as name:
+        assert name == "sampled-007"
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match="cannot write in .*file: .*; name another folder with --out"),
@@ -231,7 +234,7 @@ def test_what_killed_writes_left_is_removed_by_whoever_locks_the_folder(saved: P
         unfinished(saved / "exports" / "cat.safetensors", os.getpid()),  # of an earlier process with the same id
         unfinished(saved / "exports" / "transformer_official" / "diffusion_pytorch_model.safetensors"),
         unfinished(saved / "samples" / "step-000010.json"),
-        unfinished(saved / "samples" / "drawn-001-step-000010.json"),
+        unfinished(saved / "samples" / "sampled-001-step-000010.json"),
         unfinished(saved / "samples" / "pending" / "step-000010.safetensors"),
         unfinished(saved / "inputs" / "clip.mp4"),
         unfinished(saved / "exports" / "step-000010") / "transformer_official" / "config.json",
@@ -242,7 +245,7 @@ def test_what_killed_writes_left_is_removed_by_whoever_locks_the_folder(saved: P
         saved / ".mine.tmp",
         unfinished(saved / "notes" / "of another program"),
         # Commands that do not lock the folder are writing these.
-        unfinished(saved / "samples" / "drawn-002-step-000010.json", os.getppid()),
+        unfinished(saved / "samples" / "sampled-002-step-000010.json", os.getppid()),
         unfinished(saved / "exports" / "mine.safetensors", os.getppid()),
         unfinished(saved / "exports" / "cat-export-step-000010" / "config.json", os.getppid()),
         # An earlier version or another machine may be writing these.

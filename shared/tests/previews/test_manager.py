@@ -56,5 +56,5 @@ def test_a_second_process_may_draw_from_a_run_that_trains(world: World, monkeypa
     assert world.train("alone", 4, "--save.every_steps", "2", "--ema.decay", "0.9", "--sample.captions", "0") == 0
     monkeypatch.setattr(Exporter, "on_save", drawing)
     assert world.train("run", 4, "--save.every_steps", "2", "--ema.decay", "0.9", "--sample.captions", "0") == 0
-    assert drawn == [0] and (out / "drawn-001-step-000002-0-while-it-trains.png").exists()
+    assert drawn == [0] and (out / "sampled-001-step-000002-0-while-it-trains.png").exists()
     check_equal(world.folder / "alone", world.folder / "run")

@@ -415,7 +415,7 @@ def test_the_sample_command_edits_references_and_draws_several(
     now = {path: path.read_bytes() for path in samples.iterdir()}
     assert {path: now[path] for path in first} == first and {path: now[path] for path in trained} == trained
     shown = sorted(path.name for path in samples.glob("*-grid.png"))
-    assert shown == [f"{name}step-000001-grid.png" for name in ("drawn-001-", "drawn-002-", "")]
+    assert shown == [f"{name}step-000001-grid.png" for name in ("sampled-001-", "sampled-002-", "")]
     capsys.readouterr()
     assert world.run("sample", "--prompt", "a", "--reference", "nowhere.png") == 1
     error = capsys.readouterr().err

@@ -81,11 +81,16 @@ def test_samples_are_of_few_steps_with_the_first_and_the_last(tmp_path: Path) ->
     (run / "samples" / "step-000380.json").write_text('{"samples": 3, "shown": "../../elsewhere.png"}')
     (run / "samples" / "step-000360.json").write_text('{"samples": [{"file": "../../elsewhere.mp4"}]}')
     for number in (1, 2, 999, 1000):
-        write_samples(run / "samples", number, ("by hand",), name=f"drawn-{number:03d}-mine")
+        write_samples(
+            run / "samples", number, ("by hand",), name=f"{'sampled' if number > 1 else 'drawn'}-{number:03d}-mine"
+        )  # the first by an earlier version
     (section,) = read_sections(run)
-    assert [each.title for each in section.by_command] == [f"drawn-{i}-mine" for i in ("001", "002", "999", "1000")]
+    assert [each.title for each in section.by_command] == [
+        "drawn-001-mine",
+        *(f"sampled-{i}-mine" for i in ("002", "999", "1000")),
+    ]
     with reserve_sample_number(run / "samples") as one, reserve_sample_number(run) as other:
-        assert (one, other) == ("drawn-1001", "drawn-001")
+        assert (one, other) == ("sampled-1001", "sampled-001")
     steps = [int(each.title.removeprefix("step ")) for each in section.samples]
     assert len(steps) == MOST_TIMES and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
     files = [sample.file for each in section.samples for sample in each.samples]

@@ -80,10 +80,10 @@ def test_samples_that_cannot_be_shown_are_a_line_on_the_page(tmp_path: Path) -> 
     assert "cannot be read as an image" in page.shown and base64.b64encode(b"secret").decode() not in page.text
     assert len(page.all("video")) == 2 and len(page.all("img")) == 1
     assert "Samples of the sample command" not in page.shown
-    write_samples(run / "samples", 40, ("my prompt",), name="drawn-001-step-000040")
+    write_samples(run / "samples", 40, ("my prompt",), name="sampled-001-step-000040")
     page = read(run)
     assert page.titles.index("Samples") < page.titles.index("Samples of the sample command") < page.titles.index("Loss")
-    assert "drawn-001-step-000040" in page.shown and page.all("video")[-1]["aria-label"] == "my prompt"
+    assert "sampled-001-step-000040" in page.shown and page.all("video")[-1]["aria-label"] == "my prompt"
 
 
 def test_samples_of_one_step_fill_the_page_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

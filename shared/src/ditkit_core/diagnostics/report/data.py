@@ -9,7 +9,7 @@ from typing import Any
 
 from ditkit_core.config.toml import flatten, read_toml
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import BY_COMMAND, RunFolder
+from ditkit_core.io.run_dir import RunFolder, sample_number
 
 MOST_POINTS = 2000
 """Largest number of points of a curve in a page."""
@@ -200,7 +200,7 @@ def _training_samples(folder: Path) -> list[SampleSet]:
 
 def _by_command(folder: Path) -> list[SampleSet]:
     """The newest samples of the sample command."""
-    listed = sorted(folder.glob(f"{BY_COMMAND}*.json"), key=lambda path: (len(path.name.split("-")[1]), path.name))
+    listed = sorted(filter(sample_number, folder.glob("*.json")), key=lambda path: (sample_number(path), path.name))
     return [found for path in listed if (found := _listed(path, path.stem))][-MOST_TIMES:]
 
 
