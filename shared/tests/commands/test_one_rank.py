@@ -35,6 +35,12 @@ def lines(folder: Path, name: str) -> list[str]:
     return [line for log in logs for line in log.splitlines() if line.startswith("error: ") or "Traceback" in line]
 
 
+def samples(folder: Path, name: str) -> dict[Path, bytes]:
+    """Every file of the folders of samples."""
+    paths = [path for path in (folder / name).rglob("samples/*") if path.is_file()]
+    return {path.relative_to(folder / name): path.read_bytes() for path in paths}
+
+
 def result(folder: Path, name: str) -> dict:
     return json.loads((folder / "cases.json").read_text())[name]
 
@@ -48,12 +54,41 @@ def test_two_ranks_save_measure_and_sample_as_one(folder):
             json.loads((folder / name / f"state/step-{step:06d}/state.json").read_text()) for name in ("alone", "plain")
         )
         assert one == two
-    samples = [
-        {path.relative_to(folder / name): path.read_bytes() for path in (folder / name / "samples").rglob("*.png")}
-        for name in ("alone", "plain")
-    ]
-    assert samples[0] and samples[0] == samples[1]
+    assert samples(folder, "plain") == samples(folder, "alone")
+    previews = [path for path in samples(folder, "plain") if path.name.startswith("step-000002")]
+    assert len(previews) == 5, "three samples, their list, and the image of all"
     assert (folder / "plain 1.log").read_text() == ""
+
+
+def test_ranks_that_divide_weights_and_tokens_sample_as_one_with_an_adapter_for_samples(folder):
+    """Before training, whose sums over ranks have another order. The adapter is an export of another run."""
+    assert result(folder, "adapter") == {"codes": {}}, lines(folder, "adapter")
+    alone, two = (samples(folder, name) for name in ("adapter alone", "adapter"))
+    assert alone.keys() == two.keys() == samples(folder, "alone").keys()
+    for path, content in alone.items():
+        if path.name.startswith("step-000000"):
+            assert content == two[path]
+            assert content != samples(folder, "alone")[path] or path.suffix == ".json"
+
+
+def test_ranks_that_exchange_experts_sample_as_one(folder):
+    """Previews of each expert, and the samples of both at the end."""
+    assert result(folder, "experts") == {"codes": {}}, lines(folder, "experts")
+    found = samples(folder, "experts")
+    assert found == samples(folder, "experts alone")
+    assert {str(path.parent) for path in found} == {"samples", "high_noise/samples", "low_noise/samples"}
+
+
+def test_previews_that_one_rank_cannot_generate_are_left_out_on_both_in_one_line(folder):
+    """The second rank misses a file when training begins, and has it at the end."""
+    name = "experts of one"
+    assert result(folder, name) == {"codes": {}}, lines(folder, name)
+    assert (folder / f"{name} 1.log").read_text() == ""
+    for expert in ("high_noise", "low_noise"):
+        said = f"no previews of the {expert} expert: a file is missing\n"
+        assert (folder / f"{name} 0.log").read_text().count(said) == 1
+    at_the_end = {path: each for path, each in samples(folder, "experts").items() if str(path.parent) == "samples"}
+    assert at_the_end and samples(folder, name) == at_the_end
 
 
 def test_a_signal_to_one_rank_stops_both_after_the_same_step_with_a_save(folder):
@@ -82,6 +117,7 @@ def test_the_first_rank_alone_decides_by_the_clock_when_both_save(folder):
         ),
         ("cannot save", 0, 4, r"cannot write .*step-000004: No space left on device; free some space"),
         ("cannot read", 1, 4, r"a disk that is gone"),
+        ("cannot sample", 1, 2, r"the sample of 'a dog' is not finite"),
     ],
 )
 def test_what_one_rank_cannot_do_is_one_line_that_names_it(folder, name, rank, step, said):

@@ -105,6 +105,26 @@ def test_a_host_without_room_costs_the_previews_alone(
     assert capsys.readouterr().err.count("the host needs 2.0 GiB and has 1.0 GiB; set sample.device") == 2
 
 
+@pytest.mark.parametrize(
+    ("asked", "num"),
+    [
+        ([("a", 3, 8), ("a", 3, 8)], 2),
+        ([("a", 3, 8), ("a", 3, 8), ("a", 3, 8)], 2),
+        ([("a", 3, 4), ("a", 3, 4), ("b", 3, 9)], 1),
+        ([("a", 3, 4), ("b", 3, 4), ("b", 3, 4)], 2),
+        ([("a", 3, 2), ("b", 3, 9)], 0),
+        ([("a", 0, 0), ("a", 0, 0)], 2),
+    ],
+)
+def test_as_many_ranks_exchange_experts_as_their_hosts_have_room_for(
+    asked: list[tuple[str, int, int]], num: int
+) -> None:
+    """The first ones: with room for one alone, the first rank generates all previews."""
+    assert (
+        exchange.num_with_room([{"host": host, "needed": needed, "free": free} for host, needed, free in asked]) == num
+    )
+
+
 def planned(world: TwoExperts, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
     status = world.run("train", "--sample.captions", "1", "--json", "--plan", "--gpus", "24GiB", *flags)

@@ -17,10 +17,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from toy_world import World
+from two_experts import TwoExperts
 
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
-from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.previews import exchange
+from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
 from ditkit_core.training import checkpoint, train_step, trainer
 
@@ -28,7 +30,16 @@ STEPS = 4
 FLAGS = [
     *("--train.device", "cpu", "--encode.device", "cpu"),
     *("--train.accumulation", "3", "--train.threads", "1", "--train.checkpointing", "none"),
-    *("--held_out.clips", "1", "--ema.decay", "0.9", "--optim.lr", "0.01", "--sample.prompts", '["a cat"]'),
+    *(
+        "--held_out.clips",
+        "1",
+        "--ema.decay",
+        "0.9",
+        "--optim.lr",
+        "0.01",
+        "--sample.prompts",
+        '["a cat", "a dog", "a bird"]',
+    ),
     *("--ranks.timeout", "60", "--save.keep_last", "9"),
 ]
 UNSAVED = ("stopped", "fast clock of 0", "fast clock of 1")
@@ -88,6 +99,20 @@ def cannot_read() -> None:
     EncodedSample.load = failing  # type: ignore[method-assign]
 
 
+def cannot_sample() -> None:
+    """The sample of the second preview is broken."""
+    decode, count = ToySampler.decode, itertools.count(1)
+
+    def failing(sampler: ToySampler, latents: torch.Tensor) -> torch.Tensor:
+        return decode(sampler, latents) * (float("nan") if next(count) >= 2 else 1)
+
+    ToySampler.decode = failing  # type: ignore[method-assign]
+
+
+def lacks_an_expert() -> None:
+    exchange.why_no_samples = lambda run: "a file is missing"  # type: ignore[attr-defined]
+
+
 def has_a_fast_clock() -> None:
     """An hour passes each time that the loop looks."""
     hours = itertools.count(0, 3600)
@@ -102,11 +127,24 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "not finite": (is_not_finite, 1),
     "cannot save": (cannot_save, 0),
     "cannot read": (cannot_read, 1),
+    "cannot sample": (cannot_sample, 1),
     "fast clock of 0": (has_a_fast_clock, 0),
     "fast clock of 1": (has_a_fast_clock, 1),
     "other flags": (lambda: FLAGS.extend(["--train.seed", "7"]), 1),
+    "experts of one": (lacks_an_expert, 1),
+    **dict.fromkeys(("adapter alone", "adapter", "experts alone", "experts"), (lambda: None, 0)),
 }
 """What one rank has, and which of the two it is."""
+FEW = (*SAVED, "--sample.steps", "2")
+"""One step of each expert."""
+ADAPTER = (*SAVED, "--sample.adapter", "alone/exports/alone.safetensors")
+MORE = {
+    **dict.fromkeys(UNSAVED, ()),
+    "adapter alone": ADAPTER,
+    "adapter": (*ADAPTER, "--ranks.shard", "2", "--ranks.context", "2"),
+    **dict.fromkeys(("experts of one", "experts alone", "experts"), FEW),
+}
+"""Flags of cases that have other ones than `SAVED`."""
 
 
 def work(folder: Path, name: str) -> None:
@@ -117,10 +155,13 @@ def work(folder: Path, name: str) -> None:
         os.dup2(log.fileno(), 2)
     if rank == whose:
         trouble()
-    sys.exit(WORLDS[folder].train(name, STEPS, *FLAGS, *(() if name in UNSAVED else SAVED)))
+    os.chdir(folder)
+    world = EXPERTS[folder] if name.startswith("experts") else WORLDS[folder]
+    sys.exit(world.train(name, STEPS, *FLAGS, *MORE.get(name, SAVED)))
 
 
 WORLDS: dict[Path, World] = {}
+EXPERTS: dict[Path, World] = {}
 
 
 def launch(what: Callable[..., None], folder: Path, name: str, *, num: int = 2, restarts: int = 0) -> dict[str, Any]:
@@ -147,5 +188,6 @@ def prepare(folder: Path) -> None:
 if __name__ == "__main__":
     into, chosen = Path(sys.argv[1]), sys.argv[2:] or CASES
     prepare(into)
-    made = {name: launch(work, into, name, num=1 if name == "alone" else 2) for name in chosen}
+    EXPERTS[into] = TwoExperts(into)
+    made = {name: launch(work, into, name, num=1 if "alone" in name else 2) for name in chosen}
     (into / "cases.json").write_text(json.dumps(made))

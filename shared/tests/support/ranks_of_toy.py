@@ -1,4 +1,5 @@
-"""What each of two ranks does for `test_ranks.py` and `test_fsdp_precision.py`: all cases in one process, for starting it takes seconds."""
+"""What each of two ranks does for `test_fsdp.py`, `test_fsdp_precision.py` and `test_shares.py`: all cases in one process, for starting it
+takes seconds."""
 
 import itertools
 import sys
@@ -6,6 +7,7 @@ from typing import Any
 
 import toy_collectives as collectives
 import toy_islands as islands
+import toy_samples
 
 from ditkit_core.testing.ranks import as_rank
 from ditkit_core.testing.sharded_steps import steps
@@ -62,6 +64,7 @@ def work() -> dict[str, Any]:
         },
         "ours": {f"{fsdp}/{dtype}": islands.ours(fsdp, dtype) for fsdp in islands.FSDP for dtype in ("fp32", "bf16")},
         "dtypes with casts": islands.dtypes_with_casts(),
+        "samples": toy_samples.over_ranks(),
     }
 
 

@@ -163,12 +163,13 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
                     write_report(folder.path)
                 for line in held_out_lines(result, own):
                     say(line)
-        if not ranks.is_first:
-            return
-        for each in whole.experts:
-            copy_expert_adapters(each, folder)
+        if ranks.is_first:
+            for each in whole.experts:
+                copy_expert_adapters(each, folder)
         if run.experts:
             generate_trained(run, folder, max(steps))
+        if not ranks.is_first:
+            return
         folder.mark_complete(max(steps))
         write_report(folder.path)  # once more, now that it is complete
         if previews is not None:
@@ -277,8 +278,8 @@ def _train_component(
     _stage(4, "train")
     with progress("train", run.config.train.steps) as bar, Verifier(run, folder) as verifier:
         exporter = Exporter(run, folder, prepared, [*data.samples, *data.prior], verifier)
-        callbacks = [exporter, *_callbacks(run, folder, prepared, previews)] if ranks.is_first else []
-        result = _trainer(run, folder, model, samples, [ProgressBar(bar), _LastStage(), *callbacks]).fit()
+        callbacks = [ProgressBar(bar), _LastStage(), exporter, *_callbacks(run, folder, prepared, previews)]
+        result = _trainer(run, folder, model, samples, callbacks).fit()
     if not result.finished:
         raise Interrupted(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
     return result

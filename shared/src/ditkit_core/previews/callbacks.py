@@ -11,6 +11,7 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage
+from ditkit_core.sampling.shares import SampleShares
 from ditkit_core.training.trainer import Callback
 
 
@@ -22,6 +23,8 @@ def is_generated(folder: RunFolder, step: int) -> bool:
 class SamplesInPlace(Callback):
     """Generates previews, and the samples of the finished model, with the model that trains; training waits for them."""
 
+    on_all_ranks = True
+
     def __init__(
         self,
         run: RunContext,
@@ -31,6 +34,7 @@ class SamplesInPlace(Callback):
         *,
         every_steps: int,
         sampled: RunContext | None = None,
+        shares: SampleShares | None = None,
     ):
         """Prepare.
 
@@ -38,12 +42,13 @@ class SamplesInPlace(Callback):
             run: The run of one transformer.
             stages: Gives the transformers that take the denoising steps.
             folder: Where samples go.
-            on_written: Called with the folder's path after samples are written.
+            on_written: Called on the first rank with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
             sampled: The run whose [sample] section counts; None for `run`.
+            shares: Which ranks generate which samples; None for this process alone.
         """
         self._run, self._stages, self._folder, self._sampled = run, stages, folder, sampled or run
-        self._on_written, self._every_steps = on_written, every_steps
+        self._on_written, self._every_steps, self._shares = on_written, every_steps, shares or SampleShares()
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         # After a signal nobody waits for samples, which take minutes.
@@ -55,7 +60,7 @@ class SamplesInPlace(Callback):
     def resumed(self, step: int) -> None:
         # A signal or a kill came after the save of this step and before its preview was complete.
         is_due = self.wants_preview(step, stopping=False) and step < self._run.config.train.steps
-        if is_due and not is_generated(self._folder, step):
+        if is_due and not self._shares.ranks.broadcast_object(is_generated(self._folder, step)):
             self._sample(step)
 
     def finished(self, step: int) -> None:
@@ -65,8 +70,9 @@ class SamplesInPlace(Callback):
     def _sample(self, step: int) -> None:
         run = self._sampled
         prompts = sample_prompts(run, run.data.dataset.samples)
-        generate_samples(run, self._stages(), prompts, self._folder.samples, f"step-{step:06d}")
-        self._on_written(self._folder.path)
+        generate_samples(run, self._stages(), prompts, self._folder.samples, f"step-{step:06d}", self._shares)
+        if self._shares.ranks.is_first:
+            self._on_written(self._folder.path)
 
 
 class QueuedPreviews(Callback):

@@ -1,6 +1,8 @@
 """Previews of a model of two experts on the GPUs that train one of them: the other takes its place for its denoising steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,18 @@ import torch
 from ditkit_core.engine.parked_weights import parked, parked_bytes
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import Expert
 from ditkit_core.previews.callbacks import SamplesInPlace
 from ditkit_core.previews.stages import denoiser_stages, trained_weights_in, why_no_samples
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.model import engine_of
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
+from ditkit_core.sampling.shares import SampleShares
 from ditkit_core.weights.layer_streaming import free_memory_bytes
 
 
@@ -34,24 +40,26 @@ def samples_in_place(
         folder: The folder of the samples.
         on_written: As for `SamplesInPlace`.
     """
-    sample = sampled.config.sample
+    sample, ranks = sampled.config.sample, current_ranks()
     every_steps = sample.every_steps if not sample.device and (sample.prompts or sample.captions) else 0
-    if run.expert is None:
-        return SamplesInPlace(
-            run,
-            lambda: single_stage(prepared.model, engine_of(run, prepared)),
-            folder,
-            on_written,
-            every_steps=every_steps,
-        )
+    shares = SampleShares(ranks=ranks, num=ranks.size, in_step=prepared.shards is not None)
     stages: Callable[[], Sequence[DenoiserStage]] = tuple
-    if every_steps:
+    if run.expert is None:
+        stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
+    elif every_steps:
         try:
-            stages = _exchanged(run, sampled, prepared)
+            stages, lacking = _exchanged(run, sampled, prepared), ""
         except UserError as error:
-            warn(f"no previews of the {run.expert.name} expert: {error}")
+            lacking = str(error)
+        # Decided together: machines may have different files, and different room.
+        lacking = next(filter(None, ranks.all_gather_object(lacking)), "")
+        if not lacking:
+            num, lacking = _ranks_with_room(run.expert, prepared, ranks, num_samples=sample.most_samples)
+            shares = replace(shares, num=num)
+        if lacking:
+            warn(f"no previews of the {run.expert.name} expert: {lacking}")
             every_steps = 0
-    return SamplesInPlace(run, stages, folder, on_written, every_steps=every_steps, sampled=sampled)
+    return SamplesInPlace(run, stages, folder, on_written, every_steps=every_steps, sampled=sampled, shares=shares)
 
 
 def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> Callable[[], Sequence[DenoiserStage]]:
@@ -66,17 +74,6 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
         raise UserError(lacking)
     # Read once: the saves of the others do not change while this expert trains.
     others, own = trained_weights_in(sampled, without=run.expert)[0], run.expert
-    if own is not None and (moved := parked_bytes(prepared.model)):
-        # The other one streams as many blocks, from page-locked memory of its own.
-        needed = moved if prepared.streamer is None else sum(tensor.nbytes for tensor in prepared.model.parameters())
-        free = free_memory_bytes(torch.device("cpu"))
-        if free < needed:
-            raise UserError(
-                f"to exchange the experts, the host needs {needed / 2**30:.1f} GiB and has {free / 2**30:.1f} GiB; set sample.device"
-            )
-        say(
-            f"previews: the {own.name} expert waits on the host ({moved / 2**30:.1f} GiB) while the other one takes its steps"
-        )
 
     def in_place() -> AbstractContextManager[tuple[Any, Engine]]:
         return nullcontext((prepared.model, engine_of(run, prepared)))
@@ -89,6 +86,48 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
         ]
 
     return stages
+
+
+def _ranks_with_room(own: Expert, prepared: LoadedModel, ranks: Ranks, *, num_samples: int) -> tuple[int, str]:
+    """How many ranks, the first ones, can exchange the experts at the same time; and if none can, what they lack.
+
+    Args:
+        own: The expert that trains.
+        prepared: Its model.
+        ranks: All of them.
+        num_samples: Samples of a preview, at most.
+    """
+    moved, free = parked_bytes(prepared.model), free_memory_bytes(torch.device("cpu"))
+    # The other one streams as many blocks, from page-locked memory of its own.
+    streamed = prepared.streamer is not None
+    needed = sum(tensor.nbytes for tensor in prepared.model.parameters()) if moved and streamed else moved
+    most = min(ranks.size, num_samples)
+    asked = ranks.all_gather_object({"host": socket.gethostname(), "needed": needed, "free": free})
+    num = num_with_room(asked[:most])
+    if not num:
+        what = f"the host needs {needed / 2**30:.1f} GiB and has {free / 2**30:.1f} GiB"
+        return 0, f"to exchange the experts, {what}; set sample.device"
+    if moved:
+        where = "the host" if num == most else f"the host, which has room for {num} of {most} ranks,"
+        say(
+            f"previews: the {own.name} expert waits on {where} ({moved / 2**30:.1f} GiB{' each' * (num > 1)}) while the other one "
+            "takes its steps"
+        )
+    return num, ""
+
+
+def num_with_room(asked: Sequence[Mapping[str, Any]]) -> int:
+    """The largest number of ranks, the first ones, that their hosts have room for at the same time.
+
+    Args:
+        asked: Of each rank its `host`, the bytes `needed` there, and those that are `free`.
+    """
+    used: Counter[str] = Counter()
+    for num, each in enumerate(asked):
+        used[each["host"]] += each["needed"]
+        if used[each["host"]] > each["free"]:
+            return num
+    return len(asked)
 
 
 def _instead_of(prepared: LoadedModel, stage: DenoiserStage) -> DenoiserStage:

@@ -21,10 +21,16 @@ from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
+from ditkit_core.sampling.shares import SampleShares
 
 
 def generate_samples(
-    run: RunContext, stages: Sequence[DenoiserStage], prompts: Sequence[SamplePrompt], folder: Path, stem: str
+    run: RunContext,
+    stages: Sequence[DenoiserStage],
+    prompts: Sequence[SamplePrompt],
+    folder: Path,
+    stem: str,
+    shares: SampleShares | None = None,
 ) -> list[Path]:
     """Generate the samples of some prompts as the section says.
 
@@ -34,6 +40,7 @@ def generate_samples(
         prompts: What to sample; may be empty.
         folder: Where to write the samples.
         stem: First part of the file names.
+        shares: Which ranks generate which samples, called on all of them; None for this process alone.
 
     Returns:
         The files, as `render_samples` returns them.
@@ -58,8 +65,9 @@ def generate_samples(
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     sampler = FittingSampler(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
-    with progress("sample", len(requests) * config.steps) as bar:
-        return render_samples(with_adapters(run, stages), sampler, requests, to, bar.advance)
+    shares = shares or SampleShares()
+    with progress("sample", len(shares.own(len(requests))) * config.steps) as bar:
+        return render_samples(with_adapters(run, stages), sampler, requests, to, bar.advance, shares)
 
 
 def with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:

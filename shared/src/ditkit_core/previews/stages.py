@@ -13,6 +13,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import Expert
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.planner.partition import place
@@ -25,6 +26,7 @@ from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
+from ditkit_core.sampling.shares import SampleShares
 from ditkit_core.training.config import FlowConfig, HeldOutConfig
 
 
@@ -154,16 +156,16 @@ def load_preview_weights(prepared: LoadedModel, path: Path) -> None:
 
 
 def generate_trained(run: RunContext, folder: RunFolder, step: int) -> None:
-    """Generate the samples of a finished run with all trained experts, one loaded at a time."""
-    prompts = sample_prompts(run, run.data.dataset.samples)
+    """Generate the samples of a finished run with all trained experts, one loaded at a time; all ranks call it."""
+    prompts, ranks = sample_prompts(run, run.data.dataset.samples), current_ranks()
     if not prompts:
         return
-    if lacking := why_no_samples(run):
+    # Decided together: machines may have different files.
+    if lacking := next(filter(None, ranks.all_gather_object(why_no_samples(run))), ""):
         say(f"no samples: {lacking}")
-    else:
-        generate_samples(
-            run, denoiser_stages(run, trained_weights_in(run)[0]), prompts, folder.samples, f"step-{step:06d}"
-        )
+        return
+    stages, shares = denoiser_stages(run, trained_weights_in(run)[0]), SampleShares(ranks=ranks, num=ranks.size)
+    generate_samples(run, stages, prompts, folder.samples, f"step-{step:06d}", shares)
 
 
 def why_no_samples(run: RunContext) -> str:

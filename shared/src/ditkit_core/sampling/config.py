@@ -124,6 +124,11 @@ class SampleConfig:
         return replace(self, steps=self.steps or defaults.steps, guidance=guidance, negative=negative)
 
     @property
+    def most_samples(self) -> int:
+        """Samples of a preview, at most: a dataset may have fewer captions."""
+        return (len(self.prompts) or self.captions) * self.images
+
+    @property
     def of_base(self) -> "SampleConfig":
         """The section without its adapters, and without the steps and the guidance that are for them."""
         if not self.adapter and not self.adapter_low:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from ditkit_core.io.files import write_text
 from ditkit_core.models.encoders import GenerationRequest, Sampler
 from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
 from ditkit_core.sampling.denoise import DenoiserStage, generate
+from ditkit_core.sampling.shares import RenderedSample, SampleShares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,12 @@ def render_samples(
     requests: Sequence[PromptRequest],
     to: SampleFiles,
     on_step: Callable[[], None],
+    shares: SampleShares | None = None,
 ) -> list[Path]:
     """Generate samples, one file each, and all of them in one image: a contact sheet of videos, a row for each, or a grid of images.
 
     STEM.json next to them lists what was generated: for each file its prompt, its seed and how the VAE decoded it; and which image shows
-    all.
+    all. Each rank writes the files of its own samples, and the first one that list and that image.
 
     Args:
         stages: The transformers that take the steps, with the weights to sample with.
@@ -64,41 +65,53 @@ def render_samples(
         requests: What to generate, prompt by prompt.
         to: Where to write the samples.
         on_step: Called after each step of each sample.
+        shares: Which ranks generate which of them; None for this process alone.
 
     Returns:
-        The files, in the order of the requests; the contact sheet or the grid last.
+        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, those of their own.
 
     Raises:
         UserError: If a sample is not finite, or a file cannot be written.
     """
-    files: list[Path] = []
-    clips: list[Tensor] = []
-    listed: list[dict[str, Any]] = []
+    shares = shares or SampleShares()
+    own, made = shares.own(len(requests)), list[RenderedSample]()
     try:
-        with closing(generate(sampler, [request.job for request in requests], stages, on_step)) as results:
-            for request, pixels in zip(requests, results, strict=True):
-                # Checked here: as an image, NaN would silently become black.
-                if not pixels.isfinite().all():
-                    raise UserError(
-                        f"the sample of {request.prompt!r} is not finite: the weights are broken, or the adapter is"
-                    )
-                clips.append(evenly_spaced(pixels).cpu())  # not all frames: memory stays small with many long clips
-                files.append(_written(pixels, request, to))
-                about = {"prompt": request.prompt, "seed": request.job.seed, "decoded": sampler.decoded}
-                listed.append({"file": files[-1].name, **about})
+        with closing(generate(sampler, [requests[place].job for place, _ in own], stages, on_step)) as results:
+            for (place, counts), pixels in zip(own, results, strict=True):
+                if counts:
+                    made.append(_rendered(pixels, requests[place], to, sampler))
     finally:
         sampler.release()
-    # One overview image of every run of prompts: the report embeds it, and a reader compares steps by it.
-    if any(clip.shape[1] > 1 for clip in clips):
-        files.append(to.folder / f"{to.stem}-sheet.png")
-        write_image(files[-1], contact_sheet(clips))
-    elif len(clips) > 1:
-        files.append(to.folder / f"{to.stem}-grid.png")
-        write_image(files[-1], grid([clip[:, 0] for clip in clips], columns=to.images if to.images > 1 else 0))
-    if files:
-        all_of_them = {"samples": listed, "shown": files[-1].name}
+    samples = shares.gathered(made, len(requests))
+    files = [to.folder / sample.about["file"] for sample in samples]
+    if files and shares.ranks.is_first:
+        files += _overview([sample.frames for sample in samples], to)
+        all_of_them = {"samples": [sample.about for sample in samples], "shown": files[-1].name}
         write_text(to.folder / f"{to.stem}.json", json.dumps(all_of_them, indent=1) + "\n")
     return files
+
+
+def _rendered(pixels: Tensor, request: PromptRequest, to: SampleFiles, sampler: Sampler) -> RenderedSample:
+    """Write one sample, and keep what the list and the image of all need of it."""
+    # Checked here: as an image, NaN would silently become black.
+    if not pixels.isfinite().all():
+        raise UserError(f"the sample of {request.prompt!r} is not finite: the weights are broken, or the adapter is")
+    file = _written(pixels, request, to)
+    about = {"file": file.name, "prompt": request.prompt, "seed": request.job.seed, "decoded": sampler.decoded}
+    return RenderedSample(about, evenly_spaced(pixels).float().cpu())  # not all frames: clips are long
+
+
+def _overview(clips: Sequence[Tensor], to: SampleFiles) -> list[Path]:
+    """One image of every run of prompts: the report embeds it, and a reader compares steps by it. None of a single image."""
+    if any(clip.shape[1] > 1 for clip in clips):
+        path, image = to.folder / f"{to.stem}-sheet.png", contact_sheet(clips)
+    elif len(clips) > 1:
+        columns = to.images if to.images > 1 else 0
+        path, image = to.folder / f"{to.stem}-grid.png", grid([clip[:, 0] for clip in clips], columns=columns)
+    else:
+        return []
+    write_image(path, image)
+    return [path]
 
 
 def _written(pixels: Tensor, request: PromptRequest, to: SampleFiles) -> Path:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -91,6 +91,9 @@ class Callback:
 
     It must not change the state of a random generator that training uses, or the run would not be reproducible.
     """
+
+    on_all_ranks: ClassVar[bool] = False
+    """Whether all ranks call it, together; by default the first rank alone does."""
 
     def started(self, step: int) -> None:
         """Called before the first step; `step` is above 0 if the run resumes."""
@@ -194,7 +197,7 @@ class Trainer:
             folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
                 finite.
             validator: Measures the validation loss; None disables validation.
-            callbacks: Called at fixed points of the loop, in this order; on the first rank alone.
+            callbacks: Called at fixed points of the loop, in this order, but those of all ranks last.
             ranks: The processes that train the run together; None for this one alone.
             warn: Called with one line if something of an earlier part is damaged, and if activations drift.
 
@@ -205,12 +208,12 @@ class Trainer:
         self._devices = {parameter.device for parameter in model.module.parameters()}
         self._clock = StepClock(sorted(self._devices, key=str))
         self._model, self._config, self._folder = with_clock(model, self._clock), config, folder
-        self._ranks = ranks or Ranks()
-        train = config.train
+        self._ranks, train = ranks or Ranks(), config.train
         self._data = Prefetcher(
             data, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
         )
-        self._validator, self._callbacks, self._warn = validator, callbacks if self._ranks.is_first else (), warn
+        self._validator, self._warn, self._metrics_digest = validator, warn, ""
+        self._callbacks = [each for each in callbacks if each.on_all_ranks or self._ranks.is_first]
         self._state = TrainState(
             model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
         )
@@ -220,7 +223,6 @@ class Trainer:
             from ditkit_core.training import sharded_checkpoint  # imports parts of torch that take seconds
 
             self._writer = sharded_checkpoint.BackgroundWriter()
-        self._metrics_digest = ""
 
     def fit(self) -> TrainResult:
         """Train. SIGINT and SIGTERM end the loop after the current step, with a save.
@@ -291,7 +293,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Load the newest save, if there is one."""
-        name = self._ranks.on_first(lambda: _name_of(latest(self._folder / "state", self._warn)))
+        name = self._ranks.on_first(lambda: save.name if (save := latest(self._folder / "state", self._warn)) else "")
         self._last_save = self._folder / "state" / name if name else None
         if self._last_save is not None:
             saved = load_state(self._last_save, self._model.shards)
@@ -419,24 +421,23 @@ class Trainer:
     def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
         """Call `act` on the callbacks, by default all, while the parameters are those to export.
 
-        They run on the first rank; where the weights are divided, the others help it.
+        Those of the first rank come first; where the weights are divided, the other ranks help it.
         """
         chosen, shards = self._callbacks if callbacks is None else callbacks, self._model.shards
 
-        def call() -> None:
-            for callback in chosen:
+        def call(on_all_ranks: bool) -> None:
+            for callback in (each for each in chosen if each.on_all_ranks == on_all_ranks):
                 act(callback)
 
-        if shards is not None:
-            with self._state.used():
-                self._ranks.on_first(call, shards.help)
-        elif chosen:
-            with self._state.used():
-                call()
-
-
-def _name_of(save: Path | None) -> str:
-    return "" if save is None else save.name
+        if shards is None and not chosen:
+            return
+        with self._state.used():
+            if shards is None:
+                call(False)
+            else:
+                self._ranks.on_first(lambda: call(False), shards.help)
+                shards.changed()  # the first rank alone still has weights whole that it gathered last
+            call(True)
 
 
 def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> str:

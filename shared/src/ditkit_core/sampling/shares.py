@@ -1,0 +1,54 @@
+"""Divides the samples of a run over its ranks, and brings what is needed of each back to the first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ditkit_core.io.ranks import Ranks
+
+
+class RenderedSample(NamedTuple):
+    """A sample whose file is written."""
+
+    about: dict[str, Any]
+    """Its entry in the list of samples."""
+    frames: Tensor
+    """Those that are shown of it, fp32 [3, frames, height, width] on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleShares:
+    """Which ranks generate samples; the default is a process alone."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+    num: int = 1
+    """How many of them generate, the first ones; the others have nothing to do."""
+    in_step: bool = False
+    """Whether ranks divide the weights, so that all of them have to run equally many forwards at the same time."""
+
+    def own(self, count: int) -> list[tuple[int, bool]]:
+        """The places of this rank's samples among `count`: the first rank has the first one, the second rank the next, and so on.
+
+        Ranks that run `in_step` get stand-ins at the end where others have one more; these are marked False and do not count.
+        """
+        rank = self.ranks.rank
+        share = [(place, True) for place in range(rank, count, self.num)] if rank < self.num else []
+        return share + [(0, False)] * (-(-count // self.num) - len(share)) if self.in_step else share
+
+    def gathered(self, own: Sequence[RenderedSample], count: int) -> list[RenderedSample]:
+        """All samples in their order, on the first rank; on others those of `own`."""
+        ranks = self.ranks
+        known: list[Any] = ranks.all_gather_object([[sample.about, list(sample.frames.shape)] for sample in own])
+        if not ranks.is_first:
+            for sample in own:
+                ranks.send(sample.frames.contiguous(), to=0)
+            return list(own)
+        found: list[RenderedSample] = []
+        for place in range(count):
+            index, rank = divmod(place, self.num)
+            about, shape = known[rank][index]
+            found.append(RenderedSample(about, ranks.recv(torch.empty(shape), rank)) if rank else own[index])
+        return found
