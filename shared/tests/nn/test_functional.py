@@ -1,13 +1,17 @@
 """The hand-written elementwise functions against their plain composition, forward and backward."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads, per_token
+from ditkit_core.nn.context import BlockSettings, block_settings
+from ditkit_core.nn.functional import affine_norm, gated_sum, gated_unit, modulated_norm, normalised_heads, per_token
 from ditkit_core.nn.rope import axis_angles, rotary_table, rotate
+from ditkit_core.planner.memory_tracker import fake_tensors
 
 
 def norm_of(dim: int, dtype: torch.dtype = torch.float64) -> nn.RMSNorm:
@@ -150,3 +154,63 @@ def test_the_gated_unit_keeps_its_input_and_nothing_else():
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
         gated_unit(x)
     assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
+
+
+def calls(tokens, dim):
+    """Each function as a block of bf16 matmuls with an fp32 residual stream calls it, and the dtype of its first argument."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    norm = nn.RMSNorm(dim, eps=1e-6).requires_grad_(False)
+    layer = nn.LayerNorm(dim).requires_grad_(False)
+    scale, shift, gate = torch.empty(3, 1, 1, dim)
+    table, stream = torch.empty(1, tokens, 1, 16, 2), torch.empty(1, tokens, dim)
+    return {
+        "norm and rotation": (bf16, lambda x: normalised_heads(x, norm, dim // 32, Precision(), table)),
+        "norm": (bf16, lambda x: normalised_heads(x, norm, dim // 32, Precision())),
+        "modulated norm": (fp32, lambda x: modulated_norm(x, scale, shift, 1e-6, fp32, bf16)),
+        "affine norm": (fp32, lambda x: affine_norm(layer, x, fp32, bf16)),
+        "gated unit": (bf16, gated_unit),
+        "gated sum": (bf16, lambda y: gated_sum(y, stream, gate)),
+    }
+
+
+COUNTED = {
+    "torch": {
+        "norm and rotation": (2.0, (10, 40.3, 10.0), (12, 78.8, 12.0)),
+        "norm": (2.0, (9, 32.1, 10.0), (10, 70.0, 12.0)),
+        "modulated norm": (2.0, (3, 14.0, 6.0), (2, 18.0, 8.0)),
+        "affine norm": (2.0, (2, 14.0, 6.0), (2, 18.0, 8.0)),
+        "gated unit": (1.0, (2, 5.0, 1.0), (5, 13.0, 4.0)),
+        "gated sum": (4.0, (1, 10.0, 4.0), (1, 6.0, 2.0)),
+    },
+    "triton": {
+        "norm and rotation": (2.0, (1, 4.3, 2.0), (1, 6.3, 2.0)),
+        "norm": (2.0, (1, 4.0, 2.0), (1, 6.0, 2.0)),
+        "modulated norm": (2.0, (1, 6.0, 2.0), (1, 10.0, 4.0)),
+        "affine norm": (2.0, (1, 6.0, 2.0), (1, 10.0, 4.0)),
+        "gated unit": (1.0, (1, 3.0, 1.0), (1, 5.0, 2.0)),
+        "gated sum": (4.0, (1, 10.0, 4.0), (1, 6.0, 2.0)),
+    },
+}
+"""On a GPU, bytes for each element of the argument that its result and the backward keep. Of forward and backward: launches, and for each
+element bytes that pass, and that are allocated at the peak."""
+
+
+@pytest.mark.parametrize("kernels", COUNTED)
+def test_a_gpu_passes_over_memory_as_rarely_as_counted(kernels):
+    found = {}
+    with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=kernels)):
+        for name, (dtype, call) in calls(4096, 512).items():
+            x, numbers = torch.empty(1, 4096, 512, dtype=dtype, requires_grad=True), []
+            before = meter.total(x.device)
+            out = call(x)
+            kept = meter.total(x.device) - before
+            for run in (partial(call, x), partial(out.backward, torch.empty_like(out))):
+                meter.kernels.clear()
+                meter.restart_peak()
+                before = meter.total(x.device)
+                run()
+                moved = sum(kernel.bytes * count for kernel, count in meter.kernels.items())
+                sizes = (round(size / x.numel(), 1) for size in (moved, meter.peak[x.device] - before))
+                numbers.append((meter.kernels.total(), *sizes))
+            found[name] = (round(kept / x.numel(), 1), *numbers)
+    assert found == COUNTED[kernels]

@@ -257,18 +257,33 @@ def test_small_products_and_other_dtypes_stay_fp32(monkeypatch):
     assert not is_split(torch.zeros(5, 8).bfloat16())
 
 
-def test_a_kernel_makes_the_parts_in_a_third_of_the_launches():
-    """All operations of a forward and a backward but views, the frozen layer's two included."""
-    launched = {}
-    for name in ("torch", "triton"):
-        with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=name)):
-            x = torch.empty(20_480, 512, dtype=torch.bfloat16, requires_grad=True)
-            down, up = torch.empty(4, 512, requires_grad=True), torch.empty(512, 4, requires_grad=True)
-            weight = torch.empty(512, 512, dtype=torch.bfloat16)
-            meter.kernels.clear()
-            low_rank_sum(x, down, up, 1.0, partial(F.linear, weight=weight)).backward(x.detach())
-            launched[name] = meter.kernels.total()
-    assert launched == {"torch": 49, "triton": 15}
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "tokens", "launches", "outputs"),
+    [
+        ("torch", torch.bfloat16, 20_480, 49, 1),
+        ("torch", torch.bfloat16, 1_024, 17, 4),
+        ("torch", torch.float16, 20_480, 17, 4),
+        ("torch", torch.float32, 20_480, 12, 2),
+        ("triton", torch.bfloat16, 20_480, 15, 1),
+        ("triton", torch.bfloat16, 1_024, 15, 1),
+    ],
+)
+def test_a_layer_is_as_few_launches_and_bytes_on_a_gpu_as_counted(kernels, dtype, tokens, launches, outputs):
+    """All operations of a forward and a backward but views, the frozen layer's two included; the forward's peak, by the output's size.
+
+    Parts take none of it, and torch makes them of large products alone; an fp32 product is in one part, converted once for two products.
+    """
+    with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=kernels)):
+        x = torch.empty(tokens, 512, dtype=dtype, requires_grad=True)
+        down, up = torch.empty(4, 512, requires_grad=True), torch.empty(512, 4, requires_grad=True)
+        weight = torch.empty(512, 512, dtype=dtype)
+        meter.kernels.clear()
+        meter.restart_peak()
+        before = meter.total(x.device)
+        out = low_rank_sum(x, down, up, 1.0, partial(F.linear, weight=weight))
+        assert (meter.peak[x.device] - before) / out.nbytes == pytest.approx(outputs, rel=0.1)
+        out.backward(x.detach())
+    assert meter.kernels.total() == launches
 
 
 def test_a_plan_has_the_wide_copies_of_compiled_layers():

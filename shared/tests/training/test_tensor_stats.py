@@ -12,6 +12,7 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -108,6 +109,12 @@ def test_few_operations_are_launched_for_a_watched_tensor(monkeypatch):
             counts[look, parts] = launches.count - 1  # of `ones`
     assert counts[magnitudes, 20] <= 20 * 4 + 8 and counts[normal_counts, 20] <= 20 * 3 + 6
     assert counts[magnitudes, 1] <= 12 and counts[normal_counts, 1] <= 4
+    with fake_tensors("cuda") as meter:
+        stream = torch.empty(20_280, 5120)  # of Wan 14B: 13 parts
+        for look in (magnitudes, normal_counts):
+            meter.kernels.clear()
+            look(stream)
+            assert meter.kernels.total() <= 13 * 4 + 8
 
 
 class Seen:

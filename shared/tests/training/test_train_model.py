@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import toy_training
 from saved_states import numbers
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, LazyItems, TrainDataLoader
+from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.gpu import GPU, gpu  # noqa: F401
 from ditkit_core.testing.pretend_devices import on_host
+from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training.config import FlowConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch, prepare
@@ -220,6 +223,41 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
     assert locked == [True] * 3
     in_place = train(gpu.device, None)
     assert all(map(torch.equal, ahead, in_place))
+
+
+def test_a_run_page_locks_each_micro_batch_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_a_gpu(*args: Any, **fields: Any) -> Any:
+        model, _ = toy_model(*args, **fields)
+        place(model, [torch.device("cpu:1")] * 2)
+        return model, {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    locked, pinned = list[PreparedBatch](), PreparedBatch.pinned
+    monkeypatch.setattr(toy_training, "toy_model", on_a_gpu)
+    monkeypatch.setattr(PreparedBatch, "pinned", lambda batch: locked.append(batch) or pinned(batch))
+    with StandIn():
+        toy_run(tmp_path, 2, dropout=0.0, method="lora")
+    assert len(locked) == 2 * 2  # of two steps
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_host_waits_once_a_step(micro_batches: int) -> None:
+    """For the loss and the norm of the gradients. All that is copied to the device, masks included, is not waited for."""
+    items = [{**item, LOSS_WEIGHTS: torch.ones(1, *item["latents"].shape[1:])} for item in toy_items(micro_batches)]
+    batches = [ToyBatch([f"clip {index}"], [item]) for index, item in enumerate(items)]
+    with StandIn() as stand_in:
+        model, _ = toy_model("lora")
+        place(model, [torch.device("cpu:1")] * 2)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = NamedOptimizer(trained, OptimConfig())
+        waits, synchronize = list[tuple[str, ...]](), stand_in.runtime.log.synchronize
+        stand_in.runtime.log.synchronize = lambda *streams: (waits.append(streams), synchronize(*streams))  # type: ignore[assignment,func-returns-value]
+        for step in range(2):
+            ready = [prepare(TOY, FLOW, batches, micro, seed=1, step=step).pinned() for micro in range(micro_batches)]
+            context = StepContext(step=step, seed=1, flow=FLOW, prepared=ready.__getitem__)
+            there = TrainModel(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
+            waits.clear()
+            training_step(there, batches, optimizer, context, lr=1e-2, clip_norm=1.0)
+    assert len(waits) == 1
 
 
 def test_memory_that_cannot_be_locked_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

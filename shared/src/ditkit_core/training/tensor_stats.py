@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.nn.context import device_kind
 
 _AT_ONCE = {"cpu": 2**20, "cuda": 2**23}
 """Elements per part, by kind of device. On the host temporary memory then stays in its caches. A GPU is busy with a part for as long as the
@@ -56,7 +57,7 @@ def with_hooks(engine: Any, hook: BlockHooks) -> Any:
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.detach().reshape(-1).split(_AT_ONCE[tensor.device.type])
+    return tensor.detach().reshape(-1).split(_AT_ONCE[device_kind(tensor)])
 
 
 def magnitudes(tensor: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:

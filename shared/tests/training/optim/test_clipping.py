@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, on_host
-from ditkit_core.training.optim.clipping import joined_norm
+from ditkit_core.training.optim.clipping import joined_norm, total_norm
 
 HOST, ONE, TWO = (torch.device(name) for name in ("cpu", "cpu:1", "cpu:2"))
 
@@ -21,3 +22,9 @@ def test_norms_on_one_device_are_joined_there(dtype: torch.dtype) -> None:
             found = joined_norm(list(there))
         assert not crossings.copies and found.device == ONE
         assert torch.equal(on_host(found), expected) and torch.equal(on_host(joined_norm(apart)), expected)
+
+
+def test_the_norm_of_many_gradients_is_a_few_launches() -> None:
+    with fake_tensors("cuda") as meter:
+        total_norm([torch.empty(8, 8) for _ in range(100)])
+    assert meter.kernels.total() <= 4
