@@ -204,10 +204,30 @@ def test_each_expert_has_its_own_assistant(
     assert "is named after the low_noise expert" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_full_fine_tune_over_a_merged_adapter_is_sampled_and_written_without_it(world: World) -> None:
+    """As the page says, with `base.merge` in place of `base.assistant`."""
+    file = donor(world)
+    flags = ("--adapter.method", "full", "--base.merge", json.dumps([file]), "--export.dtype", "fp32")
+    without = ("--sample.adapter", json.dumps([f"{file}@-1"]))
+    assert world.train("run", 2, *flags, *without, "--sample.captions", "0") == 0
+    exported = world.folder / "run" / "exports" / "transformer_official"
+    merged = ("--adapter", file, "--merge", "--base", str(exported), "--strength", "-1", "--dtype", "fp32")
+    assert world.run("export", *merged, "--out", "out") == 0
+    (written,) = (world.folder / "out").rglob("*.safetensors")
+    (world.folder / "toy.safetensors").write_bytes(written.read_bytes())
+    assert world.train("bare", 1, "--optim.lr", "1e-30", "--sample.captions", "0") == 0  # its adapter changes nothing
+    ways = {"taken_out": ("run",), "with": ("run", "--sample.adapter", "[]"), "bare": ("bare",)}
+    for name, (run, *more) in ways.items():
+        assert world.run("sample", "--run", str(world.folder / run), *more, "--prompt", "a", "--out", name) == 0
+    taken_out, with_it, bare = (pixels(next((world.folder / name).glob("*.png"))) for name in ways)
+    assert (taken_out - bare).abs().max() <= 1 < (with_it - bare).abs().max()  # of 255: sums of fp32 in another order
+
+
 def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     file = donor(world)
     for flags, said in (
-        (("--adapter.method", "full"), "adapter.method = full"),
+        (("--adapter.method", "full"), "with @-1, in sample.adapter"),
         (("--adapter.use_dora", "true"), "adapter.use_dora"),
         (("--export.merged", "true"), "export.merged"),
     ):

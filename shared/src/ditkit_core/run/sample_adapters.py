@@ -65,14 +65,17 @@ def _check_assistants(run: RunContext) -> None:
     for expert, (key, entry) in zip(run.experts, config.base.assistants, strict=False):
         if entry:
             check_named(expert, key, str(parse_merge(entry, key)[0]))
-    refused = {
-        "adapter.method = full": config.adapter.method == "full",
-        "adapter.use_dora": config.adapter.use_dora,
-        "export.merged": config.export.merged,
-    }
+    key, entry = given[0]
+    if config.adapter.method == "full":
+        opposite = f"{-parse_merge(entry, key)[1]:g}"
+        raise UserError(
+            f"{key} is for adapters, because the weights of a full fine-tune would contain it; name its file in base.merge instead and, with "
+            f"@{opposite}, in sample.adapter, and take it out of what is exported with --adapter FILE --merge --strength {opposite}"
+        )
+    refused = {"adapter.use_dora": config.adapter.use_dora, "export.merged": config.export.merged}
     if others := [what for what, is_set in refused.items() if is_set]:
         raise UserError(
-            f"{given[0][0]} is part of the base in training alone, and with {others[0]} it could not be taken out again; train a LoRA, "
+            f"{key} is part of the base in training alone, and with {others[0]} it could not be taken out again; train a LoRA, "
             "LoKr or LoHa, and merge it with the export command's --adapter FILE --merge"
         )
 
