@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,27 @@ def test_steps_after_warm_up_are_traced_and_nothing_else_changes(
     assert any("mm" in event.get("name", "") for event in events)
     assert equal(world.adapter("plain"), world.adapter("traced"))
     assert [path.name for path in (tmp_path / "traced").iterdir() if path.name.startswith((".", "tmp"))] == [".lock"]
+
+
+TRACED = """
+import sys
+from pathlib import Path
+import torch
+from ditkit_core.diagnostics.step_trace import StepTrace
+trace = StepTrace(1, Path(sys.argv[1]), print)
+trace.started(0)
+for step in range(1, 5):
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    trace.after_step(step, {})
+"""
+
+
+@pytest.mark.slow  # a process of its own: the level of messages is read once
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the profiler may report errors")
+def test_on_a_cpu_the_profiler_prints_nothing_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json.gz"
+    run = subprocess.run([sys.executable, "-c", TRACED, str(file)], capture_output=True, text=True, check=True)
+    assert file.is_file() and run.stderr == "" and "USDT" not in run.stdout
 
 
 def test_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

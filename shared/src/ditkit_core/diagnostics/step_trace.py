@@ -1,6 +1,7 @@
 """`train.profile`: a Chrome trace of some steps after warm-up, and the kernels that take most of their time."""
 
 import gzip
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from ditkit_core.training.trainer import Callback
 _FIRST_STEPS = 3
 """Steps of a start that are not traced: they compile, choose kernels and fill the allocator, and the last warms the profiler up."""
 _MOST_KERNELS = 10
+_SILENT = "6"
+"""Above every level of messages of torch's profiler."""
 
 
 class StepTrace(Callback):
@@ -37,7 +40,13 @@ class StepTrace(Callback):
         """Begin to count steps."""
         self._begun = step
         when = schedule(wait=_FIRST_STEPS - 1, warmup=1, active=self._steps, repeat=1)
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        kinds = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(ProfilerActivity.CUDA)
+        else:
+            # Otherwise the profiler prints that it starts and stops, and as an error that there is no GPU. The level of the first two is above
+            # that of errors, which matter on a GPU, where counters may be forbidden. It is read when the first profile of a process begins.
+            os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         self._profile = profile(activities=kinds, schedule=when, on_trace_ready=self._write, acc_events=True)
         self._profile.start()
 
