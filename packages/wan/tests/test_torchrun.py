@@ -102,7 +102,7 @@ def test_two_ranks_share_the_tokens_of_each_clip_and_one_process_goes_on(alone, 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.exhaustive), "full"])
 def test_two_ranks_divide_the_weights_and_one_process_goes_on(tmp_path, method):
-    """Samples and exports need weights whole: rank 0 has them only with the help of rank 1."""
+    """Exports need weights whole: rank 0 has them only with the help of rank 1. Samples need both ranks in each block."""
     run, steps = tmp_path / "run", ["--train.steps", "4", "--save.every_steps", "2", "--held_out.every_steps", "4"]
     given = [*SHORT, *ON_CPU, "--adapter.method", method, "--optim.lr", "0.001", *steps, "--train.threads", "1"]
     given += ["--sample.prompts", '["a bar that moves"]', "--sample.every_steps", "2", "--sample.steps", "2"]

@@ -127,6 +127,13 @@ def test_what_one_rank_cannot_do_is_one_line_that_names_it(folder, name, rank, s
     assert saves(folder, name) == [2], "the save before it stays"
 
 
+def test_the_same_command_generates_the_preview_that_one_rank_could_not(folder):
+    """A sample of it is there, and its list is not."""
+    assert not list((folder / "cannot sample").glob("samples/step-000002.json"))
+    assert result(folder, "sampled again") == {"codes": {}}, lines(folder, "sampled again")
+    assert samples(folder, "sampled again") == samples(folder, "alone")
+
+
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both_with_its_evidence(folder):
     (line,) = lines(folder, "not finite")
     (file,) = (folder / "not finite").glob("failure-step-*.json")

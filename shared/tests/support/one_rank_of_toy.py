@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "fast clock of 1": (has_a_fast_clock, 1),
     "other flags": (lambda: FLAGS.extend(["--train.seed", "7"]), 1),
     "experts of one": (lacks_an_expert, 1),
-    **dict.fromkeys(("adapter alone", "adapter", "experts alone", "experts"), (lambda: None, 0)),
+    **dict.fromkeys(("sampled again", "adapter alone", "adapter", "experts alone", "experts"), (lambda: None, 0)),
 }
 """What one rank has, and which of the two it is."""
 FEW = (*SAVED, "--sample.steps", "2")
@@ -189,5 +190,9 @@ if __name__ == "__main__":
     into, chosen = Path(sys.argv[1]), sys.argv[2:] or CASES
     prepare(into)
     EXPERTS[into] = TwoExperts(into)
-    made = {name: launch(work, into, name, num=1 if "alone" in name else 2) for name in chosen}
+    made = {}
+    for each in chosen:
+        if each == "sampled again":
+            copytree(into / "cannot sample", into / each)
+        made[each] = launch(work, into, each, num=1 if "alone" in each else 2)
     (into / "cases.json").write_text(json.dumps(made))
