@@ -45,6 +45,6 @@ def test_patterns_that_decide_nothing_are_refused() -> None:
         check_used("key", {"q": 1.0, "k": 2.0}, LAYERS)
     with pytest.raises(UserError, match="patterns before 'attn.q' fit all of its layers"):
         check_used("key", {"*.attn.*": 1.0, "attn.q": 2.0}, LAYERS)
-    with pytest.raises(UserError, match="'q' is there twice"):
+    with pytest.raises(UserError, match="'q' is given twice"):
         parse_patterns("key", ["q=1", "q=2"], "RATE")
     check_used("key", {"attn.q": 2.0, "*.attn.*": 1.0}, LAYERS)

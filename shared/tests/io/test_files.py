@@ -16,7 +16,7 @@ from ditkit_core.testing.denied import denied
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' * 100_000, "nested too deeply"),
         (b'{"a": ' + b"1" * 5000 + b"}", "not readable JSON"),
-        (b'{"a": 1, "b": 2, "a": 3}', "'a' is there twice"),
+        (b'{"a": 1, "b": 2, "a": 3}', "'a' appears twice"),
         (b"[]", "not a JSON object"),
         (b"null", "not a JSON object"),
         (b'{"a": 1', "not readable JSON"),

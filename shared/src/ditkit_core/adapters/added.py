@@ -28,7 +28,7 @@ class AddedAdapter(NamedTuple):
     file: AdapterFile
     strength: float
     base_weight: Callable[[str], Tensor] | None = None
-    """Of a file that is taken out: reads the weight [out, in] of a module that it was merged into, in fp32 on the host."""
+    """For a file that is taken out, reads the weight [out, in] of a module that it was merged into, in fp32 on the host; None to add it."""
 
     @property
     def sign(self) -> int:
@@ -91,16 +91,16 @@ class Dora(NamedTuple):
     strength: float
     sign: int
     factors: Tensor | None
-    """Those of its rows [out], if the base's weight was read for them; None: those over the layer's own weight."""
+    """Factors of the rows [out], if the base's weight was read for them; None computes them from the layer's own weight."""
 
     @property
     def from_merged(self) -> Tensor:
-        """Of one that is taken out: 1 / (1 + strength · (f - 1)) of each row, which makes the base's row of the merged one."""
+        """For an adapter that is taken out, the factor of each row that turns the merged row into the base's: 1 / (1 + strength · (f - 1))."""
         assert self.factors is not None
         return 1 / (1 + self.strength * (self.factors - 1))
 
     def of_rows(self, weight: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """What is added to a layer's output: the share of its own product of each row [out], and B of a LoRA [out, rank]."""
+        """The two parts added to a layer's output: for each row [out] the share of the layer's own product, and B of a LoRA [out, rank]."""
         factors = row_factors(weight(), self.matrices, self.scale) if self.factors is None else self.factors
         up = self.matrices.up * (self.strength * self.scale * factors)[:, None]
         if self.sign > 0:
@@ -112,7 +112,7 @@ class AddedDoras(nn.Module):
     """A layer, and the change of its output by DoRAs over its frozen weight.
 
     With strength t, a DoRA makes (1 - t) · W + t · f · (W + s·B·A) of a weight W. So the output gets t · (f - 1) of the frozen product, and a
-    LoRA's product. Factors are made anew in each forward: a streamed or divided weight is there then alone.
+    LoRA's product. Factors are computed in each forward, because a streamed or divided weight is on the device only then.
     """
 
     def __init__(self, layer: nn.Module, frozen: nn.Module, doras: Sequence[Dora], *, trained: bool):

@@ -27,7 +27,7 @@ def parse_patterns(key: str, entries: Sequence[str], what: str, *, whole: bool =
         whole: Whether values are whole numbers of at least 1; otherwise any number above 0.
 
     Raises:
-        UserError: If an entry is not of this form, or a pattern is there twice.
+        UserError: If an entry is not of this form, or a pattern is given twice.
     """
     found: dict[str, float] = {}
     for entry in entries:
@@ -40,7 +40,7 @@ def parse_patterns(key: str, entries: Sequence[str], what: str, *, whole: bool =
             number = "a whole number of at least 1" if whole else "a number above 0"
             raise UserError(f"{key}: {entry!r} is not PATTERN={what}; write a layer pattern, = and {number}")
         if pattern in found:
-            raise UserError(f"{key}: the pattern {pattern!r} is there twice; leave one of them out")
+            raise UserError(f"{key}: the pattern {pattern!r} is given twice; leave one of them out")
         found[pattern] = value
     return found
 

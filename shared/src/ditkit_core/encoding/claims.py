@@ -1,6 +1,6 @@
 """Claims of cache entries, so that several processes that share a cache encode each item once.
 
-A claim is a lock of the operating system on a file next to the entry. It goes with its process, kill -9 included, so that a dead process
+A claim is a lock of the operating system on a file next to the entry. It ends with its process, also after kill -9, so that a dead process
 blocks nobody. Machines that share a cache need a file system whose locks work between them, as NFS's do. Where they do not, items are encoded
 by more than one process: entries are written atomically, so that this costs time and changes nothing.
 """

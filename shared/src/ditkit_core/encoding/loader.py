@@ -119,7 +119,7 @@ class BaseSteps:
     """The steps whose target is the base's own prediction (`prior.match_base`)."""
 
     share: float
-    """Of the steps, at least 0 and below 1."""
+    """Share of the steps, at least 0 and below 1."""
     accumulation: int
     """Micro-batches in a step."""
     weight: float = 1.0

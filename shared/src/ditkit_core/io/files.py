@@ -38,7 +38,7 @@ def temporary_path(path: Path) -> Path:
 
 @cache
 def _machine() -> str:
-    """Where a process id means one process: this machine since it started, or a container on it."""
+    """The scope in which a process id is unique: this machine since it started, or a container on it."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # on Linux alone; elsewhere an id may be used again after a restart
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
@@ -249,7 +249,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in found if keys.count(key) > 1)[:80]!r} is there twice")
+        raise ValueError(f"{next(key for key in found if keys.count(key) > 1)[:80]!r} appears twice")
     return found
 
 

@@ -1,7 +1,7 @@
 """LoKr and LoHa over a frozen layer: parameters, names and options are peft's; the product is ours.
 
 The change of a LoKr's weight is a Kronecker product, that of a LoHa an elementwise product of two low-rank matrices. In every forward
-peft makes the whole change in fp32, and autograd keeps it together with an fp32 copy of the input. Ours keeps the input as it came and
+peft makes the whole change in fp32, and autograd keeps it together with an fp32 copy of the input. Ours saves the input in its own dtype and
 the factors. A LoKr's change is never made: x, seen as a matrix, is multiplied with one factor from each side. A LoHa's has no such form,
 so it is made once in the forward and once in the backward, and is the more expensive of the two: an fp32 product of the layer's size.
 

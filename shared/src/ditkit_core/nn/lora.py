@@ -1,7 +1,7 @@
 """The product of a plain LoRA over a frozen layer, in fewer passes over large tensors than peft's own forward.
 
 peft has the adapter, its names and its options; only the product is ours. Composed eagerly, peft's forward makes an fp32 copy of the input
-per target, which autograd keeps, and scales and rounds the output in passes of their own. Here the backward keeps the input as it came and
+per target, which autograd keeps, and scales and rounds the output in passes of their own. Here autograd saves the input in its own dtype and
 a [tokens, rank] product, and the scaling is applied to that product. The arithmetic is peft's: adapter in fp32, sum in fp32, one rounding
 at the end.
 

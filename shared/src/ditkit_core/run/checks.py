@@ -122,7 +122,7 @@ def _check_method(run: RunContext) -> None:
 
 
 def check_ranks(run: RunContext, size: int) -> None:
-    """Refuse settings that do not go with several ranks, each of which has the whole model on a GPU of its own.
+    """Refuse settings that do not work on several ranks, each of which has the whole model on its own GPU.
 
     To be called again once the architecture is known.
 
@@ -202,7 +202,7 @@ def _check_sharded(run: RunContext) -> None:
 
 
 def _check_context(run: RunContext, size: int) -> None:
-    """Refuse settings that do not go with ranks that share the tokens of each sample. `Ranks.grouped` refuses sizes that do not divide."""
+    """Refuse settings that do not work on ranks that share the tokens of each sample. `Ranks.grouped` refuses sizes that do not divide."""
     config, context = run.config, run.config.ranks.context
     if context == 1:
         return

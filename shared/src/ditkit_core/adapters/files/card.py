@@ -223,7 +223,7 @@ def _product(config: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def _plain(value: Any) -> str:
-    """A text of somebody's in a line of Markdown: it makes no markup, no second line and no column."""
+    """A user's text escaped for one line of Markdown, so that it makes no markup, line break or table column."""
     text = " ".join(str(value).split())
     return "".join(f"\\{character}" if character in "\\`*_[]<>|#~" else character for character in text)
 

@@ -38,9 +38,9 @@ SHARD_BYTES = 5_000_000_000
 VERIFIED = "ditkit.verified"
 """Key in the header of an exported file: what verifies it, or that nothing can."""
 NO_READER = "no reader: "
-"""Start of that header where nothing can."""
+"""Start of its value where nothing can."""
 VERIFIED_LATER = "loaded in diffusers after it was written; the result is in verified.json of the run"
-"""That header where something does: the file need not change afterwards."""
+"""Its value where something does, so that the file need not change after it was verified."""
 
 _Tensors = Mapping[str, About]
 """Shape and dtype of the tensors of a file, by name."""

@@ -37,10 +37,10 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came out of it."""
+    """The result of a verification."""
 
     line: str
-    """What is said of it: what agreed, or the difference."""
+    """The line that is printed: what agreed, or the difference."""
     agrees: bool
     num_bytes: int
     written_ns: int

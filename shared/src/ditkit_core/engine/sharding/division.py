@@ -32,7 +32,7 @@ class Division:
 
     Attributes:
         paths: The model's own name of each trained parameter.
-        replicas: How often the divided model is there.
+        replicas: Number of copies of the divided model.
         group: The ranks that divide it.
         ranks: All of them.
     """
@@ -90,7 +90,7 @@ class Division:
         return Rows(first, local, of)
 
     def rows_each(self, parameter: Tensor) -> int:
-        """How many rows of a parameter each rank has, but for the last ones that have any."""
+        """Number of rows of a parameter on each rank; the last ranks may have fewer, or none."""
         return -(-len(parameter) // self.ranks.shard)
 
     def rows(self, parameter: Tensor | None) -> range | None:
