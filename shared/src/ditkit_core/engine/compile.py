@@ -63,13 +63,13 @@ def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
     """
     if not backend:
         return
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        usable = ", ".join(name for name in ("inductor", "aot_eager", "eager", "cudagraphs") if name in known)
-        raise UserError(f"{KEY} = {backend!r} is not a backend of torch's compiler; write true, or one of {usable}")
-    if backend in ("eager", "cudagraphs"):
-        raise UserError(f"{KEY} = {backend!r} {_UNFIT[backend]}; write true, or aot_eager to look for an error")
     if backend != DEFAULT:
+        known = torch.compiler.list_backends(exclude_tags=())  # imports all of them, which takes seconds
+        if backend not in known:
+            usable = ", ".join(name for name in ("inductor", "aot_eager", "eager", "cudagraphs") if name in known)
+            raise UserError(f"{KEY} = {backend!r} is not a backend of torch's compiler; write true, or one of {usable}")
+        if backend in ("eager", "cudagraphs"):
+            raise UserError(f"{KEY} = {backend!r} {_UNFIT[backend]}; write true, or aot_eager to look for an error")
         return
     # Inductor writes C++ for CPUs and Triton for GPUs. A missing compiler would show only in the first
     # step, as a long trace.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -99,6 +99,11 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in _tensors(out):
             self._add(leaf, self._purpose)
         return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under it, and torch's guard against its compiler costs as much as the rest of a small operation."""
+        return False
 
     def poll(self) -> None:
         """Read the sizes of storages that are resized in place. Shrunk ones are counted before grown ones, so that no false peak appears."""
@@ -206,7 +211,7 @@ class Meter(MemoryTracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
-            return func(*args)
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self.is_updating:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return args[0].dtype.is_floating_point * 1.0 or 1
@@ -222,11 +227,6 @@ class Meter(MemoryTracker):
             self.kernels[Kernel(_kind(func, args) if flops else "elementwise", flops, moved)] += 1
         del workspace
         return out
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under it, and torch's guard against its compiler costs as much as the rest of a small operation."""
-        return False
 
     def _flash_workspace(self, query: Tensor) -> Tensor | None:
         """The accumulator of the query's gradient: FlashAttention 2 keeps it in fp32, padded to its tiles."""
