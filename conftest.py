@@ -1,5 +1,6 @@
 """What every test of the repository runs under, in each pytest-xdist worker: one thread, no network, checked shapes."""
 
+import atexit
 import gc
 import importlib
 import os
@@ -44,9 +45,13 @@ sys.path.extend(str(folder) for folder in HELPERS)
 importlib.import_module("annotation_checks").install(CHECKED)
 
 
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opening a connection to another machine fails the test; files, pipes and the machine itself stay reachable."""
+@pytest.fixture(autouse=True, scope="session")
+def _no_network_and_no_waiting() -> Iterator[None]:
+    """Once for all tests, because three fixtures for each of thousands of tests take seconds.
+
+    Opening a connection to another machine fails the test; files, pipes and the machine itself stay reachable. A test's files need not
+    outlive a power cut; the tests of that replace the calls by their own.
+    """
     connect = socket.socket.connect
 
     def connect_locally(self: socket.socket, address: Any) -> None:
@@ -54,13 +59,10 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
             pytest.fail(f"a test must not use the network, and this one connects to {address}")
         connect(self, address)
 
-    monkeypatch.setattr(socket.socket, "connect", connect_locally)
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's files need not outlive a power cut; the tests of that replace these calls by their own."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect_locally)
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +82,17 @@ def _torch_as_it_was() -> Iterator[None]:
 
 
 _imported = 0
-"""Modules that there were when what is imported was last set aside."""
+"""Modules that there were when what is kept was last set aside."""
+_num_tests = 0
+"""Tests since then."""
 
 
-def _set_aside_what_is_imported() -> None:
-    """Modules stay for good: collecting garbage, which each stage of a run does, looked through all of them every time."""
-    global _imported
+def _set_aside_what_is_kept() -> None:
+    """Modules and caches stay for good: collecting garbage, which each stage of a run does, looked through all of them every time."""
+    global _imported, _num_tests
     gc.collect()
     gc.freeze()
-    _imported = len(sys.modules)
+    _imported, _num_tests = len(sys.modules), 0
 
 
 gc.disable()  # until all tests are imported, which leaves little to collect, and took two seconds of looking for it
@@ -103,14 +107,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before a fixture makes what is to be collected later
 def pytest_runtest_setup() -> None:
-    """Sets aside what the test before imported: half the time of tests that run commands was looking through peft's imports."""
-    if len(sys.modules) > _imported + 20:
-        _set_aside_what_is_imported()
+    """Sets aside what the tests before imported and left: a quarter of the time of commands was looking through it."""
+    global _num_tests
+    _num_tests += 1
+    if _num_tests == 20 or len(sys.modules) > _imported + 20:
+        _set_aside_what_is_kept()
 
 
-def pytest_sessionfinish() -> None:
-    """Libraries complain of what is still there when Python ends."""
-    gc.unfreeze()
+# Libraries complain of what is still there when Python ends. Not when pytest ends, which collects garbage itself: two seconds in each worker.
+atexit.register(gc.unfreeze)
 
 
 def _share(kind: Any, check: str) -> int:

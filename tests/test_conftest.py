@@ -85,10 +85,11 @@ def test_torch_runs_on_one_thread():
     assert torch.get_num_threads() == 1
 
 
-def test_what_a_test_imports_is_looked_through_by_no_later_collection_of_garbage(request, monkeypatch):
+def test_what_tests_import_and_keep_is_looked_through_by_no_later_collection_of_garbage(request, monkeypatch):
     plugins = request.config.pluginmanager.get_plugins()
     (conftest,) = (plugin for plugin in plugins if getattr(plugin, "__file__", None) == str(ROOT / "conftest.py"))
     monkeypatch.setattr(conftest, "_imported", len(sys.modules))
+    monkeypatch.setattr(conftest, "_num_tests", 0)
     before = gc.get_freeze_count()
     conftest.pytest_runtest_setup()
     assert gc.get_freeze_count() <= before, "nothing was imported"
@@ -96,3 +97,7 @@ def test_what_a_test_imports_is_looked_through_by_no_later_collection_of_garbage
         monkeypatch.setitem(sys.modules, f"imported_{number}", ModuleType(f"imported_{number}"))
     conftest.pytest_runtest_setup()
     assert gc.get_freeze_count() >= before + 30
+    kept, before = [[number] for number in range(1000)], gc.get_freeze_count()
+    for _ in range(20):
+        conftest.pytest_runtest_setup()
+    assert len(kept) == 1000 and gc.get_freeze_count() >= before + 900
