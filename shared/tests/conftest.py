@@ -1,6 +1,7 @@
 """What the core's tests share. Imports no torch: pytest-xdist's controller, which runs no test, reads it too."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,15 +20,18 @@ _PROFILES: "dict[tuple[Any, ...], tuple[StepJob, Any]]" = {}
 def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what is made of profiles: a plan takes seconds to profile, and most tests plan one of few steps.
 
-    A profile is a frozen value that the step alone decides. The step is kept with it, so that no function of another step gets its address.
+    A profile is a frozen value that the step alone decides: of a family's spec not its data, encoders and demo, which tests exchange. The step
+    is kept with it, so that no function of another step gets its address.
     """
-    from ditkit_core.commands import fit_task
+    from ditkit_core.commands import fit_task, oom
     from ditkit_core.planner import auxiliary_plan, partition, profiler
 
     profile, denoising_bytes = profiler.profile, auxiliary_plan.denoising_bytes
 
     def once(job: "StepJob", asked: Any, make: Any) -> Any:
-        key = repr(job), asked
+        spec, of_step = job.spec, (field.name for field in fields(job) if field.name != "spec")
+        of_spec = spec.architecture, spec.precision, spec.training, spec.adapters
+        key = repr((of_spec, [getattr(job, name) for name in of_step])), asked
         if key not in _PROFILES:
             _PROFILES[key] = job, make()
         return _PROFILES[key][1]
@@ -38,6 +42,6 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def denoised(job: "StepJob", size: Any, references: Sequence[Any] = ()) -> int:
         return once(job, (size, tuple(references)), lambda: denoising_bytes(job, size, references))
 
-    for module in (partition, fit_task):
+    for module in (partition, fit_task, oom):
         monkeypatch.setattr(module, "profile", remembered)
     monkeypatch.setattr(auxiliary_plan, "denoising_bytes", denoised)

@@ -19,18 +19,23 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 GIB = 2**30
+_FAILS = []
+"""The failure of the test that runs: one function makes the inputs of all, so that their steps are equal ones."""
+
+
+def make_inputs(*args):
+    latents = args[0][0]
+    if not latents.is_meta and not isinstance(latents, FakeTensor):
+        _FAILS[-1]()
+    return TOY.training.make_inputs(*args)
 
 
 def spec_that_lacks(world, fail):
     """The world's model, whose step calls `fail`; the look at an outline and the planner's steps do not."""
-
-    def make_inputs(*args):
-        latents = args[0][0]
-        if not latents.is_meta and not isinstance(latents, FakeTensor):
-            fail()
-        return TOY.training.make_inputs(*args)
-
+    _FAILS[:] = [fail]
     return altered(world.spec, make_inputs=make_inputs)
 
 

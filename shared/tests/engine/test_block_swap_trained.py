@@ -284,7 +284,7 @@ def test_a_gpu_updates_streamed_weights_to_the_bit(policy, gpu):
     compute_fp32_in_fp32()
     results, peaks = [], []
     for streamed in ((), range(6)):
-        model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 512), heads=16))
+        model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 256), heads=16))
         swap = place(model, [gpu.device] * 6, streamed, trained=True)
         gpu.runtime.synchronize(gpu.device)
         gpu.runtime.reset_peak_memory_stats(gpu.device)

@@ -179,7 +179,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 def train_shortly(
     spec: ModelSpec, model: Any, items: Items, engine: Engine, *, pipelined: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """A measurement and an optimizer step as a run does them, on items that lie on the host, then the measurement again.
+    """A measurement of the first item and an optimizer step as a run does them, on items that are on the host, then a measurement of the last.
 
     One item has a loss mask. Where an adapter is trained, the step's first micro-batch matches the base.
 
@@ -192,10 +192,10 @@ def train_shortly(
     first, *others = micro_batches(items)
     adapts = len(trained) < sum(1 for _ in model.parameters())
 
-    def measure() -> float:
-        return validation_loss(TrainModel(model, engine, spec), whole.ids, whole.items, (0.5,)).mean
+    def measure(of: slice) -> float:
+        return validation_loss(TrainModel(model, engine, spec), whole.ids[of], whole.items[of], (0.5,)).mean
 
-    before = measure()
+    before = measure(slice(1))
     result = training_step(
         TrainModel(model, engine, spec),
         [replace(first, matches_base=adapts), *others],
@@ -206,7 +206,7 @@ def train_shortly(
     )
     values = {name: on_host(parameter) for name, parameter in trained.items()}
     values |= {f"gradient of {name}": on_host(gradient) for name, gradient in optimizer.gradients().items()}
-    return [before, *result, measure()], values
+    return [before, *result, measure(slice(-1, None))], values
 
 
 def backward_without_autocast(loss: Tensor) -> None:

@@ -74,7 +74,8 @@ def few(short, monkeypatch):
     monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
 
 
-def test_a_planted_culprit_is_found(short):
+def test_a_planted_culprit_is_found(short, monkeypatch):
+    monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
     spec = altered(TOY, build=_Model)
     findings = found(subject_of(spec, make_model(spec, ARCH, adapter=LORA), toy_items(2)))
     first, second = findings.places[:2]
@@ -119,7 +120,9 @@ def test_lower_precision_of_the_run_shows_in_its_own_error(few):
     assert tried == {"modulation": "bf16", "timestep": "bf16"}
 
 
-def test_a_place_that_is_low_is_raised_for_its_cost(short):
+def test_a_place_that_is_low_is_raised_for_its_cost(short, monkeypatch):
+    monkeypatch.setattr(audit_module, "ACTING", ("attention", "residual"))
+    monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
     subject = subject_of(TOY, make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA), toy_items(2))
     costs = {each.place: each.cost for each in found(subject).places}
     assert costs["attention"].dtype == "fp32" and costs["residual"].dtype == "bf16"
