@@ -244,6 +244,7 @@ def test_no_default_is_shown_for_a_folder_that_the_run_file_names(capsys: pytest
         )
 
 
+@pytest.mark.exhaustive  # of the families' commands, which are installed, it is daily
 def test_help_version_and_mistakes_answer_before_slow_libraries_are_imported() -> None:
     program = """
 import sys

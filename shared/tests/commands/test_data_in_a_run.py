@@ -267,6 +267,7 @@ def test_a_run_is_not_continued_with_other_masks(world: World, capsys: pytest.Ca
     assert "was trained on something else (1 changed, first '0'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_memory_of_masks(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     def planned() -> tuple[str, int]:
         assert world.train("plan", 1, "--plan", "--json") == 0

@@ -119,7 +119,21 @@ KILLS: dict[str, tuple[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]]] =
 }
 
 
-@pytest.mark.parametrize("kill", KILLS)
+DAILY = (
+    "before the export",
+    "between two forms",
+    "in the merged model",
+    "before stale saves go",
+    "before a preview's list",
+    "before a preview is queued",
+    "before it is complete",
+)
+"""A kill in each part of what follows a save; the slow set has the others, in a part that is here too."""
+
+
+@pytest.mark.parametrize(
+    "kill", [pytest.param(kill, marks=() if kill in DAILY else pytest.mark.slow) for kill in KILLS]
+)
 def test_what_a_kill_after_a_save_prevented_is_made_up_for(
     undisturbed: Callable[[tuple[str, ...]], World], monkeypatch: pytest.MonkeyPatch, kill: str
 ) -> None:

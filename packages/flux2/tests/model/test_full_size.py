@@ -19,6 +19,7 @@ from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.run_block import run_block
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.training.config import FlowConfig
@@ -120,7 +121,7 @@ def held(model: torch.nn.Module, sample: dict[str, Tensor], policy: str) -> int:
         return live.total()
 
 
-@pytest.mark.parametrize("preset", WIDTHS)
+@pytest.mark.parametrize("preset", daily(WIDTHS, "klein-base-4b"))
 def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
     """Per token and block, in bytes by the width D of the model; what has fewer columns (rank, heads, norms' inverses) is the tolerance."""
     model = adapted(replace(PRESETS[preset], **FEW))

@@ -35,7 +35,6 @@ repeat and send, and all of them, quantized bases too, the levers together."""
 
 ONE_IN_FOUR = dict.fromkeys(
     (
-        "test_levers_together_change_no_number",
         "test_no_policy_changes_a_bit",
         "test_no_policy_changes_a_bit_over_a_quantized_base",
         "test_a_gpu_trains_as_the_cpu_does",

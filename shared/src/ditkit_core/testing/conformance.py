@@ -77,7 +77,7 @@ class CoreChecks(ModelChecks):
     one_in: ClassVar[int] = 1
     """For variants of a model that passes: each variant runs one in `one_in` of a check's combinations daily, at least one, and different
     ones for each variant; the rest are marked `exhaustive`. It should be coprime to the numbers of values, so that each value occurs."""
-    one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_FOUR
+    one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_FOUR | {"test_levers_together_change_no_number": 8}
     """The same for single checks."""
     nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
     """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""

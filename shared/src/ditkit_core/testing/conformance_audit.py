@@ -1,7 +1,6 @@
 """Checks for every model that a precision audit is exact where nothing is lowered, finds the timestep, and sees no lever."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,8 +50,10 @@ def errors(findings: AuditFindings) -> dict[str, list[Errors]]:
 class AuditChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
-    one_in_of: ClassVar[Mapping[str, int]] = {}
-    """One in how many of a check's combinations runs daily, by the check's name; the others are marked `exhaustive`."""
+    one_in: ClassVar[int] = 1
+    """One in how many of a check's combinations runs daily; the others are marked `exhaustive`."""
+    nightly: ClassVar[tuple[str, ...]] = ()
+    """Checks that a model with `one_in` above 1 runs only nightly."""
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
 

@@ -18,6 +18,7 @@ from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.conformance_streams import place
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.stand_in import StandIn
@@ -82,8 +83,7 @@ def test_a_run_is_that_of_the_ordinary_loop_to_the_bit(name, method, tmp_path):
     assert not any(torch.equal(tensor, initial[name]) for name, tensor in fused.parameters.items())
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("name", "first"), every_value(KINDS, [False, True]))
 def test_a_run_goes_on_the_other_way_to_the_bit(name, first, tmp_path):
     given = {"save": SaveConfig(every_steps=3)}
     whole = train(tmp_path / "whole", 6, name, fused=False, **given)
