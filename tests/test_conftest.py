@@ -62,7 +62,7 @@ def test_annotations_that_depend_on_values_are_checked_at_every_call():
         use(2)
 
 
-def test_a_protocol_counts_as_any_and_what_stands_beside_it_is_still_checked():
+def test_a_protocol_counts_as_any_and_what_stands_next_to_it_is_still_checked():
     from ditkit_core.models.protocol import StagedModel
 
     assert _checkable(StagedModel | None) == (_checkable(StagedModel) | None)

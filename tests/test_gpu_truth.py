@@ -139,7 +139,7 @@ def test_a_lack_of_memory_costs_one_row(truth, monkeypatch):
     assert bench_step.ratio(rows["ours"], rows["theirs"]) == "-"
 
 
-def test_kernels_are_told_by_their_names_and_gaps_by_their_times(truth):
+def test_kernels_are_recognised_by_their_names_and_gaps_by_their_times(truth):
     from device_clock import Launch, busy_and_span, by_kind, kind_of
 
     kinds = {

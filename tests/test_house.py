@@ -159,7 +159,7 @@ def test_no_file_names_a_folder_of_somebodys_machine():
     assert found == []
 
 
-def test_helper_modules_beside_the_tests_have_names_of_their_own():
+def test_helper_modules_next_to_the_tests_have_names_of_their_own():
     folders = [ROOT / "tests", ROOT / "tools", *(member.folder / "tests" / "support" for member in MEMBERS)]
     names = Counter(file.stem for folder in folders for file in folder.glob("*.py") if file.stem != "conftest")
     helpers = {name: count for name, count in names.items() if not name.startswith("test_")}

@@ -93,7 +93,7 @@ def test_keys_of_alpha_are_rejected_in_these_names(tmp_path: Path, form: str) ->
 
 @pytest.mark.parametrize("first", ["official", "diffusers", "diffsynth", "musubi"])
 @pytest.mark.parametrize("second", ["official", "diffusers", "diffsynth", "musubi"])
-def test_forms_that_stack_otherwise_become_each_other_to_the_bit(tmp_path: Path, first: str, second: str) -> None:
+def test_forms_that_stack_otherwise_become_each_other_bitwise(tmp_path: Path, first: str, second: str) -> None:
     """q, k and v apart in one form, one tensor in the other: A is three times as high there, or shared."""
     world = Adapted("klein base", (*QKV, "*.linear1", "head.linear"), alpha=6.0)
     shapes, state = layers_of(world), trainable_parameters(world.model)
@@ -113,7 +113,7 @@ def test_diffsynths_names_are_diffusers_without_a_prefix(tmp_path: Path) -> None
     assert "transformer_blocks.0.attn.to_q.lora_A.default.weight" in names
 
 
-def test_a_lora_of_another_family_is_told(tmp_path: Path) -> None:
+def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.ones(2, 2)}, path)
     with pytest.raises(UserError, match=r"is a LoRA of another model \(its names look like Wan's\)"):

@@ -47,7 +47,7 @@ class TestDemo(DemoConformance):
     merge_from = "first.safetensors"
 
 
-def test_diffusers_pipeline_draws_with_the_adapter_what_it_draws_with_our_weights(demo, tmp_path):
+def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_weights(demo, tmp_path):
     """The adapter, loaded as a user would, against the same adapter merged into the transformer that we export."""
     from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 
@@ -100,7 +100,7 @@ def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_draws_from_a_prompt_and_from_a_picture_to_edit(demo, tmp_path, capsys):
+def test_a_run_samples_from_a_prompt_and_from_an_image_to_edit(demo, tmp_path, capsys):
     run = tmp_path / "run"
     assert demo.train(run, "--sample.captions", "0") == 0
     wide = tmp_path / "wide.png"

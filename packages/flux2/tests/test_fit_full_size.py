@@ -22,7 +22,7 @@ def run_of(side):
     return create_run(FLUX2, resolve(RunConfig, flags=flags))
 
 
-def test_a_card_of_24_gib_streams_and_leaves_a_slower_one_of_16_gib_alone():
+def test_a_gpu_of_24_gib_streams_and_leaves_a_slower_one_of_16_gib_alone():
     task = task_for(run_of(1024), parse_gpus("24GiB,16GiB"))
     found = fit(task)
     setting = found.chosen.setting

@@ -34,7 +34,7 @@ class TestSplit(FullSizeSplitConformance):
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_two_cards_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(quantize):
+def test_two_gpus_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(quantize):
     """Upstream cuts there, which leaves 20.7 against 12.6 GB with 8-bit weights."""
     step = replace(step_of(FLUX2, ARCH, (1, 64, 64), AdapterConfig(rank=32)), quantize=quantize)
     model = reduced_model(step, of_each=None).whole

@@ -207,7 +207,7 @@ def test_guidance_is_what_the_architecture_makes_of_it(sampler: Flux2Sampler, ki
     assert len(given) == STEPS and torch.equal(alone, strong if kind != "klein base" else weak)
 
 
-def test_seed_and_references_decide_the_picture(sampler: Flux2Sampler) -> None:
+def test_seed_and_references_decide_the_image(sampler: Flux2Sampler) -> None:
     model = tiny_model("klein")
 
     def sampled(references: int = 0, **changes: Any) -> Tensor:

@@ -69,7 +69,7 @@ def test_training_in_bf16_hands_over_noise_levels_in_fp32():
     assert drawn.max() <= 1 and not torch.equal(drawn, drawn.bfloat16().float())
 
 
-def test_a_model_is_told_the_guidance_if_it_has_an_embedding_of_it():
+def test_a_model_is_conditioned_on_the_guidance_if_it_has_an_embedding_of_it():
     for told in (False, True):
         model = make_model(FLUX2, replace(ARCH, guidance=told))
         with torch.no_grad():
@@ -127,12 +127,12 @@ def test_what_is_computed_in_fp32_is_stored_in_it():
     assert modules == {"embed.img_in", "embed.txt_in", *target_modules(model, ("blocks",), FLUX2.adapters.targets)}
 
 
-def test_the_shift_of_training_is_that_of_the_pictures_size():
+def test_the_shift_of_training_is_that_of_the_images_size():
     for side, mu in ((256, 0.5), (1024, 1.15)):  # the two ends of the authors' line
         assert FLUX2.training.shift(torch.empty(128, 1, side // 16, side // 16)) == pytest.approx(math.exp(mu))
 
 
-def test_samples_are_drawn_as_the_authors_do():
+def test_samples_are_generated_as_the_authors_do():
     drawn = {name: FLUX2.auxiliary.sample_defaults(arch) for name, arch in PRESETS.items()}
     few = SampleDefaults(steps=4, guidance=1.0, guided_by="nothing")
     base = SampleDefaults(steps=50, guidance=4.0, guided_by="negative")

@@ -62,7 +62,7 @@ def test_the_official_recordings_parameters_are_ours_with_the_same_shapes_and_no
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tensors_go_round_to_the_bit(form):
+def test_tensors_go_round_bitwise(form):
     ours = our_state()
     assert same(native(foreign(ours, form)), ours)
     theirs = official_state() if form == "official" else their_state()

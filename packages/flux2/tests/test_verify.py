@@ -110,7 +110,7 @@ def test_what_diffusers_leaves_out_shows_where_rounding_would_hide_it(tmp_path: 
         world.verify(file)
 
 
-def test_an_adapter_without_effect_is_told_apart(tmp_path: Path) -> None:
+def test_an_adapter_without_effect_is_recognised(tmp_path: Path) -> None:
     world = Adapted("klein base", QKV, size=0.0)
     assert "changes nothing yet" in world.verify(world.write(tmp_path, "official"))
 

@@ -161,7 +161,7 @@ def test_an_adapter_of_a_published_size_is_known_by_its_shapes(tmp_path: Path) -
     )
 
 
-def test_a_lora_of_another_family_is_told(tmp_path: Path) -> None:
+def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
     save_file({"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"is a LoRA of another model \(its names look like FLUX's or HunyuanVideo's\)"):
         find_adapter(tmp_path / "x.safetensors", WAN)

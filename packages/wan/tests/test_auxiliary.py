@@ -31,7 +31,7 @@ def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
     assert {parameter.dtype for parameter in built["text encoder"].parameters()} == {torch.bfloat16}
 
 
-def test_a_model_that_looks_at_pictures_has_clip_and_ti2v_the_larger_vae() -> None:
+def test_a_model_that_looks_at_images_has_clip_and_ti2v_the_larger_vae() -> None:
     """Wan2.2_VAE.pth has 2.82 GB in fp32; clip_vision_h.safetensors 1.26 GB in fp16, a projection included that is not used."""
     looking = auxiliary_models("i2v-14b-480p")
     assert list(looking) == ["VAE encoder", "text encoder", "image encoder", "VAE decoder"]

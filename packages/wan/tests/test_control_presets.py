@@ -54,7 +54,7 @@ def test_parameter_counts_are_those_of_the_authors_code(preset, counts):
 
 
 @pytest.mark.parametrize(("preset", "beside"), BESIDE.items())
-def test_what_they_have_beside_is_named_as_in_their_files(preset, beside):
+def test_what_they_have_besides_is_named_as_in_their_files(preset, beside):
     found = {to_official(name): tuple(shape) for name, shape in shapes(preset).items()}
     assert {name: found[name] for name in beside} == beside
 

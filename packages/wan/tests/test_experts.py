@@ -70,7 +70,7 @@ def test_each_step_of_the_official_sampler_goes_to_the_expert_that_was_trained_o
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_timestep_of_training_and_of_drawing_has_the_same_expert(name: str) -> None:
+def test_every_timestep_of_training_and_of_sampling_has_the_same_expert(name: str) -> None:
     """All thousand whole timesteps, those at the boundary among them: 875 is the high-noise expert's of text to video alone."""
     high, low = WAN.architecture.experts(PRESETS[name])
     for t in range(1001):
@@ -81,7 +81,7 @@ def test_every_timestep_of_training_and_of_drawing_has_the_same_expert(name: str
 
 
 @pytest.mark.parametrize(("name", "fraction"), [("t2v-a14b", 0.417), ("i2v-a14b", 0.358)])
-def test_the_shares_at_shift_5_are_those_that_diffsynth_is_told(name: str, fraction: float) -> None:
+def test_the_shares_at_shift_5_are_those_that_diffsynth_is_given(name: str, fraction: float) -> None:
     """Its 1000-step table at shift 5: the first index below the boundary is 417, and 358."""
     table = 1000 * shift_sigma(torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1], 5.0)
     index = int((table >= 1000 * MODELS[name]).sum())
@@ -176,7 +176,7 @@ def trained(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-def test_both_experts_are_trained_verified_and_drawn_with(trained: Path) -> None:
+def test_both_experts_are_trained_verified_and_sampled_with(trained: Path) -> None:
     for name, rank in (("high_noise", 2), ("low_noise", 4)):
         for form in ("", "_diffusers"):
             tensors = load_file(trained / "exports" / f"run_{name}{form}.safetensors")
@@ -187,7 +187,7 @@ def test_both_experts_are_trained_verified_and_drawn_with(trained: Path) -> None
 
 
 @pytest.mark.parametrize("with_adapters", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_drawing_over_the_boundary_is_that_of_diffusers(
+def test_a_sample_over_the_boundary_is_that_of_diffusers(
     trained: Path, checkpoints: dict[str, Path], with_adapters: bool
 ) -> None:
     """The whole chain at once: which file is which, the boundary, guidance of each, the scheduler's history across, the exported files."""
@@ -233,7 +233,7 @@ def test_a_drawing_over_the_boundary_is_that_of_diffusers(
         assert (bare - pixels).abs().max() > 0.02, "or the adapters would prove nothing"
 
 
-def test_one_adapter_in_both_experts_is_another_picture(trained: Path) -> None:
+def test_one_adapter_in_both_experts_is_another_image(trained: Path) -> None:
     """A trainer that keeps one LoRA over two bases has files that look alike: each is refused in the other's place."""
     high = trained / "exports" / "run_high_noise.safetensors"
     flags = [f"--run={trained}", f"--adapter={high}", f"--adapter-low={high}", "--prompt=a"]

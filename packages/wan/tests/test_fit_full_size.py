@@ -23,7 +23,7 @@ def run():
     return create_run(WAN, resolve(RunConfig, flags=CLIP))
 
 
-def test_two_cards_of_24_gib_take_49_frames_with_exact_weights(run):
+def test_two_gpus_of_24_gib_take_49_frames_with_exact_weights(run):
     task = task_for(run, parse_gpus("2x24GiB"))
     found = fit(task)
     setting = found.chosen.setting
@@ -36,7 +36,7 @@ def test_two_cards_of_24_gib_take_49_frames_with_exact_weights(run):
             assert each.score * (1 + HARDLY_LONGER) >= found.chosen.score
 
 
-def test_one_card_of_24_gib_takes_them_with_what_blocks_keep_on_the_host(run):
+def test_one_gpu_of_24_gib_takes_them_with_what_blocks_keep_on_the_host(run):
     task = task_for(run, parse_gpus("24GiB"))
     chosen = fit(task).chosen
     assert (chosen.setting.policy, chosen.setting.quantize) == ("full+offload", "none")

@@ -90,7 +90,7 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("variant", ["i2v", "flf2v"])
-def test_a_video_from_pictures_is_that_of_diffusers(sampled: Any, tmp_path: Path, variant: str) -> None:
+def test_a_video_from_images_is_that_of_diffusers(sampled: Any, tmp_path: Path, variant: str) -> None:
     ours = sampled(variant)
     files = {"input_image": image_file(tmp_path / "a.png", 1, SIDE, SIDE)}
     if variant == "flf2v":
@@ -118,7 +118,7 @@ def test_a_video_from_a_clean_first_frame_is_that_of_diffusers(sampled: Any, tmp
     agree(from_text, ours.pipeline("WanPipeline")(**ASKED, latents=noise(48, 2, SIDE // 16)).frames[0])
 
 
-def test_vace_draws_its_references_and_cuts_them_off_as_diffusers_does(sampled: Any, tmp_path: Path) -> None:
+def test_vace_samples_its_references_and_cuts_them_off_as_diffusers_does(sampled: Any, tmp_path: Path) -> None:
     ours = sampled("vace")
     video = str(tmp_path / "v.mp4")
     write_video(Path(video), colours(1, FRAMES, SIDE, SIDE), 16.0)
@@ -161,7 +161,7 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     assert default_shift(PRESETS["i2v-a14b"], 480, 832) == 5 and default_shift(PRESETS["t2v-14b"], 480, 832) == 5
 
 
-def test_without_a_schedulers_configuration_a_variant_is_drawn_with_its_own_shift(sampled: Any) -> None:
+def test_without_a_schedulers_configuration_a_variant_is_sampled_with_its_own_shift(sampled: Any) -> None:
     ours = sampled("vace")
     alone = WanSampler(ModelPaths(vae=str(ours.folder / "vae")), CPU, arch=ours.arch)
     explicit, _ = ours.latents({}, shift=16.0)

@@ -83,7 +83,7 @@ def flags_of(variant: str, inputs: Path) -> list[str]:
 @pytest.mark.parametrize(
     "variant", ["i2v", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in ("t2v", "i2v"))]
 )
-def test_a_variant_trains_exports_verifies_and_draws(
+def test_a_variant_trains_exports_verifies_and_samples(
     variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = {name: kind.ours for name, kind in VARIANTS.items() if kind.ours is not None}

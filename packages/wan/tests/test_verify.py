@@ -143,6 +143,6 @@ def test_a_tampered_adapter_is_refused(checkpoint: Path, tmp_path: Path, change:
     assert "\n" not in str(caught.value) and "export it again" in str(caught.value)
 
 
-def test_an_adapter_without_effect_is_told_apart(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_adapter_without_effect_is_recognised(checkpoint: Path, tmp_path: Path) -> None:
     world = World(checkpoint, tmp_path, size=0.0)
     assert "changes nothing yet" in world.verify(world.export(dtype="fp32"))

@@ -159,7 +159,7 @@ def test_first_values_depend_on_seed_and_name_alone():
     assert not torch.equal(many[down], many[down.replace("1", "0")])
 
 
-def test_a_is_uniform_as_peft_draws_it_and_b_is_zero():
+def test_a_is_uniform_as_peft_samples_it_and_b_is_zero():
     state = trainable_parameters(adapted(AdapterConfig(rank=32)))
     ups = [tensor for name, tensor in state.items() if "lora_B" in name]
     assert not any(tensor.any() for tensor in ups)

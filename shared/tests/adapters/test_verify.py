@@ -67,7 +67,7 @@ def test_a_pipeline_with_the_same_output_is_agreed_with(tmp_path: Path, dtype: t
     assert line.startswith("diffusers loads adapter.safetensors and agrees with our model to ") and "\n" not in line
 
 
-def test_an_adapter_that_changes_nothing_is_told_apart(tmp_path: Path) -> None:
+def test_an_adapter_that_changes_nothing_is_recognised(tmp_path: Path) -> None:
     assert "changes nothing yet" in verify(tmp_path, Pipeline(), size=0.0)
 
 

@@ -11,7 +11,7 @@ from ditkit_core.testing.toy import TOY
 from ditkit_core.training.checkpoint import load_state
 
 
-def test_the_command_streams_a_full_fine_tune_to_the_bit(tmp_path, capsys):
+def test_the_command_streams_a_full_fine_tune_bitwise(tmp_path, capsys):
     world = World(tmp_path)
     world.spec = altered(
         TOY,
@@ -56,7 +56,7 @@ def test_the_command_streams_a_full_fine_tune_to_the_bit(tmp_path, capsys):
     ],
     ids=["average", "schedulefree", "fused"],
 )
-def test_a_run_that_streamed_nothing_is_drawn_and_exported_streamed(flags, tmp_path, capsys):
+def test_a_run_that_streamed_nothing_is_sampled_and_exported_streamed(flags, tmp_path, capsys):
     """What its optimizer is, and whether it steps in the backward, matters to training alone."""
     world = World(tmp_path)
     world.spec = altered(

@@ -69,7 +69,7 @@ def test_a_sound_run_can_be_trained_and_nothing_else_is_left(world: World, capsy
     assert "4 samples of 4 files" in said and "can be trained; checked in" in said and "check.html" in said
 
 
-def test_training_after_a_check_equals_training_without_one_to_the_bit(world: World) -> None:
+def test_training_after_a_check_equals_training_without_one_bitwise(world: World) -> None:
     flags = ("--train.accumulation", "2", "--held_out.clips", "1")
     assert check(world, *flags, name="a")[0] == 0
     assert world.train("a", 3, *flags) == 0 == world.train("b", 3, *flags)
@@ -83,7 +83,7 @@ def test_json_is_all_that_stdout_has(world: World, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out) == written
 
 
-def test_class_pictures_are_examined_like_the_data_and_told_from_it(
+def test_class_images_are_examined_like_the_data_and_distinguished_from_it(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for i in range(3):
@@ -195,7 +195,7 @@ def test_what_is_likely_a_mistake_is_warned_of(world: World) -> None:
     assert (row["frames"], row["kept"], row["dropped"], row["trained_fps"]) == (20, 17, 3, 8.0)
 
 
-def test_what_is_damaged_behind_its_window_is_told_and_trained(world: World) -> None:
+def test_what_is_damaged_behind_its_window_is_reported_and_trained(world: World) -> None:
     clips = world.folder / "clips"
     torn = truncated(noisy_video(world.folder / "whole.mp4"), clips / "torn.mp4")
     torn.with_suffix(".txt").write_text("torn")

@@ -333,7 +333,7 @@ def test_on_a_terminal_the_time_left_is_known_where_an_item_takes_minutes(monkey
     assert task.time_remaining == 6 * 120
 
 
-def test_on_a_terminal_a_bar_is_drawn_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_bar_is_shown_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
     monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, width=200))
     with console.progress("train", 4) as bar:

@@ -90,7 +90,7 @@ QUIET = ("--sample.captions", "0")
 PROMPT = ("--prior.prompt", "a class", "--prior.images", "2", *QUIET)
 
 
-def test_class_pictures_that_cannot_be_drawn_from_text_are_refused_while_nothing_is_encoded(
+def test_class_images_that_cannot_be_sampled_from_text_are_refused_while_nothing_is_encoded(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told(world, Start())
@@ -105,7 +105,7 @@ def test_class_pictures_that_cannot_be_drawn_from_text_are_refused_while_nothing
     assert (world.media.loads, world.text.loads) == (0, 0)
 
 
-def test_class_pictures_are_drawn_with_the_condition_of_having_none(world: World) -> None:
+def test_class_images_are_generated_with_the_condition_of_having_none(world: World) -> None:
     told(world, Start(needed=False))
     jobs: list[Any] = []
     sampler = world.spec.auxiliary.sampler
@@ -122,7 +122,7 @@ def test_class_pictures_are_drawn_with_the_condition_of_having_none(world: World
     assert len(list((world.folder / "run" / "prior").glob("*.png"))) == 2
 
 
-def test_class_pictures_of_a_folder_start_from_themselves_or_from_what_its_metadata_names(world: World) -> None:
+def test_class_images_of_a_folder_start_from_themselves_or_from_what_its_metadata_names(world: World) -> None:
     told(world, Start())
     world.add("class/a.png", (16, 16), "white", "a class")
     assert world.train("own", 2, "--prior.folder", "class", *QUIET) == 0
@@ -180,7 +180,7 @@ def run_of(folder: Path, **flags: Any) -> RunContext:
     return create_run(spec, resolve(RunConfig, flags={**given, "data.fps": 16.0, **flags}))
 
 
-def test_a_caption_is_drawn_no_longer_than_its_clip_and_what_goes_with_it(tmp_path: Path) -> None:
+def test_a_caption_is_sampled_no_longer_than_its_clip_and_what_goes_with_it(tmp_path: Path) -> None:
     clips = tmp_path / "clips"
     for name, frames in (("a", 9), ("b", 14), ("c", 14)):
         numbered_video(clips / f"{name}.mp4", frames=frames, fps=16)
@@ -202,7 +202,7 @@ def test_a_caption_is_drawn_no_longer_than_its_clip_and_what_goes_with_it(tmp_pa
     assert "poses/c.mp4 has 9 frames" in said[1]
 
 
-def test_a_clip_that_was_shortened_is_drawn_as_long_as_it_is_trained(tmp_path: Path) -> None:
+def test_a_clip_that_was_shortened_is_sampled_as_long_as_it_is_trained(tmp_path: Path) -> None:
     numbered_video(tmp_path / "a.mp4", frames=6, fps=16)
     (tmp_path / "a.txt").write_text("a")
     run = run_of(tmp_path, **{"data.frames": 13, "data.short_clips": "shorten"})

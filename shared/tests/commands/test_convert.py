@@ -349,7 +349,7 @@ def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: p
         assert path.read_bytes() == before and {file.name for file in tmp_path.iterdir()} == {"x.safetensors", "folder"}
 
 
-def test_presets_that_differ_in_no_weight_need_not_be_told_apart(tmp_path: Path) -> None:
+def test_presets_that_differ_in_no_weight_need_not_be_distinguished(tmp_path: Path) -> None:
     spec = altered(SPEC, presets={"small": ToyArch(), "the same": ToyArch(dropout=0.1)})
     path, base = adapter(tmp_path / "x.safetensors"), transformer(tmp_path / "base.safetensors", ToyArch())
     assert cli.run(spec, "export", ["--adapter", str(path), "--merge", "--base", str(base), "--dtype", "fp32"]) == 0
@@ -382,7 +382,9 @@ def test_an_adapter_of_one_expert_is_not_merged_into_the_other(
     assert run(*argv) == 0, "where there are no experts, none is meant"
 
 
-def test_an_adapter_of_another_size_is_told_from_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_of_another_size_is_distinguished_by_its_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = adapter(tmp_path / "x.safetensors", width=64)
     base = transformer(tmp_path / "base.safetensors", ToyArch())
     assert run("--adapter", path, "--merge", "--base", base) == 1

@@ -46,7 +46,7 @@ def sizes(world: World) -> list[tuple[int, ...]]:
     return found
 
 
-def test_buckets_are_told_and_no_micro_batch_mixes_them(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_buckets_are_reported_and_no_micro_batch_mixes_them(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.train("run", 5, *BUCKETS, "--train.batch_size", "3") == 0
     said = capsys.readouterr().out.splitlines()
     assert "data.folder: buckets 12 x 24: 3, 16 x 16: 5 samples" in said
@@ -72,7 +72,7 @@ class Killed(BaseException):
     """Nothing in a run may take hold of it."""
 
 
-def test_everything_at_once_is_resumed_to_the_bit_after_being_killed(world: World) -> None:
+def test_everything_at_once_is_resumed_bitwise_after_being_killed(world: World) -> None:
     """Buckets, a budget of tokens, captions by the line, dropout, references and a prior: each decides what a step sees."""
     for text in (world.folder / "clips").glob("*.txt"):
         text.write_text("".join(f"{text.stem} in other words: {i}\n" for i in range(3)))
@@ -153,7 +153,7 @@ def test_buckets_that_do_not_fit_are_said_before_anything_is_encoded(
     assert world.media.loads == 0
 
 
-def test_several_captions_are_all_encoded_and_the_first_is_drawn(world: World) -> None:
+def test_several_captions_are_all_encoded_and_the_first_is_sampled(world: World) -> None:
     (world.folder / "clips" / "0.txt").write_text("first\nsecond\nthird\n")
     flags = ("--data.captions", "lines", "--sample.captions", "1")
     assert world.train("run", 1, *flags) == 0
@@ -163,7 +163,7 @@ def test_several_captions_are_all_encoded_and_the_first_is_drawn(world: World) -
     assert world.train("run", 2, *flags) == 1, "another caption is other data"
 
 
-def test_pairs_train_beside_pictures_without_references(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_train_next_to_images_without_references(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     for i, colours in enumerate((("red",), ("navy", "gold"), ("white",))):
         for number, colour in enumerate(colours):
             picture(world.folder / "before" / f"{i}_{number}.png", (30, 20), colour)
@@ -187,7 +187,7 @@ def test_a_model_without_references_says_so_in_one_line(world: World, capsys: py
     assert "does not edit images" in error and error.count("\n") == 1
 
 
-def test_a_model_of_still_images_trains_on_pictures(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_still_images_trains_on_images(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.spec = altered(world.spec, frame_step=0, size=(1, 16, 16))
     assert world.train("run", 1) == 0
     capsys.readouterr()

@@ -79,7 +79,7 @@ def test_fit_prints_a_run_file_that_keeps_what_was_set(run_file, tmp_path, capsy
         ("cuda:1", ("cuda:0", "cuda:2")),
     ],
 )
-def test_the_card_that_draws_previews_is_not_trained_on(device, names):
+def test_the_gpu_that_samples_previews_is_not_trained_on(device, names):
     config = config_of(sample={"device": device})
     assert fit_stage.gpus_to_fit(config, "2x24GiB")[1] == names
     gpus, (left,) = fit_stage.gpus_to_fit(config, "24GiB")
@@ -91,7 +91,7 @@ def test_the_card_that_draws_previews_is_not_trained_on(device, names):
         assert (fitted.device, fitted.devices) == (given if kept == left else left, ())
 
 
-def test_a_card_that_is_named_and_draws_previews_is_not_handed_out(run_file, made, monkeypatch, capsys):
+def test_a_gpu_that_is_named_and_samples_previews_is_not_handed_out(run_file, made, monkeypatch, capsys):
     card = SimpleNamespace(name="a card", total_memory=24 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -121,7 +121,7 @@ def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):
     assert " exists, and nothing is overwritten" in capsys.readouterr().err and out.read_text() == written
 
 
-def test_a_wrong_text_about_cards_is_one_line(run_file, capsys):
+def test_a_wrong_text_about_gpus_is_one_line(run_file, capsys):
     assert cli.run(TOY, "train", [str(run_file), "--fit", "--gpus", "24"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -228,7 +228,7 @@ def test_the_host_is_a_limit_that_can_be_given(made, monkeypatch, capsys):
     assert "and has 0.10 GiB" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(made, monkeypatch, capsys):
+def test_what_does_not_fit_next_to_the_steps_is_said_with_the_status_of_a_plan(made, monkeypatch, capsys):
     row = AuxiliaryRow(
         stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, in_use=1,
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",

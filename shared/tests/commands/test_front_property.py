@@ -172,7 +172,7 @@ def test_nothing_gets_through_that_should_not(front: Front, seeds: range) -> Non
     assert len(set(came)) > 1, came  # not everything ends at the first line
 
 
-def test_a_fault_is_told_with_its_seed_and_the_least_that_shows_it(
+def test_a_fault_is_reported_with_its_seed_and_the_least_that_shows_it(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = next(seed for seed in range(100) if len(random_case(seed).flags) > 2 and random_case(seed).file is None)

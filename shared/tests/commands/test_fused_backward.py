@@ -5,7 +5,7 @@ from toy_world import World, equal
 from ditkit_core.training.checkpoint import load_state
 
 
-def test_the_command_trains_to_the_bit_and_refuses_before_anything_is_loaded(tmp_path, capsys):
+def test_the_command_trains_bitwise_and_refuses_before_anything_is_loaded(tmp_path, capsys):
     world = World(tmp_path)
     common = ["--train.clip_norm", "0", "--optim.lr", "0.01"]
     fused = ["--optim.fused_backward", "true"]

@@ -127,7 +127,7 @@ def test_what_counts_as_lacking_memory(error, expected):
     ("module", "says"),
     [("ditkit_core.sampling.render", "sample.height"), ("ditkit_core.encoding.encode", "encode.streaming")],
 )
-def test_encoding_and_drawing_have_remedies_of_their_own(capsys, module, says):
+def test_encoding_and_sampling_have_remedies_of_their_own(capsys, module, says):
     explain(
         TOY,
         RunConfig(),
@@ -184,14 +184,14 @@ def test_gpus_are_explained_with_what_each_has_held_and_what_fits_all(monkeypatc
     )
 
 
-def test_where_no_setting_is_enough_a_change_is_named_and_no_card(monkeypatch, capsys):
+def test_where_no_setting_is_enough_a_change_is_named_and_no_gpu(monkeypatch, capsys):
     error = explained(monkeypatch, capsys, (5,), (5,), train__device="cuda:0", train__batch_size=4)
     last = error.splitlines()[-1]
     assert "no settings that --fit searches fit; train.batch_size = 1 (now 4)" in last and "fits, with" in last
     assert "card" not in last
 
 
-def test_what_others_hold_of_a_card_is_no_room(monkeypatch, capsys):
+def test_what_others_use_of_a_gpu_is_no_room(monkeypatch, capsys):
     """The plan fits the card, and would not if it knew of the other program."""
     flags = {"train__device": "cuda:0"}
     alone = explained(monkeypatch, capsys, (40,), (39.5,), **flags)
@@ -212,7 +212,7 @@ def test_a_host_that_cannot_hold_what_is_streamed_gets_less_to_hold(monkeypatch,
     assert 0 < int(last.split("train.swap_blocks = [")[1].split("]")[0]) < 10
 
 
-def test_the_host_is_told_from_an_accelerator_on_every_system():
+def test_the_host_is_distinguished_from_an_accelerator_on_every_system():
     for failure in (
         "DefaultCPUAllocator: can't allocate memory",
         "DefaultCPUAllocator: not enough memory",

@@ -23,7 +23,7 @@ def world(tmp_path, monkeypatch):
     return World(tmp_path)
 
 
-def test_a_run_is_continued_on_other_devices_to_the_bit(world):
+def test_a_run_is_continued_on_other_devices_bitwise(world):
     assert world.train("whole", 3, *PIPELINED) == 0
     with PretendDevices():
         assert world.train("parts", 2, *PIPELINED, *DIVIDED, "--train.checkpointing", "full") == 0
@@ -72,7 +72,7 @@ def test_noise_and_dropout_of_a_micro_batch_are_those_of_any_schedule():
         assert one_by_one.ids == together.ids
 
 
-def test_two_micro_batches_are_summed_to_the_bit_and_more_are_not():
+def test_two_micro_batches_are_summed_bitwise_and_more_are_not():
     assert equal(losses(False, 2)[1], losses(True, 2)[1])
     assert not equal(losses(False, 4)[1], losses(True, 4)[1]), "or it is not what was asked for"
 

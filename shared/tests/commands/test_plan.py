@@ -73,7 +73,7 @@ def test_json_is_all_of_stdout_and_says_that_it_fits(tmp_path, capsys):
     assert device["blocks"] == [0, 1] and found["flops_per_step"] > 0 < found["seconds_per_step"]
 
 
-def test_a_card_that_is_too_small_is_status_3_and_says_what_lacks(tmp_path, capsys):
+def test_a_gpu_that_is_too_small_is_status_3_and_says_what_lacks(tmp_path, capsys):
     status, out, _ = plan(
         tmp_path, capsys, "--gpus", "1GiB", "--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024"
     )
@@ -81,7 +81,7 @@ def test_a_card_that_is_too_small_is_status_3_and_says_what_lacks(tmp_path, caps
     assert "does not fit: 1GiB lacks" in out.splitlines()[-1]
 
 
-def test_two_cards_divide_the_blocks(tmp_path, capsys):
+def test_two_gpus_divide_the_blocks(tmp_path, capsys):
     status, out, _ = plan(tmp_path, capsys, "--json", "--gpus", "2x24GiB", "--train.reserve", "[1, 2]")
     devices = json.loads(out)["devices"]
     assert status == 0 and [device["blocks"] for device in devices] == [[0], [1]]
@@ -100,7 +100,7 @@ def auxiliary_rows(tmp_path, capsys, *flags: str) -> tuple[int, dict]:
     return status, json.loads(out)
 
 
-def test_encoding_and_drawing_are_planned_beside_the_steps(tmp_path, capsys):
+def test_encoding_and_sampling_are_planned_next_to_the_steps(tmp_path, capsys):
     """256 x 256 pixels are 4096 rows to encode and 16384 to draw, in and out: 0.5 GiB and 2 GiB."""
     status, found = auxiliary_rows(tmp_path, capsys, "--gpus", "24GiB")
     rows = {row["name"]: row for row in found["auxiliary"]}
@@ -114,7 +114,7 @@ def test_encoding_and_drawing_are_planned_beside_the_steps(tmp_path, capsys):
     assert all(row["device"] == "24GiB" and row["fits"] and row["remedy"] is None for row in rows.values())
 
 
-def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tmp_path, capsys):
+def test_a_stage_next_to_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tmp_path, capsys):
     flags = ("--sample.every_steps", "10", *SIZE)
     status, out, _ = plan(tmp_path, capsys, "--gpus", "2GiB", *flags, spec=WITH_AUXILIARY)
     last = out.splitlines()[-1]
@@ -175,7 +175,7 @@ def test_the_memory_of_another_machine_is_not_known(tmp_path, capsys):
     assert (status, encoder["device"], encoder["available"], encoder["fits"]) == (0, "cpu", None, None)
 
 
-def test_what_is_drawn_is_as_large_as_configured(tmp_path, capsys):
+def test_what_is_sampled_is_as_large_as_configured(tmp_path, capsys):
     flags = ("--gpus", "24GiB", "--sample.height", "64", "--sample.width", "128")
     prompts = (*flags, "--sample.prompts", '["a fox"]')
     for given, weights in ((prompts, 0), ((*prompts, "--sample.images", "2"), 2**30)):
@@ -327,7 +327,7 @@ def test_what_pipelining_would_bring_is_estimated(tmp_path, capsys):
     assert json.loads(refused[1])["pipelining"] is None, "a run refuses it there"
 
 
-def test_class_pictures_are_planned_where_they_are_missing(tmp_path, capsys):
+def test_class_images_are_planned_where_they_are_missing(tmp_path, capsys):
     flags = ("--gpus", "24GiB", "--sample.captions", "0", "--prior.prompt", "a dog", "--prior.images", "3")
     _, found = auxiliary_rows(tmp_path, capsys, *flags)
     assert [row["name"] for row in found["auxiliary"] if row["stage"] == "sample"] == ["denoising", "VAE decoder"]
@@ -335,7 +335,7 @@ def test_class_pictures_are_planned_where_they_are_missing(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_class_pictures_that_are_larger_than_the_data_are_what_is_planned(tmp_path, capsys):
+def test_class_images_that_are_larger_than_the_data_are_what_is_planned(tmp_path, capsys):
     for folder, size in (("data", (128, 128)), ("class", (256, 64))):
         (tmp_path / folder).mkdir()
         Image.new("RGB", size).save(tmp_path / folder / "a.png")

@@ -107,7 +107,7 @@ def test_a_second_call_says_that_the_run_is_complete_and_loads_nothing(
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_run_in_two_parts_equals_one_in_one_part_to_the_bit(world: World, method: str) -> None:
+def test_a_run_in_two_parts_equals_one_in_one_part_bitwise(world: World, method: str) -> None:
     flags = ("--adapter.method", method, "--ema.decay", "0.9", "--train.accumulation", "2", "--export.dtype", "fp32")
     assert world.train("whole", 6, *flags) == 0
     assert world.train("parts", 3, *flags) == 0
@@ -140,7 +140,7 @@ def test_another_run_starts_from_the_weights_of_one(world: World, capsys: pytest
     assert "is a run of several experts" in capsys.readouterr().err
 
 
-def test_previews_are_drawn_while_training_and_change_nothing(world: World) -> None:
+def test_previews_are_sampled_while_training_and_change_nothing(world: World) -> None:
     flags = ("--train.caption_dropout", "0.5", "--ema.decay", "0.9")
     assert world.train("without", 4, *flags) == 0
     assert world.train("run", 4, "--sample.every_steps", "2", *flags) == 0
@@ -171,7 +171,7 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
     assert merged.keys() == base.keys() and not equal(merged, base)
 
 
-def test_any_adapter_file_that_fits_is_drawn_with(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_adapter_file_that_fits_is_sampled_with(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the run itself would train: other layers, modules of several ranks as `--rank auto` writes them, a full fine-tune."""
     assert world.train("run", 2, "--sample.captions", "0", "--optim.lr", "0.1", "--export.dtype", "fp32") == 0
     tensors = world.adapter("run")
@@ -196,7 +196,7 @@ def test_any_adapter_file_that_fits_is_drawn_with(world: World, capsys: pytest.C
     assert (drawn(world.folder / "zero.safetensors") - alike).abs().max() > 1
 
 
-def test_what_cannot_be_drawn_with_is_said_before_anything_is_encoded(
+def test_what_cannot_be_sampled_with_is_said_before_anything_is_encoded(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"blocks.0.nothing.lora_A.weight": torch.ones(2, 2)}, world.folder / "strange.safetensors")
@@ -265,7 +265,7 @@ def test_the_dataset_is_looked_at_before_a_model_is_fetched(world: World, capsys
     assert "3.png has no caption" in capsys.readouterr().err
 
 
-def test_guidance_that_the_model_is_not_told_is_said_not_to_be_used(
+def test_guidance_that_the_model_does_not_take_is_said_not_to_be_used(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert world.train("run", 1, "--flow.guidance", "4.0") == 0
@@ -363,7 +363,7 @@ def test_weights_of_an_adapter_of_another_shape_or_scale_are_refused(
     assert world.train("merged", 1, "--adapter.rank", "3", "--base.merge", f'["{adapter.as_posix()}"]') == 0
 
 
-def test_exports_stand_beside_the_saves_that_are_kept(world: World) -> None:
+def test_exports_are_next_to_the_saves_that_are_kept(world: World) -> None:
     flags = ("--adapter.method", "full", "--save.every_steps", "1", "--save.keep_last", "2", "--sample.captions", "0")
     assert world.train("full", 4, *flags) == 0
     exports = {path.name for path in (world.folder / "full" / "exports").iterdir()}

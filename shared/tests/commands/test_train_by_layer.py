@@ -14,7 +14,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path)
 
 
-def test_ranks_and_rates_by_layer_continue_to_the_bit_and_are_in_metrics_and_files(world: World) -> None:
+def test_ranks_and_rates_by_layer_continue_bitwise_and_are_in_metrics_and_files(world: World) -> None:
     patterns = (
         "--adapter.rank_pattern", '["qkv=3"]', "--adapter.alpha_pattern", '["layers.0.*=5"]', "--optim.lr_pattern", '["layers.1.*=1e-3"]',
         "--optim.loraplus_lr_ratio", "16", "--ema.decay", "0.9",

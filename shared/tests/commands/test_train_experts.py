@@ -58,7 +58,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-def test_both_in_one_run_are_each_alone_to_the_bit(world: TwoExperts) -> None:
+def test_both_in_one_run_are_each_alone_bitwise(world: TwoExperts) -> None:
     flags = ("--ema.decay", "0.9", "--held_out.clips", "1", "--experts.rank", "[2, 3]", "--experts.lr", "[1e-2, 2e-2]")
     assert world.train("both", 4, *flags) == 0
     for name, rank, lr in zip(NAMES, (2, 3), (1e-2, 2e-2), strict=True):
@@ -199,7 +199,7 @@ def test_an_expert_that_was_gone_on_with_alone_is_handed_over(
     assert "is complete; nothing is left to do" in capsys.readouterr().out
 
 
-def test_each_step_of_a_drawing_goes_to_its_expert(world: TwoExperts) -> None:
+def test_each_step_of_a_sample_goes_to_its_expert(world: TwoExperts) -> None:
     assert world.train("both", 1, "--sample.images", "2") == 0
     steps = world.sampler.steps
     patch = {name: world.base[name]["patch_in.weight"] for name in NAMES}
@@ -216,7 +216,7 @@ def test_each_step_of_a_drawing_goes_to_its_expert(world: TwoExperts) -> None:
     assert {guidance for *_, guidance in steps} == {1.5}
 
 
-def test_a_drawing_over_the_boundary_is_the_same_alone_and_among_others(world: TwoExperts) -> None:
+def test_a_sample_over_the_boundary_is_the_same_alone_and_among_others(world: TwoExperts) -> None:
     """Its scheduler's history goes over with it."""
     assert world.train("both", 1, "--sample.captions", "0") == 0
     for prompts, out in ((("a", "b", "c"), "many"), (("b",), "one")):
@@ -229,7 +229,9 @@ def test_a_drawing_over_the_boundary_is_the_same_alone_and_among_others(world: T
     assert b == alone and a != alone
 
 
-def test_adapter_files_are_drawn_with_as_the_run_draws(world: TwoExperts, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_files_are_sampled_with_as_the_run_samples(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert world.train("both", 3, "--sample.captions", "0") == 0
     high, low = (f"both/exports/both_{name}.safetensors" for name in NAMES)
     drawing = ("--prompt", "a")
@@ -267,7 +269,7 @@ def test_exports_are_one_file_for_each_expert(world: TwoExperts) -> None:
         assert 0 < close < 0.1, "its own base with its own adapter"
 
 
-def test_one_expert_alone_draws_with_the_other_as_it_is(
+def test_one_expert_alone_samples_with_the_other_as_it_is(
     world: TwoExperts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with loads_watched(monkeypatch) as loaded:
@@ -287,7 +289,7 @@ def test_one_expert_alone_draws_with_the_other_as_it_is(
     assert equal(load_file("alone/exports/alone.safetensors"), world.adapter("alone"))
 
 
-def test_narrowed_levels_of_one_expert_are_no_matter_of_drawing_with_both(
+def test_narrowed_levels_of_one_expert_are_no_matter_of_sampling_with_both(
     world: TwoExperts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     narrow = ("--experts.train", "low_noise", "--flow.max_sigma", "0.5")
@@ -297,7 +299,7 @@ def test_narrowed_levels_of_one_expert_are_no_matter_of_drawing_with_both(
     assert "is complete" in capsys.readouterr().out
 
 
-def test_class_pictures_are_drawn_once_with_both_before_either_is_trained(
+def test_class_images_are_generated_once_with_both_before_either_is_trained(
     world: TwoExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prior = ("--prior.prompt", "a class", "--prior.images", "3", "--sample.captions", "0")

@@ -45,7 +45,7 @@ def test_the_known_sizes_of_a_megapixel_are_among_them() -> None:
         ((40, 1), (128, 80)),
     ],
 )
-def test_a_picture_gets_the_nearest_aspect_and_a_longer_one_the_longest(
+def test_an_image_gets_the_nearest_aspect_and_a_longer_one_the_longest(
     size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert nearest_size(*size, bucket_sizes(96, 96, step=16, max_aspect=1.7)) == expected
@@ -61,5 +61,5 @@ def test_a_step_without_any_size_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_counts_are_told_by_size() -> None:
+def test_counts_are_reported_by_size() -> None:
     assert describe_sizes([(96, 96), (80, 112), (96, 96)]) == "80 x 112: 1, 96 x 96: 2"

@@ -36,7 +36,7 @@ def test_a_trigger_may_be_of_any_characters() -> None:
 TAGS = "one, two, three, four, five"
 
 
-def test_tags_are_drawn_in_as_many_orders_as_asked_for() -> None:
+def test_tags_are_sampled_in_as_many_orders_as_asked_for() -> None:
     orders = tag_orders(TAGS, config(shuffle_tags=True, tag_variants=6))
     assert orders[0] == TAGS and len(set(orders)) == len(orders) == 6
     assert {tuple(sorted(order.split(", "))) for order in orders} == {tuple(sorted(TAGS.split(", ")))}
@@ -60,7 +60,7 @@ def test_another_separator_and_a_trigger_among_the_tags() -> None:
     assert captions_of(("one",), config(shuffle_tags=True, trigger="ohwx")) == ("ohwx, one",)
 
 
-def test_several_captions_keep_their_order_and_are_told_once() -> None:
+def test_several_captions_keep_their_order_and_are_reported_once() -> None:
     assert captions_of(("a", "ohwx a", "b"), config(trigger="ohwx")) == ("ohwx a", "ohwx b")
     assert captions_of(("a", "b"), config()) == ("a", "b")
 

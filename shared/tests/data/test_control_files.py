@@ -68,7 +68,7 @@ def test_columns_and_their_other_names_become_controls(folder: Path, kind: str) 
     assert (two.controls, one.captions) == ({}, ("one",))
 
 
-def test_a_name_of_media_is_a_control_beside_another(folder: Path) -> None:
+def test_a_name_of_media_is_a_control_next_to_another(folder: Path) -> None:
     rows(folder, {"video": "a.mp4", "image": "extra/face.png", "text": "one"})
     (sample,) = look(folder).samples
     assert sample.controls == {"first_image": str(folder / "extra" / "face.png")}
@@ -156,7 +156,7 @@ def test_a_control_video_must_last_as_long_as_what_is_read_of_its_clip(folder: P
     assert len(look(folder, windows="uniform", clips_per_file=2).samples) == 2, "a still picture lasts"
 
 
-def test_a_picture_of_one_moment_is_not_shared_by_other_windows(folder: Path) -> None:
+def test_an_image_of_one_moment_is_not_shared_by_other_windows(folder: Path) -> None:
     moment = (Column(name="start", kind="image", moment="begin"),)
     rows(folder, {"video": "a.mp4", "text": "x", "start": "extra/face.png"}, {"video": "b.mp4", "text": "x"})
     assert len(look(folder, columns=moment).samples) == 2

@@ -33,7 +33,7 @@ def summary(dataset: Dataset) -> list[tuple[str, str, int]]:
     return [(sample.id, sample.captions[0], sample.frames) for sample in dataset.samples]
 
 
-def test_captions_lie_beside_the_media(folder: Path) -> None:
+def test_captions_are_next_to_the_media(folder: Path) -> None:
     dataset = look(folder)
     assert summary(dataset) == [("a", "an ant\nand more", 1), ("b", "a bee", 9), ("sub/A", "café", 9)]
     assert dataset.samples[2].media == folder / "sub" / "A.MKV"
@@ -106,7 +106,7 @@ def test_the_frame_rate_is_the_models_unless_set(folder: Path) -> None:
         look(folder, fps=8.0)
 
 
-def test_order_and_ids_do_not_depend_on_where_the_folder_lies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_and_ids_do_not_depend_on_where_the_folder_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absolute = look(folder)
     monkeypatch.chdir(folder.parent)
     assert summary(look(Path("set"))) == summary(absolute)
@@ -173,13 +173,13 @@ def test_a_caption_may_be_several(folder: Path) -> None:
     assert by_lines.captions == ["one", "first"]
 
 
-def test_each_line_of_a_text_beside_the_media_may_be_a_caption(folder: Path) -> None:
+def test_each_line_of_a_text_next_to_the_media_may_be_a_caption(folder: Path) -> None:
     (folder / "b.txt").write_text("\n one\n\ntwo \r\nthree", newline="")
     captions = {sample.id: sample.captions for sample in look(folder, captions="lines").samples}
     assert captions == {"a": ("an ant", "and more"), "b": ("one", "two", "three"), "sub/A": ("café",)}
 
 
-def test_each_picture_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> None:
+def test_each_image_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> None:
     sizes = {"square": (50, 50), "wide": (40, 60), "tall": (90, 60), "long": (10, 100)}
     for name, size in sizes.items():
         picture(tmp_path / f"{name}.png", size)
@@ -248,7 +248,7 @@ def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:
         ("video,Prompt", "has no caption column: found video, Prompt; write 'Prompt' as 'prompt'"),
     ],
 )
-def test_a_table_that_another_program_saved_is_told_what_to_change(folder: Path, head: str, said: str) -> None:
+def test_a_table_that_another_program_saved_is_answered_with_what_to_change(folder: Path, head: str, said: str) -> None:
     (folder / "metadata.csv").write_text(f"{head}\nb.mp4,x\n")
     with pytest.raises(UserError, match=said):
         look(folder)

@@ -93,7 +93,7 @@ def test_folders_have_to_be_there(tmp_path: Path) -> None:
         look(filled(tmp_path / "a", "x"), tmp_path / "gone")
 
 
-def test_class_pictures_have_neither_folders_nor_the_trigger_word() -> None:
+def test_class_images_have_neither_folders_nor_the_trigger_word() -> None:
     data = prior_data_config(DataConfig(folders=("x", "y"), repeats=(1.0, 2.0), trigger="ohwx"), "z")
     assert (data.folder, data.folders, data.repeats, data.trigger) == ("z", (), (), "")
 

@@ -120,7 +120,7 @@ def test_a_bad_line_is_a_bad_entry(folder: Path, kind: str) -> None:
     assert [said in reason for _, reason in dataset.excluded] == [True]
 
 
-def test_a_clip_that_is_listed_twice_is_told_what_has_several_captions(folder: Path) -> None:
+def test_a_clip_that_is_listed_twice_is_answered_with_what_has_several_captions(folder: Path) -> None:
     lists(folder, "videos/0.mp4\nvideos/0.mp4\nvideos/1.mp4", "a cat\na bird\na dog")
     assert_one_line(lambda: look(folder), "videos/0.mp4 is listed 2 times", "with a list of its captions in .jsonl")
     assert summary(look(folder, on_bad="skip")) == [("videos/1", ("a dog",))]
@@ -143,7 +143,7 @@ def test_lists_of_different_lengths_are_of_no_use(folder: Path, captions: str, s
         look(folder, on_bad="skip")
 
 
-def test_which_lists_are_meant_is_told_or_asked(folder: Path) -> None:
+def test_which_lists_are_meant_is_said_or_asked(folder: Path) -> None:
     lists(folder, CLIPS, "a cat\na dog\n")
     (folder / "images.txt").write_text("images/2.png\nimages/2.png\n")
     assert_one_line(lambda: look(folder), "both images.txt and videos.txt; set data.metadata to the right one")
@@ -158,7 +158,7 @@ def test_which_lists_are_meant_is_told_or_asked(folder: Path) -> None:
     )
 
 
-def test_a_caption_beside_a_clip_is_no_list(tmp_path: Path) -> None:
+def test_a_caption_next_to_a_clip_is_no_list(tmp_path: Path) -> None:
     for name in ("video", "prompt"):
         numbered_video(tmp_path / f"{name}.mp4", frames=6)
         (tmp_path / f"{name}.txt").write_text(f"a {name}")
@@ -166,12 +166,12 @@ def test_a_caption_beside_a_clip_is_no_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("there", "missing"), [("prompt.txt", "videos.txt"), ("videos.txt", "prompts.txt")])
-def test_half_of_a_pair_of_lists_is_told_of_the_other(folder: Path, there: str, missing: str) -> None:
+def test_half_of_a_pair_of_lists_is_answered_with_the_other(folder: Path, there: str, missing: str) -> None:
     (folder / there).write_text("x\n")
     assert_one_line(lambda: look(folder), "has no caption; write one to", f"write {missing} next to it, line by line")
 
 
-def test_captions_of_kohya_lie_beside_the_media(folder: Path) -> None:
+def test_captions_of_kohya_are_next_to_the_media(folder: Path) -> None:
     for name, suffix, text in (
         ("videos/0", "caption", " a cat\n"),
         ("videos/1", "txt", "a dog"),
@@ -212,7 +212,7 @@ def test_json_lines_of_musubi_with_absolute_paths(folder: Path) -> None:
     assert summary(look(folder, metadata="any.jsonl")) == summary(dataset), "a model that is told text alone"
 
 
-def test_pictures_of_musubi_are_references_of_a_model_that_edits(folder: Path) -> None:
+def test_images_of_musubi_are_references_of_a_model_that_edits(folder: Path) -> None:
     for name in ("a", "b"):
         picture(folder / "before" / f"{name}.png")
     place = folder / "before"
@@ -338,7 +338,7 @@ def test_the_first_of_numbered_files_is_the_one_that_a_model_takes(folder: Path,
 
 
 @pytest.mark.skipif(os.sep == "\\", reason="they are what this system writes")
-def test_backslashes_of_windows_are_told(folder: Path) -> None:
+def test_backslashes_of_windows_are_reported(folder: Path) -> None:
     lists(folder, "videos\\0.mp4\nC:\\data\\1.mp4", "a cat\na dog")
     assert_one_line(lambda: look(folder), "line 1: videos\\0.mp4 is written with backslashes", "write videos/0.mp4")
     lists(folder, "videos/0.mp4\nC:\\data\\1.mp4", "a cat\na dog")
@@ -354,7 +354,7 @@ def test_backslashes_of_windows_are_told(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"metadata": "metadata.parquet"}])
-def test_tables_of_hugging_face_are_told(folder: Path, settings: dict[str, str]) -> None:
+def test_tables_of_hugging_face_are_reported(folder: Path, settings: dict[str, str]) -> None:
     (folder / "metadata.parquet").write_bytes(b"PAR1")
     assert_one_line(
         lambda: look(folder, **settings), "metadata.parquet is a Parquet table", "convert it to metadata.jsonl"
@@ -363,7 +363,7 @@ def test_tables_of_hugging_face_are_told(folder: Path, settings: dict[str, str])
     assert settings or len(look(folder).samples) == 1
 
 
-def test_a_folder_of_tables_alone_is_told(tmp_path: Path) -> None:
+def test_a_folder_of_tables_alone_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
     assert_one_line(lambda: look(tmp_path), "has no media files, only data", "train-00000-of-00001.parquet", "to files")

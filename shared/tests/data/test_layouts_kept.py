@@ -156,7 +156,7 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize("name", MISSPELT)
-def test_a_misspelt_column_of_references_is_told_of_a_model_that_edits(name: str) -> None:
+def test_a_misspelt_column_of_references_is_reported_for_a_model_that_edits(name: str) -> None:
     beside, said = MISSPELT[name]
     with pytest.raises(UserError, match=f"here has a column '{name}'.*{said}"):
         reference_columns("here", ["image", "text", *beside, name], edits=True)

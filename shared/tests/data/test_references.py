@@ -287,7 +287,7 @@ def test_a_reference_that_cannot_be_decoded_leaves_its_sample_out(world: World) 
     assert list(encoded) == ["a", "sub/c"] and len(left_out) == 1 and "b.jpg" in left_out[0]
 
 
-def test_pictures_to_edit_when_sampling_are_encoded_as_in_training(world: World) -> None:
+def test_images_to_edit_when_sampling_are_encoded_as_in_training(world: World) -> None:
     encoded = world.encode()
     fresh = CountingEncoder("media")
     paths = [world.before / "a_0.png", world.before / "a_1.png"]

@@ -26,7 +26,7 @@ def entry(cache: Cache) -> Path:
     return path
 
 
-def test_what_was_put_is_got_to_the_bit(cache: Cache) -> None:
+def test_what_was_put_is_got_bitwise(cache: Cache) -> None:
     assert cache.get("media", KEY) is None and not cache.has("media", KEY)
     bf16 = torch.randn(5, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache.put(

@@ -246,7 +246,7 @@ def test_progress_counts_what_is_missing(world: World, monkeypatch: pytest.Monke
     assert seen == [["hash", 4, 4]]
 
 
-def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_of(
+def test_a_cache_that_grows_large_is_reported_and_one_that_cannot_fit_is_warned_of(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.start()

@@ -139,7 +139,7 @@ def test_windows_of_a_file_are_held_out_together() -> None:
         split_held_out(windows[:3], 2, file_of)
 
 
-def test_the_file_of_a_window_is_told_by_what_it_reads() -> None:
+def test_the_file_of_a_window_is_known_by_what_it_reads() -> None:
     def clip(id: str, media: str) -> Sample:
         return Sample(id=id, media=Path(media), captions=("x",), frames=1, height=16, width=16)
 

@@ -202,7 +202,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_missing_class_pictures_are_drawn_with_the_base_before_training(
+def test_missing_class_images_are_generated_with_the_base_before_training(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prior_run(world, "run", 2) == 0
@@ -223,7 +223,7 @@ def test_missing_class_pictures_are_drawn_with_the_base_before_training(
 
 
 @pytest.mark.parametrize(("defaults", "guided"), [("negative", True), ("embedding", False)])
-def test_class_pictures_are_drawn_as_the_models_authors_draw(world: World, defaults: Any, guided: bool) -> None:
+def test_class_images_are_generated_as_the_models_authors_do(world: World, defaults: Any, guided: bool) -> None:
     own = SampleDefaults(steps=3, guidance=2.5, guided_by=defaults)
     world.spec = altered(world.spec, sample_defaults=lambda arch: own)
     assert prior_run(world, "run", 1, "--sample.steps", "0") == 0
@@ -231,7 +231,7 @@ def test_class_pictures_are_drawn_as_the_models_authors_draw(world: World, defau
     assert {(job.steps, job.guidance, job.negative is not None) for job in jobs} == {(3, 2.5, guided)}
 
 
-def test_drawing_that_was_interrupted_goes_on_where_it_stopped(world: World) -> None:
+def test_sampling_that_was_interrupted_goes_on_where_it_stopped(world: World) -> None:
     assert prior_run(world, "whole", 1) == 0
     recorded = world.sampler  # type: ignore[attr-defined]
     recorded.jobs, recorded.stop_after = [], 2
@@ -244,7 +244,7 @@ def test_drawing_that_was_interrupted_goes_on_where_it_stopped(world: World) -> 
     assert equal(world.adapter("whole"), world.adapter("parts"))
 
 
-def test_pictures_of_ones_own_count_and_only_the_rest_is_drawn(world: World) -> None:
+def test_images_of_ones_own_count_and_only_the_rest_is_generated(world: World) -> None:
     world.add("regular/mine.png", (16, 16), "pink", "a class of mine")
     assert prior_run(world, "run", 1, "--prior.folder", "regular") == 0
     assert [job.seed for job in world.sampler.jobs] == [0, 1]  # type: ignore[attr-defined]
@@ -291,7 +291,7 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *flags: str) -> st
     return error
 
 
-def test_what_cannot_be_drawn_is_said_before_anything_is_encoded(
+def test_what_cannot_be_sampled_is_said_before_anything_is_encoded(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(world, capsys, "--adapter.method", "full")
@@ -307,14 +307,14 @@ def test_a_folder_that_is_missing_is_named_by_its_own_key(world: World, capsys: 
     assert "prior.folder nowhere does not exist" in capsys.readouterr().err
 
 
-def test_class_pictures_that_changed_are_noticed(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_class_images_that_changed_are_noticed(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert prior_run(world, "run", 1) == 0
     world.add("run/prior/class-00001.png", (16, 16), "pink", "a class")
     assert prior_run(world, "run", 2) == 1
     assert "1 changed, first 'prior: class-00001'" in capsys.readouterr().err
 
 
-def test_an_adapter_that_starts_from_a_file_draws_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_that_starts_from_a_file_generates_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """It is not the untrained model; with the pictures there it trains."""
     assert world.train("first", 1) == 0
     loads = world.text.loads

@@ -410,7 +410,7 @@ def _fails_at_call(number, function):
 
 
 @pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
-def test_a_gpu_offloads_to_the_bit_and_holds_less(policy, gpu):
+def test_a_gpu_offloads_bitwise_and_keeps_less(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
     compute_fp32_in_fp32()
     depth, side, steps, peaks = gpu.size(8, 5), gpu.size(32, 16), [], []

@@ -233,7 +233,7 @@ def test_all_weights_are_there_where_they_are_asked_for():
 
 
 @pytest.mark.parametrize(("kind", "policy"), list(zip(KINDS, POLICIES, strict=True)))  # other pairs: `LeverChecks`
-def test_a_quantized_base_is_streamed_to_the_bit(kind, policy):
+def test_a_quantized_base_is_streamed_bitwise(kind, policy):
     """Codes and scales are streamed, and there whenever a weight is dequantized, in the backward and in a recompute, too."""
     make = partial(make_quantized, TOY, ToyArch(depth=4, dim=64), kind, dtype=torch.bfloat16, adapter=LORA)
     items, model = toy_items(2, ragged=True), make()
@@ -352,7 +352,7 @@ def same_results(world, name):
     assert [a.read_bytes() for a in pictures[0]] == [b.read_bytes() for b in pictures[1]] != []
 
 
-def test_a_streamed_run_equals_another_to_the_bit(world, capsys):
+def test_a_streamed_run_equals_another_bitwise(world, capsys):
     assert world.train("swapped", 2, *world.flags, "--train.swap_blocks", "[2]", "--train.checkpointing", "full") == 0
     said = capsys.readouterr().out
     assert "2 blocks are streamed: 0.00 GiB of weights stay in host memory" in said and "validation loss" in said

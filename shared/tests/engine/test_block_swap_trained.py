@@ -62,7 +62,7 @@ def differences(one, other):
         ("muon", "none", 2),
     ],
 )
-def test_steps_are_those_of_the_ordinary_loop_to_the_bit(optimizer, policy, one_of):
+def test_steps_are_those_of_the_ordinary_loop_bitwise(optimizer, policy, one_of):
     """Losses, norms, weights, and the optimizer's state."""
     numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer, num_steps=3)
     model = model_of()
@@ -117,7 +117,7 @@ def run(folder, steps, one_of=None, **given):
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
-def test_a_run_goes_on_under_another_swap_to_the_bit(first, second, tmp_path):
+def test_a_run_goes_on_under_another_swap_bitwise(first, second, tmp_path):
     """With an average, which is exchanged for the weights where they are measured, every other step."""
     whole = run(tmp_path / "whole", 5)
     run(tmp_path / "halves", 3, first)
@@ -279,7 +279,7 @@ def test_the_optimizer_of_another_run_holds_nothing():
 
 
 @pytest.mark.parametrize("policy", daily(POLICIES, "attn_only"))
-def test_a_gpu_updates_streamed_weights_to_the_bit(policy, gpu):
+def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
     """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
     compute_fp32_in_fp32()
     results, peaks = [], []

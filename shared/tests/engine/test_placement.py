@@ -76,7 +76,7 @@ def test_blocks_that_weigh_twice_as_much_move_the_cut():
     assert balanced_cuts(loads([1] * 40, before=4), EVEN) == (18,)
 
 
-def test_a_card_of_half_the_size_gets_half_the_blocks():
+def test_a_gpu_of_half_the_size_gets_half_the_blocks():
     assert balanced_cuts(loads([1] * 30), [16, 8]) == (20,)
     assert balanced_cuts(loads([1] * 30), [8, 16]) == (10,)
     assert balanced_cuts(loads([1] * 40), [24, 24, 16, 16]) == (12, 24, 32)
@@ -180,7 +180,7 @@ def test_cuts_that_divide_nothing_are_refused(devices, cuts, says):
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
-def test_a_run_over_two_devices_equals_one_on_one_to_the_bit(world, capsys, policy):
+def test_a_run_over_two_devices_equals_one_on_one_bitwise(world, capsys, policy):
     flags = (
         "--held_out.clips",
         "1",
@@ -203,7 +203,7 @@ def test_a_run_over_two_devices_equals_one_on_one_to_the_bit(world, capsys, poli
     assert [a.read_bytes() for a in pictures[0]] == [b.read_bytes() for b in pictures[1]] != []
 
 
-def test_a_run_is_continued_under_another_division_to_the_bit(world):
+def test_a_run_is_continued_under_another_division_bitwise(world):
     flags = ("--adapter.method", "full", "--sample.captions", "0", "--model.preset", "tiny")
     assert world.train("whole", 4, *flags) == 0
     assert world.train("parts", 2, *flags) == 0

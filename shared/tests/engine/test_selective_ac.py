@@ -225,7 +225,7 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize(
     ("of_torch", "name"), [(True, "aten.native_dropout.default"), (False, "ditkit_tests.drawing.default")]
 )
-def test_what_is_drawn_after_a_kept_operation_that_draws_is_drawn_again(of_torch, name):
+def test_what_is_sampled_after_a_kept_operation_that_samples_is_sampled_again(of_torch, name):
     """Also twice: the second backward finds nothing kept, and runs it."""
 
     def gradients(policy: str) -> tuple[list[Tensor], list[int]]:

@@ -167,7 +167,7 @@ def test_adapters_left_on_the_first_device_are_found():
             outcome(TOY, model, ITEMS, BlockEngine())
 
 
-def test_average_and_optimizer_lie_with_their_parameters():
+def test_average_and_optimizer_are_on_the_device_of_their_parameters():
     model = divided(TOY, ToyArch(depth=4), [ONE, ONE, TWO, TWO, THREE, THREE], AdapterConfig(rank=2))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with PretendDevices():
@@ -253,7 +253,7 @@ def how_often(name):
         if (method, name) != ("lora", "muon")
     ],
 )
-def test_a_save_of_one_division_continues_under_any_other_to_the_bit(method, name, tmp_path):
+def test_a_save_of_one_division_continues_under_any_other_bitwise(method, name, tmp_path):
     pytest.importorskip({"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch"))
     whole = train_toy(tmp_path / "whole", 5, 0, method, name)
     for steps, way in enumerate((1, 2, 0, 1, 0), start=1):

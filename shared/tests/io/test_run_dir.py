@@ -81,7 +81,7 @@ def test_a_run_of_another_configuration_is_refused_and_left_as_it_was(saved: Pat
     assert (saved / "config.toml").read_bytes() == before
 
 
-def test_until_something_was_saved_every_key_may_be_mended(tmp_path: Path) -> None:
+def test_until_something_was_saved_every_key_may_be_corrected(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", Tree()) as (run, _):
         run.store(Tree())
     with open_run(tmp_path / "run", Tree(keys=Keys(rank=8))) as (_, stated):
@@ -191,7 +191,7 @@ def test_completion_is_remembered(tmp_path: Path) -> None:
         run.completed_step()
 
 
-def test_of_drawings_at_once_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
+def test_of_samples_at_once_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "samples"
 
     def drawing(index: int) -> str:
@@ -205,7 +205,7 @@ def test_of_drawings_at_once_each_gets_a_number_of_its_own(tmp_path: Path) -> No
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_a_drawing_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -> None:
+def test_sampling_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -> None:
     with reserve_sample_number(tmp_path) as one, reserve_sample_number(tmp_path) as other:
         assert (one, other) == ("sampled-001", "sampled-002")
     program = (

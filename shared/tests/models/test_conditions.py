@@ -138,7 +138,7 @@ def test_another_window_file_text_or_identity_is_another_condition(
     assert len(set(keys)) == 7
 
 
-def test_a_condition_that_reads_a_picture_alone_is_shared_by_clips(world: World) -> None:
+def test_a_condition_that_reads_an_image_alone_is_shared_by_clips(world: World) -> None:
     one, other = world.encode(*(world.sample(i, controls={"start": str(world.picture)}) for i in range(2)))
     assert world.log == ENCODED_ONCE
     assert one.conditions == other.conditions and one.media_key != other.media_key
@@ -204,7 +204,7 @@ def test_velocity_is_learnt_where_the_mask_is() -> None:
     assert not torch.equal(halves[0], plain)
 
 
-def test_files_of_a_drawing_are_checked(tmp_path: Path) -> None:
+def test_files_of_a_sample_are_checked(tmp_path: Path) -> None:
     there = str(picture(tmp_path / "cat.png"))
     config = SampleConfig(prompts=("a cat",), controls=(f"input_image={there}", "direction=left"))
     assert control_files(config, COLUMNS) == {"start": there, "direction": "left"}
@@ -221,7 +221,7 @@ def test_files_of_a_drawing_are_checked(tmp_path: Path) -> None:
         control_files(SampleConfig(controls=(f"start={there}",)), ())
 
 
-def test_captions_are_drawn_with_what_goes_with_their_clips(world: World) -> None:
+def test_captions_are_sampled_with_what_goes_with_their_clips(world: World) -> None:
     samples = [world.sample(0), world.sample(1, controls={"start": str(world.picture)}, start_seconds=0.25)]
     without = choose_prompts(SampleConfig(captions=2), samples, size=(5, 32, 32), size_step=16)
     assert len(without) == 1 and without[0].clip is None  # they have one caption

@@ -20,7 +20,7 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
     return message
 
 
-def test_a_part_lies_below_the_base(tmp_path):
+def test_a_part_is_below_the_base(tmp_path):
     (tmp_path / "vae").mkdir()
     assert ModelPaths(base=str(tmp_path)).locate("vae") == tmp_path / "vae"
 

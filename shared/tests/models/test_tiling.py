@@ -56,6 +56,6 @@ def test_neighbours_are_blended_without_a_step() -> None:
     assert torch.allclose(row[24:32], torch.arange(1, 9) / 9, atol=1e-6)
 
 
-def test_a_single_tile_is_the_whole_to_the_bit() -> None:
+def test_a_single_tile_is_the_whole_bitwise() -> None:
     whole = clip(32, 24)
     assert torch.equal(in_tiles(torch.sin, whole, TILES, pixels=1, scale=Fraction(1)), whole.sin())

@@ -93,7 +93,7 @@ def test_a_tensor_written_in_parts_has_different_bits_in_each(monkeypatch):
     assert weight.unique().tolist() == [1.0, 1.0078125]
 
 
-def test_what_is_split_is_joined_to_the_bit(monkeypatch):
+def test_what_is_split_is_joined_bitwise(monkeypatch):
     monkeypatch.setattr("ditkit_core.nn.stochastic_rounding._AT_ONCE", 1000)
     random = torch.Generator().manual_seed(0)
     values = torch.randint(-(2**31), 2**31, (64, 101), generator=random).to(torch.int32).view(torch.float32)
@@ -129,7 +129,7 @@ def run(folder, steps, rounding, *, name="adamw", fused=False, one_of=None, dtyp
 @pytest.mark.parametrize(
     ("rounding", "name"), [("stochastic", "adamw"), ("split", "adamw"), ("split", "muon"), ("stochastic", "adafactor")]
 )
-def test_a_run_goes_on_to_the_bit(rounding, name, tmp_path):
+def test_a_run_goes_on_bitwise(rounding, name, tmp_path):
     whole = run(tmp_path / "whole", 6, rounding, name=name)
     run(tmp_path / "halves", 3, rounding, name=name)
     halves = run(tmp_path / "halves", 6, rounding, name=name)
@@ -148,7 +148,7 @@ def test_a_run_goes_on_to_the_bit(rounding, name, tmp_path):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("one_of", [None, 1, 2])
-def test_updates_in_the_backward_and_streamed_weights_are_the_same_to_the_bit(rounding, one_of, tmp_path):
+def test_updates_in_the_backward_and_streamed_weights_are_the_same_bitwise(rounding, one_of, tmp_path):
     plain = training(rounding)
     fused = training(rounding, fused=True, one_of=one_of)
     assert plain[0] == fused[0] and plain[1].keys() == fused[1].keys()
@@ -173,14 +173,14 @@ def training(rounding, *, fused=False, one_of=None, seed=1):
     }
 
 
-def test_streamed_runs_go_on_to_the_bit(tmp_path):
+def test_streamed_runs_go_on_bitwise(tmp_path):
     whole = run(tmp_path / "whole", 4, "split", fused=True)
     run(tmp_path / "halves", 2, "split", fused=True, one_of=2)
     halves = run(tmp_path / "halves", 4, "split", fused=True, one_of=1)
     assert_same_state(whole.save, halves.save)
 
 
-def test_what_is_drawn_depends_on_the_run_the_step_and_the_name():
+def test_what_is_sampled_depends_on_the_run_the_step_and_the_name():
     def written(seed, step, name):
         weight = nn.Parameter(torch.ones(4096, dtype=BF16))
         optimizer = NamedOptimizer({name: weight}, OptimConfig(lr=1e-3, rounding="stochastic"))

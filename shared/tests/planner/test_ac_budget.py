@@ -231,7 +231,7 @@ def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
-def test_cards_with_names_have_policies_of_their_own():
+def test_gpus_with_names_have_policies_of_their_own():
     run = run_of("cuda:0=full, cuda:1=none")
     report = make_report(run, "2x24GiB")
     last = report.division.devices.count(0) - 1

@@ -98,7 +98,7 @@ def test_layer_by_layer_one_layer_is_there_at_a_time() -> None:
     assert found == (names * LAYER, names * LAYER + 2 * 4 * WIDTH * 4)
 
 
-def test_in_tiles_a_picture_takes_what_one_tile_takes() -> None:
+def test_in_tiles_an_image_takes_what_one_tile_takes() -> None:
     tiled = measure_model(VAE, (1, 256, 128), text_dtype=torch.float32, mode="in tiles")
     assert tiled == measure_model(VAE, (1, 32, 32), text_dtype=torch.float32)
 
@@ -171,7 +171,7 @@ def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:
     assert whole.mode == "whole" and whole.remedy.startswith('encode.streaming = "always" would need')
 
 
-def test_drawing_happens_beside_what_training_holds() -> None:
+def test_sampling_happens_next_to_what_training_keeps() -> None:
     found = {row.name: row for row in rows(2**40, in_use=1000, denoising=10, num_samples=2)}
     alone = measure_model(VAE, SIZE, text_dtype=torch.float32)
     assert found["VAE decoder"].peak == 1000 + alone.peak
@@ -184,7 +184,7 @@ def test_drawing_happens_beside_what_training_holds() -> None:
     assert held_while_sampling(purposes | {"average": 2}) == 1 + 2 + 8 + 2 + 2
 
 
-def test_the_largest_picture_and_the_largest_clip_are_both_looked_at() -> None:
+def test_the_largest_image_and_the_largest_clip_are_both_looked_at() -> None:
     wide, long = (1, 64, 96), (9, 64, 64)
     row = rows(2**40, encoded=[SIZE, long, wide])[0]
     assert row.size == wide and row.peak == measure_model(VAE, wide, text_dtype=torch.float32).peak

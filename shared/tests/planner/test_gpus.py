@@ -29,7 +29,7 @@ def test_a_size_is_written_in_several_ways(text):
     assert parse_gpus(text) == (parse_gpus("24gib")[0],)
 
 
-def test_cards_are_known_by_name_in_any_case():
+def test_gpus_are_known_by_name_in_any_case():
     assert [card.name for card in parse_gpus("2xRTX3090,A100-80")] == ["rtx3090", "rtx3090", "a100-80"]
     for text in ("rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "4090"):
         assert parse_gpus(text)[0].bf16_flops == 165.2e12
@@ -56,7 +56,7 @@ def test_a_wrong_text_is_refused_in_one_line_with_examples(text):
     assert "\n" not in str(refused.value) and "--gpus" in str(refused.value) and "2x24GiB,1x16GiB" in str(refused.value)
 
 
-def test_every_name_leads_to_one_card():
+def test_every_name_leads_to_one_gpu():
     names = [name for _, each in KNOWN_GPUS for name in each]
     assert len(names) == len(set(names))
     for card, each in KNOWN_GPUS:
@@ -64,7 +64,7 @@ def test_every_name_leads_to_one_card():
         assert card.reserve < card.total / 10 and card.source and card.fp32_flops < card.bf16_flops
 
 
-def test_a_size_takes_the_rates_of_the_slowest_card_with_as_much_and_says_so():
+def test_a_size_takes_the_rates_of_the_slowest_gpu_with_as_much_and_says_so():
     for size in (8, 16, 24, 32, 40, 48, 80, 141):
         card = of_size(size * GIB, f"{size}GiB")
         as_large = [known for known, _ in KNOWN_GPUS if known.total > 0.9 * size * GIB and known.half == "bf16"]
@@ -96,7 +96,7 @@ def test_a_size_takes_the_rates_of_the_slowest_card_with_as_much_and_says_so():
         ("Tesla V100-SXM2-32GB", 31.7, "v100"),
     ],
 )
-def test_what_a_driver_calls_a_card_is_recognised_and_its_own_memory_kept(name, gib, known):
+def test_what_a_driver_calls_a_gpu_is_recognised_and_its_own_memory_kept(name, gib, known):
     total = int(gib * GIB)
     card = gpu_named(name, total)
     assert (card.name, card.total) == (name, total)

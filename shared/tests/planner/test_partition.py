@@ -128,7 +128,7 @@ def test_a_gpu_gives_what_cuda_and_others_leave(machine):
     assert [budget.total for budget in budgets_here(gpus, ())] == [24 * GIB, 16 * GIB]
 
 
-def test_cards_here_and_cards_that_are_named_have_one_budget(machine):
+def test_gpus_here_and_gpus_that_are_named_have_one_budget(machine):
     here = budgets_here(machine(24, 16), (1.0, 2.0))
     named = budgets_of(keeping_reserves(parse_gpus("24GiB,16GiB"), (1.0, 2.0)))
     assert [(each.total, each.reserve, each.workspace) for each in here] == [

@@ -102,21 +102,21 @@ def test_products_of_codes_take_their_own_rate_and_the_rounding_of_inputs():
     )
 
 
-def test_a_card_that_does_not_multiply_a_format_is_named():
+def test_a_gpu_that_does_not_multiply_a_format_is_named():
     work = Workload(quantize="fp8", compute="fp8")
     known, unknown = (assumptions(parse_gpus(name), work)[1] for name in ("rtx4090", "rtx3090"))
     assert "fp8 at 65% of 330 TFLOP/s" in known and "train.kernels = triton" in known
     assert unknown == "rtx3090 does not multiply fp8: base.compute = fp8 is refused there"
 
 
-def test_a_faster_card_is_faster():
+def test_a_faster_gpu_is_faster():
     profile = made_profile("full")
     names = ("rtx4060ti", "rtx3090", "rtx4090", "a100-80", "h100")
     seconds = [step_seconds(profile, ONE, parse_gpus(name), Workload()) for name in names]
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_what_is_assumed_is_said_for_each_card_once():
+def test_what_is_assumed_is_said_for_each_gpu_once():
     lines = assumptions(parse_gpus("2x24GiB,rtx4090"), Workload())
     assert len(lines) == 2
     assert "50% of 71 in bf16" in lines[0] and "assumed as of rtx3090" in lines[0] and "25.2 GB/s" in lines[0]

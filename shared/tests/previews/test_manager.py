@@ -17,7 +17,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_training_is_equal_to_the_bit_with_previews_and_without(world: World, method: str) -> None:
+def test_training_is_bitwise_identical_with_previews_and_without(world: World, method: str) -> None:
     flags = (*FLAGS, "--adapter.method", method)
     assert world.train("without", 6, *flags, "--sample.captions", "0") == 0
     assert world.train("every", 6, *flags, "--sample.every_steps", "1", "--sample.seed", "3") == 0
@@ -40,7 +40,7 @@ def test_a_run_with_previews_that_is_continued_equals_one_that_was_not(world: Wo
     assert last[0].values["held_out_before_clips"] == last[1].values["held_out_before_clips"]
 
 
-def test_a_second_process_may_draw_from_a_run_that_trains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_process_may_sample_from_a_run_that_trains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no lock and reads whole saves alone: that is how previews leave the critical path where there is a second device."""
     from ditkit_core.commands.export import Exporter
 

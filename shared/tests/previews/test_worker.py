@@ -76,7 +76,7 @@ STREAMED = (
 
 
 @pytest.mark.parametrize("given", [FLAGS, STREAMED], ids=["lora", "streamed"])
-def test_they_are_those_drawn_in_place_and_disturb_nothing(
+def test_they_are_those_sampled_in_place_and_disturb_nothing(
     world: World, given: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Child, "streamed", int(given is STREAMED))
@@ -94,7 +94,7 @@ def test_they_are_those_drawn_in_place_and_disturb_nothing(
 
 
 @pytest.mark.slow
-def test_a_real_process_draws_the_same(world: World) -> None:
+def test_a_real_process_samples_the_same(world: World) -> None:
     """Started while training goes on, and found by `ModelSpec.found_at`."""
     assert world.train("here", 6, *EVERY) == 0
     assert world.train("there", 6, *ELSEWHERE) == 0
@@ -145,7 +145,7 @@ def wait_for(condition: Callable[[], Any], *, seconds: float) -> Any:
     return found
 
 
-def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
+def test_what_a_stopped_run_leaves_is_sampled_when_it_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert world.train("whole", 6, *EVERY) == 0
@@ -171,7 +171,7 @@ def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
 
 
 @pytest.mark.slow
-def test_what_waits_of_a_run_that_was_given_up_is_not_drawn_into_the_next(
+def test_what_waits_of_a_run_that_was_given_up_is_not_sampled_into_the_next(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was not saved, so that another one may begin in its folder."""
@@ -186,7 +186,7 @@ def test_what_waits_of_a_run_that_was_given_up_is_not_drawn_into_the_next(
     assert samples(run) == samples(world.folder / "whole") and pending(run) == []
 
 
-def test_a_signal_while_the_last_previews_are_drawn_loses_none(
+def test_a_signal_while_the_last_previews_are_sampled_loses_none(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with children(world.spec, "is interrupted") as started:
@@ -201,7 +201,7 @@ def test_a_signal_while_the_last_previews_are_drawn_loses_none(
     assert pending(run) == [] and (run / "report.html").read_text().count("<img") == 6
 
 
-def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
+def test_one_that_fails_costs_a_warning_and_can_be_sampled_later(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = world.folder / "run"
@@ -249,7 +249,7 @@ def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, caps
     assert left_out == [[], [names[5]], [names[3], names[5], names[7]]]
 
 
-def test_a_preview_that_is_removed_while_it_is_drawn_is_not_missed(
+def test_a_preview_that_is_removed_while_it_is_sampled_is_not_missed(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, folder = bare(world)
@@ -295,7 +295,7 @@ def test_a_disk_that_is_full_costs_previews_and_no_training(
         (("cpu", "--train.attention", "flash2"), "attention backend 'flash2'"),
     ],
 )
-def test_what_cannot_draw_is_refused_before_anything_is_encoded(
+def test_what_cannot_sample_is_refused_before_anything_is_encoded(
     world: World, flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert world.train("run", 2, *EVERY, "--sample.device", *flags) in (1, 2)
@@ -328,7 +328,7 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
 
 
 @pytest.mark.slow
-def test_a_run_that_waits_for_its_previews_is_told_of_an_idle_gpu(
+def test_a_run_that_waits_for_its_previews_hears_of_an_idle_gpu(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -337,7 +337,7 @@ def test_a_run_that_waits_for_its_previews_is_told_of_an_idle_gpu(
     assert said.count("set sample.device = cuda:0 (idle)") == 1
 
 
-def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_two_experts_is_sampled_while_it_trains(experts: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the weights of the preview; the other one as it was trained by then, or as it is."""
     world, tmp_path, names = experts, experts.folder, tuple(expert.name for expert in EXPERTS)
     flags = ("--ema.decay", "0.9", "--sample.steps", "2")
@@ -400,7 +400,7 @@ def test_a_signal_in_the_last_wait_of_two_experts_leaves_a_complete_run(
     assert said.err.count("sample.device = cpu is where previews are generated, and sample.every_steps = 0") == 1
 
 
-def test_a_run_of_one_expert_draws_with_the_other_as_it_is(
+def test_a_run_of_one_expert_samples_with_the_other_as_it_is(
     experts: TwoExperts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, tmp_path = experts, experts.folder

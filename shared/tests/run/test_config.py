@@ -166,7 +166,7 @@ def test_a_mistake_in_a_flag_is_one_line_that_names_it(argv: list[str], message:
     assert refusal(lambda: flags(*argv)).startswith(message)
 
 
-def test_a_section_that_refuses_a_flag_is_told_with_its_place(write: Write) -> None:
+def test_a_section_that_refuses_a_flag_is_named_with_its_place(write: Write) -> None:
     file = write("[shape]\nrank = 4\n")
     message = refusal(lambda: resolve(Small, file=file, flags=flags("--shape.rank", "-3")))
     assert message == "shape.rank = -3 must be at least 1 (set on the command line)"
@@ -193,7 +193,7 @@ def test_of_a_repeated_flag_that_is_no_list_the_last_wins_and_text_stays_text() 
     assert flags("--rate.note=--x") == {"rate.note": "--x"}
 
 
-def test_options_and_run_file_are_read_beside_settings() -> None:
+def test_options_and_run_file_are_read_next_to_settings() -> None:
     read = read_flags(["run.toml", "--demo", "--print-config", "--init-from", "runs/a"], Small, TrainOptions)
     assert (read.common.config, read.common.print_config, read.values) == ("run.toml", True, {})
     assert read.options == TrainOptions(demo=True, init_from="runs/a")

@@ -44,7 +44,7 @@ def test_ranges_are_adjacent_and_their_ends_on_the_right_side_in_fp32(boundary: 
 @pytest.mark.parametrize("shift", [1.0, 5.0, 12.0])
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
 @pytest.mark.parametrize("boundary", [0.875, 0.9])
-def test_no_draw_is_on_the_wrong_side(boundary: float, sampling: Any, shift: float) -> None:
+def test_no_sample_is_on_the_wrong_side(boundary: float, sampling: Any, shift: float) -> None:
     """Also those at the very ends of the distribution, as the loop draws them: in fp64, then fp32, then times 1000."""
     ends = torch.tensor([0.0, 5e-324, 1e-16, 1e-9, 1 - 1e-9, 1 - 2**-53, 1.0], dtype=torch.float64)
     close = torch.linspace(0, 1e-6, 1000, dtype=torch.float64)

@@ -109,7 +109,7 @@ def test_a_full_fine_tune_trains_every_parameter_in_the_dtypes_of_the_base(base)
         assert parameter.dtype == (torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16), name
 
 
-def test_two_preparations_are_equal_to_the_bit_and_another_seed_changes_the_adapters_alone(base):
+def test_two_preparations_are_bitwise_identical_and_another_seed_changes_the_adapters_alone(base):
     one, two, other = prepared(base), prepared(base), prepared(base, seed=1)
     for name, tensor in one.model.state_dict().items():
         assert torch.equal(tensor, two.model.state_dict()[name]), name

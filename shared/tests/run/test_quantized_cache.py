@@ -65,7 +65,7 @@ def spoil(file: Path) -> None:
 
 @pytest.mark.parametrize("precision", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_read_to_the_bit_without_the_weights_that_it_was_made_of(base, kind, precision):
+def test_it_is_read_bitwise_without_the_weights_that_it_was_made_of(base, kind, precision):
     lines: list[str] = []
     models = []
     for _ in range(2):

@@ -80,7 +80,7 @@ def test_a_negative_setting_is_refused(name: str) -> None:
         SampleConfig(images=0)
 
 
-def test_what_the_model_cannot_draw_is_refused_with_the_nearest_that_it_can() -> None:
+def test_what_the_model_cannot_sample_is_refused_with_the_nearest_that_it_can() -> None:
     def check(frame_step: int = 4, takes_references: bool = False, **settings: Any) -> None:
         config = SampleConfig(**settings)
         config.check(frame_step=frame_step, size_step=16, takes_references=takes_references)
@@ -220,7 +220,7 @@ def scene(
     return SamplePrompt(prompt=prompt, references=references, frames=frames, height=size[0], width=size[1])
 
 
-def test_each_prompt_is_drawn_with_as_many_seeds_as_asked_and_all_of_it_in_a_grid(tmp_path: Path) -> None:
+def test_each_prompt_is_sampled_with_as_many_seeds_as_asked_and_all_of_it_in_a_grid(tmp_path: Path) -> None:
     sampler = RecordingSampler()
     files = draw(tmp_path, [scene("A cat!"), scene("a dog")], sampler, images=3, seed=2)
     names = [
@@ -235,12 +235,12 @@ def test_each_prompt_is_drawn_with_as_many_seeds_as_asked_and_all_of_it_in_a_gri
     assert (whole[0] == whole[8 + GAP]).all() and (whole[8 : 8 + GAP] == 255).all()
 
 
-def test_one_picture_has_no_grid(tmp_path: Path) -> None:
+def test_one_image_has_no_grid(tmp_path: Path) -> None:
     assert [file.name for file in draw(tmp_path, [scene("a cat")], RecordingSampler())] == ["step-000002-0-a-cat.png"]
     assert json.loads((tmp_path / "step-000002.json").read_text())["shown"] == "step-000002-0-a-cat.png"
 
 
-def test_a_model_that_draws_every_fourth_frame_draws_as_many_seconds(tmp_path: Path) -> None:
+def test_a_model_that_samples_every_fourth_frame_samples_as_many_seconds(tmp_path: Path) -> None:
     class Keyframes(RecordingSampler):
         def decode(self, latents: Tensor) -> Tensor:
             return super().decode(latents)[:, ::4]
@@ -304,7 +304,7 @@ def test_a_sample_that_is_not_finite_names_its_prompt(tmp_path: Path) -> None:
         draw(tmp_path, [scene("a cat")], sampler)
 
 
-def test_pictures_of_different_sizes_lie_in_the_middle_of_equal_cells() -> None:
+def test_images_of_different_sizes_are_in_the_middle_of_equal_cells() -> None:
     pictures = [torch.zeros(3, 2, 6), torch.zeros(3, 4, 2), torch.zeros(3, 4, 6)]
     whole = grid(pictures)
     assert whole.shape == (3, 4 + GAP + 4, 6 + GAP + 6)
@@ -345,7 +345,7 @@ class World:
         return cli.run(self.spec, command, [*(f"--{name}={value}" for name, value in common.items()), *flags])
 
 
-def test_a_finished_run_draws_captions_with_the_models_own_settings(
+def test_a_finished_run_samples_captions_with_the_models_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -379,7 +379,7 @@ def test_the_authors_negative_prompt_guides_and_a_stored_empty_one_stays_empty(
     assert all(torch.equal(each, blurry) for each in negatives())
 
 
-def test_the_sample_command_edits_references_and_draws_several(
+def test_the_sample_command_edits_references_and_samples_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def silent(message):
     raise AssertionError(message)
 
 
-def test_a_save_is_read_back_to_the_bit(tmp_path):
+def test_a_save_is_read_back_bitwise(tmp_path):
     written = state(20, held_out=0.25)
     path = save_state(tmp_path, written, SaveConfig())
     assert path == tmp_path / "step-000020" == latest(tmp_path, silent)

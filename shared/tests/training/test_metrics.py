@@ -218,7 +218,7 @@ def test_without_an_accelerator_the_peak_is_that_of_the_process():
     assert 10_000_000 < before <= peak_memory_bytes([torch.device("cpu")]) < 1e12
 
 
-def test_on_accelerators_what_the_allocator_took_is_told_apart(monkeypatch):
+def test_on_accelerators_what_the_allocator_took_is_a_figure_of_its_own(monkeypatch):
     devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10 + device.index)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 20 - device.index)

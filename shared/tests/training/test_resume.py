@@ -41,7 +41,7 @@ def test_twenty_steps_equal_ten_and_ten(method, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon", "prodigy", "schedulefree_adamw"])
-def test_every_optimizer_resumes_to_the_bit(name, tmp_path):
+def test_every_optimizer_resumes_bitwise(name, tmp_path):
     pytest.importorskip({"prodigy": "prodigyopt", "schedulefree_adamw": "schedulefree"}.get(name, "torch"))
     given = {
         "optim": OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=5),
@@ -56,7 +56,7 @@ def test_every_optimizer_resumes_to_the_bit(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_eight_bit_adam_resumes_to_the_bit(tmp_path):
+def test_eight_bit_adam_resumes_bitwise(tmp_path):
     given = {"optim": OptimConfig(name="adamw8bit", lr=0.01)}
     whole = toy_run(tmp_path / "whole", 6, **given)
     toy_run(tmp_path / "halves", 3, **given)
@@ -143,7 +143,7 @@ def test_a_lower_learning_rate_is_obeyed_after_resuming(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
-def test_a_run_killed_at_any_moment_resumes_to_the_bit(method, tmp_path):
+def test_a_run_killed_at_any_moment_resumes_bitwise(method, tmp_path):
     every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=1000)}
     toy_run(tmp_path / "whole", 300, **every)
     state = tmp_path / "killed" / "state"
@@ -213,7 +213,7 @@ while killed:
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="forks, and kills with SIGKILL")
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.exhaustive), "full"])
-def test_a_run_killed_at_any_change_that_a_save_makes_to_the_disk_resumes_to_the_bit(method, tmp_path):
+def test_a_run_killed_at_any_change_that_a_save_makes_to_the_disk_resumes_bitwise(method, tmp_path):
     steps = 3
     every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=9)}
     whole = toy_run(tmp_path / "whole", steps + 1, **every).result.save

@@ -199,7 +199,7 @@ def test_divided_and_streamed_models_read_the_same():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_watched_run_is_the_same_to_the_bit(policy, tmp_path, monkeypatch):
+def test_a_watched_run_is_the_same_bitwise(policy, tmp_path, monkeypatch):
     runs = {}
     monkeypatch.setattr("toy_training.BlockEngine", lambda: BlockEngine(policy=policy))
     for every in (0, 2):

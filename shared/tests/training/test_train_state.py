@@ -40,7 +40,7 @@ def test_updates_happen_only_every_so_many_steps():
     assert changes == [False, False, True, False, False, True, False]
 
 
-def test_swapping_shows_the_average_and_puts_the_weights_back_to_the_bit():
+def test_swapping_shows_the_average_and_puts_the_weights_back_bitwise():
     held = parameters(torch.bfloat16)
     ema = EMA(held, EMAConfig(decay=0.9))
     with torch.no_grad():
@@ -53,7 +53,7 @@ def test_swapping_shows_the_average_and_puts_the_weights_back_to_the_bit():
     assert torch.equal(held["a"], before) and held["a"].data_ptr() == storage
 
 
-def test_loading_continues_to_the_bit():
+def test_loading_continues_bitwise():
     once, twice = parameters(), parameters()
     whole, first = EMA(once, EMAConfig(decay=0.99)), EMA(twice, EMAConfig(decay=0.99))
     for step in range(1, 11):

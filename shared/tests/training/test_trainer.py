@@ -334,7 +334,7 @@ def test_a_step_is_measured_then_saved_then_previewed(tmp_path: Path) -> None:
     assert log.told == [("started", 3), ("finished", 3)]
 
 
-def test_several_are_told_in_their_order(tmp_path: Path) -> None:
+def test_several_are_called_in_their_order(tmp_path: Path) -> None:
     told: list[str] = []
 
     class Named(Callback):

@@ -46,7 +46,7 @@ def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
     assert torch.equal(sigma, torch.tensor([0.9937])) and guidance == 3.5
 
 
-def test_the_number_is_the_same_whatever_was_drawn_before():
+def test_the_number_is_the_same_whatever_was_sampled_before():
     model, _ = toy_model(dropout=0.5)
     first = measure(model)
     torch.manual_seed(123)

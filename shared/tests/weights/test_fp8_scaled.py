@@ -178,7 +178,7 @@ def test_the_rounding_is_that_of_8_bits(tmp_path):
         assert 0.01 < error < 0.04, name
 
 
-def test_plain_8_bit_matrices_and_dense_ones_beside_scaled_ones_stay_what_they_are(tmp_path):
+def test_plain_8_bit_matrices_and_dense_ones_next_to_scaled_ones_stay_what_they_are(tmp_path):
     state = original("official")
     codes, scales, values = scaled(state)
     for name, dtype in {"blocks.0.out.weight": FP8, "blocks.1.query.weight": torch.float16}.items():

@@ -95,7 +95,7 @@ def test_rows_in_another_order_are_rows_of_b_in_another_order(tmp_path):
     assert torch.equal(tensors[f"{THEIRS}to_vk.lora_magnitude_vector"], torch.cat([norms[32:], norms[:32]]))
 
 
-def test_a_module_without_adapter_is_rows_of_zeros_beside_one_that_has_one(tmp_path):
+def test_a_module_without_adapter_is_rows_of_zeros_next_to_one_that_has_one(tmp_path):
     values = state(("layers.0.query",))
     tensors = written(tmp_path / "x.safetensors", values)
     assert torch.equal(tensors[f"{THEIRS}to_out_query.lora_A.weight"], values["layers.0.query"].down)
@@ -238,7 +238,7 @@ def test_magnitudes_of_some_rows_alone_are_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_dora_beside_a_module_without_adapter_is_refused_before_training(tmp_path, use_dora):
+def test_dora_next_to_a_module_without_adapter_is_refused_before_training(tmp_path, use_dora):
     with torch.device("meta"):
         model = ToyModel(ToyArch(), Precision())
     inject(model, AdapterConfig(rank=RANK, use_dora=use_dora, targets=("attention",)), TOY.adapters.targets)

@@ -48,7 +48,7 @@ def check_weights_while_used(tmp_path: Path, dtype: torch.dtype, device: torch.d
     assert len(addresses) == 1
 
 
-def test_a_weight_that_lies_in_parts_is_put_together(tmp_path: Path) -> None:
+def test_a_weight_that_is_stored_in_parts_is_put_together(tmp_path: Path) -> None:
     model, source, weights = two_modules(tmp_path)
     parts = {"weight": (TensorSlice("b.weight", 1, 2), TensorSlice("a.weight", 0, 2))}
     with LayerStreamer(source, device=CPU, dtype=torch.float32).holding(model["a"], parts) as module:

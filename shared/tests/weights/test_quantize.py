@@ -337,7 +337,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_over_a_quantized_base_is_continued_to_the_bit(world, kind, capsys):
+def test_a_run_over_a_quantized_base_is_continued_bitwise(world, kind, capsys):
     quantize = ("--base.quantize", kind)
     assert world.train(f"{kind} whole", 3, *quantize) == 0
     assert world.train(f"{kind} parts", 2, *quantize) == 0
@@ -354,7 +354,7 @@ def test_a_run_over_a_quantized_base_is_continued_to_the_bit(world, kind, capsys
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_run_that_computes_in_8_bits_is_continued_to_the_bit(world, kind, capsys):
+def test_a_run_that_computes_in_8_bits_is_continued_bitwise(world, kind, capsys):
     """Under any policy and streaming; the exported adapter is not the one that products in fp32 train."""
     quantize = ("--base.quantize", kind)
     computed = (*quantize, "--base.compute", kind, "--base.quantized_cache", str(world.folder / "kept"))

@@ -98,7 +98,7 @@ def test_the_tokenizer_knows_the_captions_words_and_spells_others(inputs):
     assert tokenizer.decode(tokenizer("a drake, ½ asleep").input_ids) == "a drake, ½ asleep"
 
 
-def test_the_pictures_are_of_many_sizes_and_both_kinds_of_file(inputs):
+def test_the_images_are_of_many_sizes_and_both_kinds_of_file(inputs):
     seen = set()
     for example in EXAMPLES:
         for name, picture in ((example.file, example.image), *example.references):
@@ -140,7 +140,7 @@ def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
             assert caption.endswith(f" {getattr(after, changed[0])}")
 
 
-def test_latents_of_the_pictures_as_training_reads_them_have_about_unit_variance(inputs, dataset):
+def test_latents_of_the_images_as_training_reads_them_have_about_unit_variance(inputs, dataset):
     encoder = VaeEncoder(ModelPaths(base=str(inputs / "checkpoint")), torch.device("cpu"))
     encoder.load()
     latents = []

@@ -85,14 +85,14 @@ def loaded(*args: Any, **where: Any) -> TextEncoder:
 
 
 @pytest.mark.parametrize("caption", CAPTIONS)
-def test_features_are_those_of_diffusers_to_the_bit(tiny: Tiny, caption: str) -> None:
+def test_features_are_those_of_diffusers_bitwise(tiny: Tiny, caption: str) -> None:
     encoder = loaded(base=str(tiny.base))
     text = encoder.encode([caption])[0]["text"]
     assert text.shape == (TEXT_TOKENS, 3 * WIDTH) and encoder.width == 3 * WIDTH
     assert torch.equal(text, tiny.reference(caption))
 
 
-def test_streamed_features_are_the_resident_ones_to_the_bit(tiny: Tiny) -> None:
+def test_streamed_features_are_the_resident_ones_bitwise(tiny: Tiny) -> None:
     streamed, resident = (loaded(torch.float32, how, base=str(tiny.base)) for how in ("always", "never"))
     assert (streamed.streams, resident.streams) == (True, False)
     assert (streamed.items_at_once, resident.items_at_once) == (64, 1)
@@ -198,7 +198,7 @@ def cut_said(encoder: TextEncoder, caption: str) -> str:
     return encoder.truncated[0]
 
 
-def test_progress_is_told_layer_by_layer_and_adds_up(tiny: Tiny) -> None:
+def test_progress_is_reported_layer_by_layer_and_adds_up(tiny: Tiny) -> None:
     told: list[float] = []
     loaded(torch.float32, "always", base=str(tiny.base)).encode(["a", "b", "c"], told.append)
     assert len(told) == 3 * tiny.family.layers[-1]

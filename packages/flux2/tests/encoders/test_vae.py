@@ -148,7 +148,7 @@ def test_the_official_single_file_gives_what_the_folder_gives(tmp_path: Path, se
     assert ("decoder_block_out_channels" in from_file.config) == bool(settings)
 
 
-def test_progress_is_told_of_one_item(folder: Path) -> None:
+def test_progress_is_reported_of_one_item(folder: Path) -> None:
     progress: list[float] = []
     loaded(folder).encode([image()], progress.append)
     assert progress == [1]
@@ -160,7 +160,7 @@ def test_unloading_frees_the_weights(folder: Path) -> None:
     assert encoder._vae.module is None
 
 
-def test_a_picture_that_is_no_multiple_of_the_stride_is_a_mistake_of_ours(folder: Path) -> None:
+def test_an_image_that_is_no_multiple_of_the_stride_is_a_mistake_of_ours(folder: Path) -> None:
     with pytest.raises(AssertionError, match="40"):
         loaded(folder).encode([image(height=40)])
 

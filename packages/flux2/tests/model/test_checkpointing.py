@@ -79,7 +79,7 @@ def test_our_blocks_are_exact_under_reentrant_checkpoints(trained, dtype):
 
 
 @pytest.mark.parametrize(("trained", "dtype", "policy"), every_pair(list(TRAINED), list(DTYPES), POLICIES))
-def test_every_policy_gives_the_gradients_of_none_to_the_bit(trained, dtype, policy):
+def test_every_policy_gives_the_gradients_of_none_bitwise(trained, dtype, policy):
     model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
     plain = outcome(FLUX2, model, items(), None)
     assert outcome(FLUX2, model, items(), BlockEngine(policy=policy)).differences(plain) == []

@@ -11,7 +11,7 @@ from ditkit_flux2.presets import Flux2Arch
 CPU = torch.device("cpu")
 
 
-def test_text_counts_on_the_last_axis_pictures_on_the_middle_ones_and_references_on_the_first():
+def test_text_counts_on_the_last_axis_images_on_the_middle_ones_and_references_on_the_first():
     positions = token_positions(2, (2, 3), [(1, 2), (2, 1)], CPU)
     text = [[0, 0, 0, 0], [0, 0, 0, 1]]
     target = [[0, row, column, 0] for row in range(2) for column in range(3)]

@@ -119,7 +119,7 @@ VIDEOS = [
 
 
 @pytest.mark.parametrize(("preset", "column", "beside"), VIDEOS)
-def test_a_still_picture_in_place_of_a_video_stays_on_screen(
+def test_a_still_image_in_place_of_a_video_stays_on_screen(
     preset: str, column: str, beside: dict[str, str], checkpoint: Path, clip_folder: Path, tmp_path: Path
 ) -> None:
     arch = replace(PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32)

@@ -22,7 +22,7 @@ def read(path: str, frames: int = FRAMES) -> torch.Tensor:
     return read_clip(Path(path), frames=frames, fps=16.0, height=HEIGHT, width=WIDTH)
 
 
-def test_y_is_the_control_video_then_the_first_picture_alone(checkpoint: Path, tmp_path: Path) -> None:
+def test_y_is_the_control_video_then_the_first_image_alone(checkpoint: Path, tmp_path: Path) -> None:
     vae = tiny_vae(checkpoint)
     files = {"control_video": video_file(tmp_path / "v.mp4", 1), "input_image": image_file(tmp_path / "a.png", 2)}
     conditioner = Control(vae)
@@ -51,7 +51,7 @@ def test_a_control_video_begins_where_the_clip_begins(checkpoint: Path, tmp_path
     assert torch.equal(late[:16], vae.encode([window])[0]["latents"])
 
 
-def test_a_camera_starts_at_a_picture_and_zero_latents(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_camera_starts_at_an_image_and_zero_latents(checkpoint: Path, tmp_path: Path) -> None:
     vae = tiny_vae(checkpoint)
     clip = video_file(tmp_path / "v.mp4", 1)
     y = encoded(FirstLatent(vae), controls(clip))["y"]

@@ -210,7 +210,7 @@ def test_keyframes_are_a_video_and_a_list_of_which_are_given(checkpoint: Path, t
         Keyframes(vae).uses(controls("clip.mp4", {"wantodance_keyframes_mask": "[1]"}))
 
 
-def test_clip_sees_the_moment_that_the_keyframes_begin_with_and_beside_it_who_dances(
+def test_clip_sees_the_moment_that_the_keyframes_begin_with_and_next_to_it_who_dances(
     checkpoint: Path, tmp_path: Path, clip_folder: Path
 ) -> None:
     arch = replace(PRESETS["wantodance-14b"], image_dim=IMAGE_DIM, text_dim=32)
@@ -248,7 +248,7 @@ def test_a_frame_rate_that_no_whole_number_of_rows_makes_is_refused(tmp_path: Pa
     assert "\n" not in str(caught.value)
 
 
-def test_rates_that_the_model_knows_and_stills_are_told_to_it_by_the_number_of_rows(tmp_path: Path) -> None:
+def test_rates_that_the_model_knows_and_stills_follow_from_the_number_of_rows(tmp_path: Path) -> None:
     np.save(tmp_path / "m.npy", features())
     files = {"wantodance_music_path": str(tmp_path / "m.npy")}
     for fps, step in ((30.0, 1), (29.97, 1), (15.0, 2), (10.0, 3), (7.5, 4), (6.0, 5)):

@@ -73,7 +73,7 @@ def test_frames_that_are_not_given_are_grey_pixels_not_zero_latents(checkpoint: 
     assert y[4:, 1:].abs().max() > 0.1
 
 
-def test_a_clip_stands_for_the_pictures_that_it_has_not(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_clip_stands_for_the_images_that_it_has_not(checkpoint: Path, tmp_path: Path) -> None:
     clip = video_file(tmp_path / "clip.mp4", 3, frames=14)
     begin = FirstLast(tiny_vae(checkpoint), both=False)
     both = FirstLast(tiny_vae(checkpoint), both=True)
@@ -99,7 +99,7 @@ def test_a_still_is_known_whole(checkpoint: Path, tmp_path: Path) -> None:
     assert y.shape == (20, 1, HEIGHT // 8, WIDTH // 8) and (y[:4] == 1).all()
 
 
-def test_a_first_frame_is_the_clips_own_first_latent_and_nothing_without_a_picture(
+def test_a_first_frame_is_the_clips_own_first_latent_and_nothing_without_an_image(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     clip = video_file(tmp_path / "clip.mp4", 3)
@@ -124,7 +124,7 @@ def test_two_kinds_on_one_vae_have_keys_of_their_own(checkpoint: Path) -> None:
     assert FirstFrame(tiled).identity != kinds[2].identity
 
 
-def test_clip_sees_the_first_then_the_last_picture(tmp_path: Path, clip_folder: Path) -> None:
+def test_clip_sees_the_first_then_the_last_image(tmp_path: Path, clip_folder: Path) -> None:
     encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
     files = {"input_image": image_file(tmp_path / "a.png", 1), "end_image": image_file(tmp_path / "b.png", 2)}
     both = ClipVision(encoder, ("input_image", "end_image"))

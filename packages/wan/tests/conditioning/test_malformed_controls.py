@@ -228,7 +228,7 @@ def test_a_camera_that_moves_nowhere(tmp_path: Path, given: dict[str, str]) -> N
 
 @pytest.mark.parametrize("column", ["vace_video", "vace_video_mask", "vace_reference_image"])
 @pytest.mark.parametrize("kind", ["short", "sound", "cut", "folder", "missing", "npy"])
-def test_what_vace_is_told(tmp_path: Path, column: str, kind: str) -> None:
+def test_what_vace_is_conditioned_on(tmp_path: Path, column: str, kind: str) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     name = {"folder": "masks", "missing": "gone.mp4", "npy": "mask.npy"}.get(kind, "mask.mp4")

@@ -74,7 +74,7 @@ def test_the_context_is_that_of_diffusers(checkpoint: Path, tmp_path: Path, coun
         assert (made["vace"][16:, :count] == 0).all()
 
 
-def test_a_picture_is_scaled_to_fit_on_white_as_diffusers_does(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_image_is_scaled_to_fit_on_white_as_diffusers_does(checkpoint: Path, tmp_path: Path) -> None:
     from PIL import Image
 
     for height, width in ((40, 40), (16, 64), (HEIGHT, WIDTH)):
@@ -110,7 +110,7 @@ def test_without_a_video_all_is_grey_and_without_a_mask_all_is_made_anew(checkpo
     assert torch.equal(whole[:16], grey) and torch.equal(whole[16:32], vae.encode([read(video)])[0]["latents"])
 
 
-def test_a_picture_stands_for_all_frames_and_a_short_video_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_image_stands_for_all_frames_and_a_short_video_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     half = torch.zeros(3, HEIGHT, WIDTH)
     half[:, :, WIDTH // 2 :] = 1.0
     write_image(tmp_path / "m.png", half)
@@ -127,7 +127,7 @@ def test_a_picture_stands_for_all_frames_and_a_short_video_is_refused(checkpoint
     assert torch.equal(still[16:32], vae.encode([(half[:, None] * 2 - 1).expand(-1, FRAMES, -1, -1)])[0]["latents"])
 
 
-def test_a_drawing_that_is_given_nothing_has_a_context_too(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_sample_that_is_given_nothing_has_a_context_too(checkpoint: Path, tmp_path: Path) -> None:
     from ditkit_core.encoding.cache import Cache
     from ditkit_core.encoding.encode import Conditioning
 

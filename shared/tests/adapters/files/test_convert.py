@@ -117,7 +117,7 @@ def outputs(transformer: Path, *merge: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
-def test_any_form_becomes_any_other_and_is_the_same_adapter_to_the_bit(
+def test_any_form_becomes_any_other_and_is_the_same_adapter_bitwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], first: str, second: str
 ) -> None:
     source = official(tmp_path / "x.safetensors")
@@ -166,7 +166,7 @@ def test_the_names_of_a_file_without_prefixes_are_the_familys(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_scale_that_is_a_power_of_two_is_kept_to_the_bit(tmp_path: Path, form: str) -> None:
+def test_a_scale_that_is_a_power_of_two_is_kept_bitwise(tmp_path: Path, form: str) -> None:
     source = kohya(tmp_path / "x.safetensors", alpha=1.0)
     file = convert(source, tmp_path / "y.safetensors", "--to", form)
     assert same(source, file)
@@ -202,7 +202,7 @@ def test_bf16_rounds_and_the_size_of_it_is_said(tmp_path: Path, capsys: pytest.C
     assert same(half, again), "bf16 goes round without another rounding"
 
 
-def test_a_file_goes_on_in_its_own_form_and_dtype_beside_itself(tmp_path: Path) -> None:
+def test_a_file_goes_on_in_its_own_form_and_dtype_next_to_itself(tmp_path: Path) -> None:
     convert(official(tmp_path / "x.safetensors"), tmp_path / "k.safetensors", "--to", "musubi", "--dtype", "bf16")
     assert run("--adapter", tmp_path / "k.safetensors", "--rank", "2") == 0
     tensors = load_file(tmp_path / "k_rank2.safetensors")

@@ -145,7 +145,7 @@ def test_alpha_is_read_from_the_header_that_diffusers_writes(tmp_path, config, s
     assert [found.scale for found in opened(path).modules.values()] == pytest.approx(scales)
 
 
-def test_alpha_of_a_file_of_pefts_is_read_from_the_configuration_beside_it(tmp_path):
+def test_alpha_of_a_file_of_pefts_is_read_from_the_configuration_next_to_it(tmp_path):
     path = write(tmp_path / "adapter_model.safetensors", "peft")
     beside = tmp_path / "adapter_config.json"
     beside.write_text(json.dumps({"r": 3, "lora_alpha": 6, "alpha_pattern": {"attn1.to_qkv": 9}}))

@@ -135,7 +135,7 @@ def test_a_name_that_is_no_media_file_is_one_line(tmp_path: Path) -> None:
     assert_one_line(lambda: probe(tmp_path / "notes.docx"), "notes.docx")
 
 
-def test_a_photograph_with_a_second_picture_inside_is_no_bad_image(tmp_path: Path) -> None:
+def test_a_photograph_with_a_second_image_inside_is_no_bad_image(tmp_path: Path) -> None:
     red, map_of_gains = Image.new("RGB", (16, 16), "red"), Image.new("RGB", (8, 8))
     red.save(tmp_path / "phone.jpg", format="MPO", save_all=True, append_images=[map_of_gains])
     assert read_clip(tmp_path / "phone.jpg", frames=1, fps=16.0, height=16, width=16)[0].min() > 0.9

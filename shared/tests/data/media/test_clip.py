@@ -133,12 +133,12 @@ def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path) -> None:
     assert clip[:, 0, :32].eq(1).all() and clip[:, 0, 32:].eq(-1).all()
 
 
-def test_transparency_lies_on_white(tmp_path: Path) -> None:
+def test_transparency_is_put_on_white(tmp_path: Path) -> None:
     Image.new("RGBA", (16, 16), (255, 0, 0, 0)).save(tmp_path / "clear.png")
     assert read_clip(tmp_path / "clear.png", frames=1, fps=16.0, height=16, width=16).eq(1).all()
 
 
-def test_a_picture_of_the_right_size_is_not_touched(tmp_path: Path) -> None:
+def test_an_image_of_the_right_size_is_not_touched(tmp_path: Path) -> None:
     pixels = torch.randint(0, 256, (3, 33, 47), generator=torch.Generator().manual_seed(0))
     write_image(tmp_path / "noise.png", pixels / 255)
     clip = read_clip(tmp_path / "noise.png", frames=1, fps=16.0, height=33, width=47)
@@ -179,7 +179,7 @@ def test_a_written_video_is_read_back_in_colour_size_and_time(tmp_path: Path, he
     assert 0 < written.find(b"moov") < written.find(b"mdat"), "a browser plays it while it loads"
 
 
-def test_the_same_pictures_are_the_same_file(tmp_path: Path) -> None:
+def test_the_same_images_are_the_same_file(tmp_path: Path) -> None:
     """x264 does not see to that by itself in small videos."""
     y, x, t = torch.meshgrid(torch.arange(64), torch.arange(64), torch.arange(9), indexing="ij")
     noise = torch.rand(64, 64, 9, generator=torch.Generator().manual_seed(0))
@@ -228,7 +228,7 @@ def colour(path: Path, frames: int = 1) -> list[int]:
     return [round(value) for value in ((pixels + 1) * 127.5).tolist()]
 
 
-def test_transparency_of_a_video_lies_on_white(tmp_path: Path) -> None:
+def test_transparency_of_a_video_is_put_on_white(tmp_path: Path) -> None:
     rgba = np.full((48, 64, 4), (200, 0, 0, 128), np.uint8)
     path = film(
         tmp_path / "a.mov", "qtrle", "argb", av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format="argb")
@@ -239,7 +239,7 @@ def test_transparency_of_a_video_lies_on_white(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
-def test_transparency_of_a_webm_lies_on_white(tmp_path: Path, codec: str) -> None:
+def test_transparency_of_a_webm_is_put_on_white(tmp_path: Path, codec: str) -> None:
     """Also in a window: its transparency may have keyframes of its own, so it is decoded from the start."""
     path = tmp_path / "a.webm"
     with av.open(str(path), "w") as container:
@@ -285,7 +285,7 @@ def test_hdr_is_shown_as_sdr(tmp_path: Path, transfer: int, code: int, level: in
 
 
 @pytest.mark.parametrize(("transfer", "refused"), [(2, True), (16, False)])
-def test_dolby_vision_without_another_picture_is_refused(tmp_path: Path, transfer: int, refused: bool) -> None:
+def test_dolby_vision_without_another_image_is_refused(tmp_path: Path, transfer: int, refused: bool) -> None:
     path = film(tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", 502), color_trc=transfer)
     whole = path.read_bytes()
     assert whole.count(b"hev1") == 1
@@ -350,7 +350,7 @@ def test_odd_sizes_are_read_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["animated.png", "animated.webp", "pages.tif", "deep.png"])
-def test_pictures_that_are_not_one_of_8_bits_are_refused(tmp_path: Path, name: str) -> None:
+def test_images_that_are_not_one_of_8_bits_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name == "deep.png":
         Image.fromarray(np.full((48, 64), 1000, np.uint16)).save(path)

@@ -63,7 +63,7 @@ def test_every_frame_that_there_is_can_be_read(tmp_path: Path, fps: float, own: 
         read_clip(folder, frames=count + 2, fps=fps, height=16, width=16)
 
 
-def test_a_folder_of_images_is_one_sample_with_its_caption_beside_it(tmp_path: Path) -> None:
+def test_a_folder_of_images_is_one_sample_with_its_caption_next_to_it(tmp_path: Path) -> None:
     shot(tmp_path / "a.v2")
     shot(tmp_path / "deep" / "b", fps="32")
     picture(tmp_path / "still.png")
@@ -80,7 +80,7 @@ def test_a_folder_of_images_is_one_sample_with_its_caption_beside_it(tmp_path: P
     assert [sample.id for sample in windows][:2] == ["a.v2#0", "a.v2#1"]
 
 
-def test_a_folder_that_is_no_clip_is_told_why(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_clip_is_refused_with_the_reason(tmp_path: Path) -> None:
     shot(tmp_path / "set" / "shot")
     (tmp_path / "set" / "shot.txt").write_text("a shot")
     with pytest.raises(UserError, match="or set data.image_folders = true if shot is one clip"):

@@ -66,7 +66,7 @@ def test_an_isometry_keeps_lengths():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_picture_has_the_shape_in_its_colour_at_its_place(shape):
+def test_an_image_has_the_shape_in_its_colour_at_its_place(shape):
     picture = paint(40, 60, shape=shape, colour="green", background="dark", centre=(20.0, 40.0), radius=8.0)
     assert picture.dtype == np.uint8 and picture.shape == (40, 60, 3)
     assert tuple(picture[20, 40]) == COLOURS["green"] and tuple(picture[35, 10]) == BACKGROUNDS["dark"]

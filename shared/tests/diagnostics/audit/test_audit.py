@@ -84,7 +84,7 @@ def test_a_planted_culprit_is_found(short, monkeypatch):
     assert first.all_but.overall.gradient < 0.5 * findings.all_lowered.overall.gradient
 
 
-def test_levels_are_drawn_in_every_range_and_noise_is_the_same(short, monkeypatch):
+def test_levels_are_sampled_in_every_range_and_noise_is_the_same(short, monkeypatch):
     monkeypatch.setattr(audit_module, "ACTING", ("timestep",))
     seen: list[tuple[Tensor, list[Tensor]]] = []
 

@@ -78,7 +78,7 @@ def test_a_control_is_looked_at_where_its_window_begins(world: Guided) -> None:
     assert starts == {0.0, 0.3125, 0.625}
 
 
-def test_what_is_to_be_drawn_is_checked_before_anything_is_encoded(
+def test_what_is_to_be_sampled_is_checked_before_anything_is_encoded(
     world: Guided, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = ("--sample.prompts", '["a cat"]')
@@ -99,7 +99,7 @@ def test_what_is_to_be_drawn_is_checked_before_anything_is_encoded(
     assert "a drawing has no direction" in error(capsys) and world.text.loads == loads
 
 
-def test_captions_of_clips_that_are_left_out_are_not_drawn(world: Guided) -> None:
+def test_captions_of_clips_that_are_left_out_are_not_sampled(world: Guided) -> None:
     world.put("0.bad.png", direction="up")
     assert world.train("a", 1, "--data.on_bad", "skip", "--sample.captions", "2") == 0
     drawn = json.loads((world.folder / "a" / "samples" / "step-000001.json").read_text())["samples"]

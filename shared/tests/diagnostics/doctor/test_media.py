@@ -31,7 +31,7 @@ def test_a_hard_cut_is_found_at_its_time(tmp_path: Path) -> None:
     assert three.cuts == (9 / 24, 18 / 24)
 
 
-def test_a_cut_is_told_as_seconds_of_the_file(tmp_path: Path) -> None:
+def test_a_cut_is_reported_as_seconds_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path / "a.mp4", pan(1, 18) + pan(2, 30))
     assert look_at_window(path, frames=16, fps=16.0, start_seconds=0.5).cuts == (0.75,)
     assert (

@@ -43,7 +43,7 @@ def told(sample: Sample, **controls: str) -> list[str]:
     return [f"{each.code} {each.what}" for each in found]
 
 
-def test_pictures_are_compared_with_the_frames_that_are_trained(sample: Sample) -> None:
+def test_images_are_compared_with_the_frames_that_are_trained(sample: Sample) -> None:
     assert told(sample, begin=frame(sample, 0), end=frame(sample, 8)) == []
     begin, end = told(sample, begin=frame(sample, 40), end=frame(sample, 47))
     assert begin.startswith("D18 begin") and "does not look like its first frame" in begin
@@ -62,13 +62,13 @@ def test_pictures_are_compared_with_the_frames_that_are_trained(sample: Sample) 
         (48, 24, "as many frames as its clip, at 24 in a second"), (80, 16, "lasts 5.00 s and its clip 3.00 s"),
     ],
 )  # fmt: skip
-def test_a_video_at_another_pace_is_told(sample: Sample, frames: int, fps: int, said: str) -> None:
+def test_a_video_at_another_pace_is_reported(sample: Sample, frames: int, fps: int, said: str) -> None:
     pose = written(sample.media.with_name("pose.mp4"), [np.zeros((48, 64, 3))] * frames, fps=fps)
     found = told(sample, pose=str(pose))
     assert [said in each and each.startswith("D19") for each in found] == ([True] if said else [])
 
 
-def test_a_video_or_mask_of_another_shape_is_told(sample: Sample) -> None:
+def test_a_video_or_mask_of_another_shape_is_reported(sample: Sample) -> None:
     assert told(sample, pose=str(picture(sample.media.with_name("same.png"), (96, 128)))) == []
     (found,) = told(sample, pose=str(picture(sample.media.with_name("square.png"), (64, 64))))
     assert "is 64 x 64 and its clip 64 x 48" in found

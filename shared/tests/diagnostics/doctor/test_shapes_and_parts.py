@@ -49,7 +49,7 @@ def test_a_shape_that_the_model_does_not_take_is_said_before_the_first_step(
     assert "z-wide: too wide for this model" in error(capsys)
 
 
-def test_clips_that_the_model_is_told_as_a_whole_are_warned_of(
+def test_clips_that_the_model_is_conditioned_on_as_a_whole_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = World(tmp_path)

@@ -140,7 +140,7 @@ def test_the_axes_are_named_and_no_label_is_cut_off() -> None:
     assert ">20000<" in chart_figure(Chart(name="x", title="X", series=series([12_000.0, 54_321.0])), section=0)
 
 
-def test_higher_values_and_later_steps_lie_higher_and_further_right() -> None:
+def test_higher_values_and_later_steps_are_higher_and_further_right() -> None:
     chart = Chart(name="x", title="X", series=Series(steps=[10, 20, 40], values=[1.0, 3.0, 2.0]))
     (x1, y1), (x2, y2), (x3, y3) = coordinates(chart_figure(chart, section=0))
     assert y1 > y3 > y2 and (x3 - x2) == pytest.approx(2 * (x2 - x1), abs=0.3)

@@ -110,7 +110,7 @@ def test_of_equal_choices_the_one_without_streaming_is_taken():
     assert fit(task_of("24GiB")).chosen.setting.swap[0] > 0, "which one card would have to"
 
 
-def test_cards_are_filled_evenly_for_their_size_and_keep_room_where_that_costs_nothing():
+def test_gpus_are_filled_evenly_for_their_size_and_keep_room_where_that_costs_nothing():
     (card,) = parse_gpus("rtx3090")
     gpus = [card, replace(card, total=16 * GIB)]
     chosen = fit(task_of(gpus, num_blocks=28, work=0.1)).chosen
@@ -146,7 +146,7 @@ def test_micro_batches_overlap_where_memory_allows_it():
     assert not fit(task_of("2x24GiB", **{**settings, "micro_batches": 1})).chosen.setting.pipelined
 
 
-def test_a_small_host_has_another_card_used_and_says_what_it_lacks():
+def test_a_small_host_has_another_gpu_used_and_says_what_it_lacks():
     """A slow second card is left alone where the host can hold what is streamed to the first."""
     settings = {"num_blocks": 24, "work": 1.0, "quantizations": ("none",)}
     free = fit(task_of("rtx3090,rtx4060ti", **settings)).chosen
@@ -170,7 +170,7 @@ def test_less_on_the_host_is_preferred_where_it_hardly_takes_longer():
     assert two.seconds <= one.seconds * (1 + HARDLY_LONGER)
 
 
-def test_a_fast_card_alone_beats_it_with_a_slow_one():
+def test_a_fast_gpu_alone_beats_it_with_a_slow_one():
     assert fit(task_of("rtx4090,rtx4060ti", num_blocks=24, work=0.5)).chosen.setting.gpus == (0,)
 
 
@@ -219,7 +219,7 @@ def test_profiles_are_asked_for_only_where_they_can_matter():
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
-def test_a_larger_card_never_makes_the_step_slower(seed):
+def test_a_larger_gpu_never_makes_the_step_slower(seed):
     draw = random.Random(seed)
     count = (2, 1, 2, 3)[seed % 4]
     names = [draw.choice(("rtx3090", "rtx4060ti", "rtx4090")) for _ in range(count)]

@@ -81,7 +81,7 @@ FUSED = OptimConfig(lr=1e-2, fused_backward=True)
     ],
     ids=["last step", "block", "accumulation", "split", "stochastic", "muon"],
 )
-def test_a_step_is_that_of_the_ordinary_loop_to_the_bit(optim, given, streams):
+def test_a_step_is_that_of_the_ordinary_loop_bitwise(optim, given, streams):
     ordinary = replace(optim, fused_backward=False)
     key = repr((ordinary, given))
     if key not in _ORDINARY:
@@ -93,7 +93,7 @@ _ORDINARY = {}
 """Steps of the ordinary loop, which are computed once for both."""
 
 
-def test_streamed_blocks_of_two_devices_sum_and_clip_to_the_bit():
+def test_streamed_blocks_of_two_devices_sum_and_clip_bitwise():
     one, two = torch.device("cpu:1"), torch.device("cpu:2")
     given = {"clip_by": "block", "micro_batches": 2}
     with PretendDevices():
@@ -236,7 +236,7 @@ def run(folder, num_steps, *, fused, clip_by, one_of=None, accumulation=2):
 
 
 @pytest.mark.parametrize("clip_by", ["last_step", "block"])
-def test_a_run_goes_on_streamed_or_not_to_the_bit(clip_by, tmp_path):
+def test_a_run_goes_on_streamed_or_not_bitwise(clip_by, tmp_path):
     """The norm of the last step is part of a save: the step after it is clipped as in a run that was never stopped."""
     whole = run(tmp_path / "whole", 5, fused=False, clip_by=clip_by)
     run(tmp_path / "halves", 3, fused=True, clip_by=clip_by, one_of=1)
@@ -313,14 +313,14 @@ def check_eight_bits_streamed():
     assert_same(steps(optim, streams=True, **given), plain)
 
 
-def test_eight_bit_states_are_streamed_to_the_bit():
+def test_eight_bit_states_are_streamed_bitwise():
     with torch.compiler.set_stance("force_eager"):
         check_eight_bits_streamed()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_compiled_eight_bit_steps_are_streamed_to_the_bit():
+def test_compiled_eight_bit_steps_are_streamed_bitwise():
     check_eight_bits_streamed()
 
 

@@ -62,19 +62,19 @@ def check_that_a_reloaded_state_continues_to_the_bit(name, folder):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_a_reloaded_state_continues_to_the_bit(name, tmp_path):
+def test_a_reloaded_state_continues_bitwise(name, tmp_path):
     check_that_a_reloaded_state_continues_to_the_bit(name, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "package"), [("prodigy", "prodigyopt"), ("schedulefree_adamw", "schedulefree")])
-def test_a_reloaded_state_of_an_extra_optimizer_continues_to_the_bit(name, package, tmp_path):
+def test_a_reloaded_state_of_an_extra_optimizer_continues_bitwise(name, package, tmp_path):
     pytest.importorskip(package)
     check_that_a_reloaded_state_continues_to_the_bit(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stance", ["default", "force_eager"])
-def test_a_reloaded_eight_bit_state_continues_to_the_bit(stance, tmp_path):
+def test_a_reloaded_eight_bit_state_continues_bitwise(stance, tmp_path):
     held = parameters()
     with torch.compiler.set_stance(stance):  # eager needs no compiler
         check_that_a_reloaded_state_continues_to_the_bit("adamw8bit", tmp_path)
@@ -165,7 +165,7 @@ class Averaging(torch.optim.SGD):
                 p.mul_(1 / 1.1)
 
 
-def test_looking_at_averaged_weights_leaves_the_trained_ones_to_the_bit(monkeypatch):
+def test_looking_at_averaged_weights_leaves_the_trained_ones_bitwise(monkeypatch):
     from ditkit_core.training.optim import optimizer as optim
 
     kind = optim.OptimizerKind(build=lambda groups, config: Averaging(groups[:1], lr=config.lr), averages=True)
@@ -281,7 +281,7 @@ def test_a_rate_by_layer_is_that_of_a_run_with_this_rate():
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "schedulefree_adamw"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_reloaded_state_of_several_rates_continues_to_the_bit(name, fused, tmp_path):
+def test_a_reloaded_state_of_several_rates_continues_bitwise(name, fused, tmp_path):
     if name == "schedulefree_adamw":
         pytest.importorskip("schedulefree")
     fields = {"lr_pattern": ("layers.1.*=0.001", "ffn=0.002"), "loraplus_lr_ratio": 4.0}

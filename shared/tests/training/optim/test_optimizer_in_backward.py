@@ -72,7 +72,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(("name", "method"), [*((name, "full") for name in KINDS), ("adamw", "lora")])
-def test_a_run_is_that_of_the_ordinary_loop_to_the_bit(name, method, tmp_path):
+def test_a_run_is_that_of_the_ordinary_loop_bitwise(name, method, tmp_path):
     """Weights, optimizer, average, losses, norms of gradients, held-out losses."""
     plain = train(tmp_path / "plain", 5, name, fused=False, method=method)
     fused = train(tmp_path / "fused", 5, name, fused=True, method=method)
@@ -84,7 +84,7 @@ def test_a_run_is_that_of_the_ordinary_loop_to_the_bit(name, method, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "first"), every_value(KINDS, [False, True]))
-def test_a_run_goes_on_the_other_way_to_the_bit(name, first, tmp_path):
+def test_a_run_goes_on_the_other_way_bitwise(name, first, tmp_path):
     given = {"save": SaveConfig(every_steps=3)}
     whole = train(tmp_path / "whole", 6, name, fused=False, **given)
     train(tmp_path / "halves", 3, name, fused=first, **given)
@@ -103,7 +103,7 @@ def check_eight_bit(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stance", ["default", "force_eager"])
-def test_eight_bit_adam_is_that_of_the_ordinary_loop_to_the_bit(stance, tmp_path):
+def test_eight_bit_adam_is_that_of_the_ordinary_loop_bitwise(stance, tmp_path):
     with torch.compiler.set_stance(stance):
         check_eight_bit(tmp_path)
 
@@ -342,7 +342,7 @@ def test_hardly_a_gradient_is_alive(policy):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_a_divided_model_is_updated_to_the_bit(name):
+def test_a_divided_model_is_updated_bitwise(name):
     plain_model, plain = trained(fused=False, name=name, dropout=0.2)
     model, _ = toy_model(dropout=0.2)
     one, two = torch.device("cpu:1"), torch.device("cpu:2")

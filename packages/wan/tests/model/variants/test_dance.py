@@ -65,7 +65,7 @@ def test_outputs_and_gradients_equal_the_recordings(recorded, theirs, case):
             assert any(name.startswith(prefix) for name in used) == (form == case), prefix
 
 
-def test_without_a_reference_picture_the_first_frames_tokens_take_its_place(recorded, theirs):
+def test_without_a_reference_image_the_first_frames_tokens_take_its_place(recorded, theirs):
     recorded.check(theirs, "plain", {field: name for field, name in GIVEN.items() if field != "refimage"})
 
 
@@ -128,7 +128,7 @@ def test_a_reference_in_front_hears_the_beginning():
     assert run(model, one)[0].shape == (4, 2, 4, 8)
 
 
-def test_the_rate_is_told_by_how_many_rows_of_music_a_frame_lasts():
+def test_the_rate_follows_from_how_many_rows_of_music_a_frame_lasts():
     """149 frames: the authors' rule is 30 / int(rows / 149 + 0.5), and librosa returns a row more than there are frames."""
     latents = [torch.empty(16, 38, 4, 8, device="meta")] * 6
     rows = [torch.empty(num, 35, device="meta") for num in (149, 150, 596, 597, 1788, 100)]
