@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# Set before torch starts. Workers share the cores, and results are compared to the bit, which needs a fixed thread count.
+# Set before torch starts. Workers share the cores, and results are compared bitwise, which needs a fixed thread count.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 # inductor pickles by looking a name up in every imported module, and those of jsonargparse answer such a question with a deprecation.
@@ -38,7 +38,7 @@ CHECKED = [
     if "from jaxtyping import" in path.read_text(encoding="utf-8")
 ]
 
-# Helper modules beside the tests, and tools, are imported by name; tests/test_house.py keeps the names apart.
+# Helper modules next to the tests, and tools, are imported by name; tests/test_house.py keeps the names apart.
 sys.path.extend(str(folder) for folder in HELPERS)
 
 # Imported when the path to it is known. Not as pytest's --jaxtyping-packages, which does not reach pytest-xdist's workers.

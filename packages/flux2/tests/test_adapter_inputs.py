@@ -87,7 +87,7 @@ def test_every_programs_file_changes_each_weight_as_it_says(tmp_path: Path, name
 
 @pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.diffusers_reads])
 def test_diffusers_reads_the_same_of_what_it_reads(name: str) -> None:
-    """The blocks alone: of what lies outside it drops some in one form and misreads some in another."""
+    """The blocks alone: of what is outside it drops some in one form and misreads some in another."""
     from diffusers import Flux2Pipeline
 
     tensors, changes = written(PROGRAMS[name], blocks_only=True)

@@ -1,4 +1,4 @@
-"""The demo is the real path on generated inputs: from pictures and editing pairs to an adapter that diffusers loads."""
+"""The demo is the real path on generated inputs: from images and editing pairs to an adapter that diffusers loads."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_we
     pipeline, sample = pipeline_of()
     plain = sample()
     ours = pipeline_of(transformer=Flux2Transformer2DModel.from_pretrained(merged, local_files_only=True))[1]()
-    # fp32 pictures in [0, 1]; a merged weight is rounded once where the adapter's product is added afterwards
+    # fp32 images in [0, 1]; a merged weight is rounded once where the adapter's product is added afterwards
     for name in ("run.safetensors", "run_diffusers.safetensors"):
         pipeline.load_lora_weights(run / "exports" / name)
         torch.testing.assert_close(sample(), ours, rtol=0, atol=1e-4)

@@ -74,7 +74,7 @@ def pipeline_latents(
     wanted: GenerationRequest,
     adapters: Mapping[Path, float] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
-    """Latents after each step, and the picture in [0, 1], as diffusers' pipeline draws them."""
+    """Latents after each step, and the image in [0, 1], as diffusers' pipeline generates them."""
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Pipeline
 
     scheduler = FlowMatchEulerDiscreteScheduler(
@@ -98,7 +98,7 @@ def pipeline_latents(
     if adapters:
         pipeline.set_adapters([file.stem for file in adapters], list(adapters.values()))
     pictures = [reference.transpose(0, 1) for reference in wanted.references]
-    if pictures:  # diffusers encodes a picture; the latents given here go the rest of its way
+    if pictures:  # diffusers encodes an image; the latents given here go the rest of its way
         ids = pipeline._prepare_image_ids(pictures)
         packed = torch.cat([pipeline._pack_latents(picture) for picture in pictures], 1)
         pipeline.prepare_image_latents = lambda **_: (packed, ids)

@@ -36,7 +36,7 @@ class Recording:
         return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
 
     def model(self, **extra: object) -> "torch.nn.Module":
-        """Ours with the recorded weights; `extra` are fields of the architecture beside those that all have."""
+        """Ours with the recorded weights; `extra` are fields of the architecture besides those that all have."""
         import torch
 
         from ditkit_core.models.precision import Precision

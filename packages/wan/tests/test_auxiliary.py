@@ -50,7 +50,7 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
     held = live(encoder._model.module, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
     on_the_host = (
         4 * 3 * (480 * 832 + 3 * 224 * 224)
-    )  # the picture, and its square on the way to the device: the CPU here
+    )  # the image, and its square on the way to the device: the CPU here
     assert (
         planned.weights >= 4 * num_parameters(encoder._model.module)
         and planned.peak < held < 1.05 * planned.peak + on_the_host
@@ -105,7 +105,7 @@ def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monke
     small = large[:, :, :256]
     assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
     with torch.no_grad():
-        for encoder in (whole, tiled):  # random attention, over the whole picture, would hide where each tile is
+        for encoder in (whole, tiled):  # random attention, over the whole image, would hide where each tile is
             for half in (encoder._vae.module.encoder, encoder._vae.module.decoder):
                 half.mid_block.attentions[0].proj.weight.zero_()
     check_tiles(whole, tiled, large, patch=monkeypatch)

@@ -32,7 +32,7 @@ class TestTextImageToVideo(Clips, Conformance):
 
 
 class TestVace(Clips, Conformance):
-    """A stream beside the main one."""
+    """A stream next to the main one."""
 
     one_in = 23
     arch = WanArch(**SIZES | {"layers": 3}, in_channels=4, vace_layers=(0, 1), vace_channels=7)

@@ -1,6 +1,6 @@
 """WanToDance, a reference in front and a camera's path pass every check of the seam: split, policies, swap, offload, quantization, precision.
 
-What their reviewers asked for: every parameter beside the blocks placed, music carried between devices, two heads, nothing sent twice.
+What their reviewers asked for: every parameter besides the blocks placed, music carried between devices, two heads, nothing sent twice.
 """
 
 import torch

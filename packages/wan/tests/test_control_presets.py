@@ -1,4 +1,4 @@
-"""The presets of WanToDance and the Fun models: counted on the authors' code, named as their files are, drawn as they draw."""
+"""The presets of WanToDance and the Fun models: counted on the authors' code, named as their files are, sampled as their authors do."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_clips_are_as_long_large_and_fast_as_the_authors():
 
 
 def test_nothing_is_compared_with_a_model_that_diffusers_has_not():
-    """Its transformer would be built without what these have beside."""
+    """Its transformer would be built without what these have besides."""
     for preset in COUNTS:
         assert WAN.for_arch(PRESETS[preset]).adapters.verify is None
     assert WAN.for_arch(PRESETS["i2v-14b-480p"]).adapters.verify is not None

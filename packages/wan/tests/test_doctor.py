@@ -1,4 +1,4 @@
-"""`wan-train --check` on the demo: what a person with Wan's own tokenizer, VAE and clips is told, in little time."""
+"""`wan-train --check` on the demo: what a person with Wan's own tokenizer, VAE and clips is shown, in little time."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 
 def check(demo: Demo, run: Path, *flags: str) -> tuple[int, dict[str, Any]]:
-    """Exit status and findings of a check over the demo's inputs as they lie in the run's folder."""
+    """Exit status and findings of a check over the demo's inputs as they are in the run's folder."""
     config = ["--model.base", str(run / "inputs" / "checkpoint"), "--data.folder", str(run / "inputs" / "clips")]
     config += ["--run.folder", str(run), "--encode.cache", str(demo.cache), "--data.frames", "9", "--data.height", "64"]
     config += ["--data.width", "64", "--model.dtype", "fp32", "--encode.text_dtype", "fp32", "--train.batch_size", "2"]

@@ -1,4 +1,4 @@
-"""Wan 2.2's two experts: which steps are whose, by the official sampler's timesteps; trained, drawn with and exported against diffusers."""
+"""Wan 2.2's two experts: which steps are whose, by the official sampler's timesteps; trained, sampled with and exported against diffusers."""
 
 import json
 import shutil

@@ -99,7 +99,7 @@ def test_a_video_from_images_is_that_of_diffusers(sampled: Any, tmp_path: Path, 
     pictures = dict(zip(("image", "last_image"), map(opened, files.values()), strict=False))
     pipeline = ours.pipeline("WanImageToVideoPipeline")
     tokens = conditions["image"].unflatten(0, (len(files), -1))
-    # it crops pictures for CLIP to a square, where the authors squeeze them
+    # it crops images for CLIP to a square, where the authors squeeze them
     pipeline.encode_image = lambda *given: tokens
     theirs = pipeline(**ASKED, **pictures, latents=noise(16, 2, SIDE // 8)).frames[0]
     agree(latents, theirs)

@@ -1,4 +1,4 @@
-"""What the spec makes of noised latents, noise levels and items: the timestep in full precision, the text beside the latents."""
+"""What the spec makes of noised latents, noise levels and items: the timestep in full precision, the text next to the latents."""
 
 import pytest
 import torch

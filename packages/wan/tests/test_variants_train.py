@@ -64,7 +64,7 @@ def write_inputs(folder: Path, variant: str) -> None:
 
 
 def flags_of(variant: str, inputs: Path) -> list[str]:
-    """What a run is told of a variant beside where its checkpoint lies."""
+    """What a run is given of a variant besides where its checkpoint is."""
     beside = [f"{column}={inputs / column}" for column in CONTROLS.get(variant, {})]
     flags = ["--data.controls", json.dumps(beside)] if beside else []
     if VARIANTS[variant].ours is not None:  # one file, which nothing but a preset describes

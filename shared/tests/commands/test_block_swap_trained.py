@@ -1,4 +1,4 @@
-"""A full fine-tune whose weights are streamed, by the commands: trained, continued, drawn, exported."""
+"""A full fine-tune whose weights are streamed, by the commands: trained, continued, sampled, exported."""
 
 from dataclasses import replace
 

@@ -409,7 +409,7 @@ def _bad(world: World, draw: random.Random, name: str) -> None:
 
 
 def _made(world: World, draw: random.Random) -> list[str]:
-    """Fill the folder with whatever is drawn; returns flags."""
+    """Fill the folder with whatever is sampled; returns flags."""
     for i in range(draw.randrange(3, 7)):
         size = draw.choice([(32, 32), (16, 48), (64, 24), (9, 7)])
         if draw.random() < 0.4:

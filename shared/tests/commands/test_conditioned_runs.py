@@ -1,4 +1,4 @@
-"""Runs of a model that is told more than text: what is drawn of it, class pictures, what is left out of it, what its plan counts."""
+"""Runs of a model that is conditioned on more than text: what is sampled of it, class images, what is left out of it, what its plan counts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from ditkit_core.testing.toy import TOY
 
 
 class Start:
-    """The brightness of the picture in `start`, or of the clip's own first frame; or nothing where there is neither, if that may be."""
+    """The brightness of the image in `start`, or of the clip's own first frame; or nothing where there is neither, if that may be."""
 
     kind, identity, items_at_once = "start", "v1", 1
 

@@ -19,7 +19,7 @@ BUCKETS = ("--data.buckets", "true", "--data.bucket_step", "4", "--sample.captio
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Five square pictures, three wide ones, and a model that remembers the shapes that it was given."""
+    """Five square images, three wide ones, and a model that remembers the shapes that it was given."""
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path)
     for i, colour in enumerate(("pink", "lime", "black")):

@@ -28,7 +28,7 @@ BESIDES = {"(base weights)", "(empty caption)", "(digest)"}
 
 
 def made(folder: Path, each: Malformed) -> str:
-    """Write it beside two sound pictures; returns what names it."""
+    """Write it next to two sound images; returns what names it."""
     lines = good(folder)
     said = each.put(folder)
     if not each.listed:

@@ -152,7 +152,7 @@ DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(depth=1
 
 
 def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **flags):
-    """What is said of a run of twelve blocks of a GiB on cards that are not here."""
+    """What is said of a run of twelve blocks of a GiB on GPUs that are not here."""
     properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB)) for size in sizes]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
@@ -192,7 +192,7 @@ def test_where_no_setting_is_enough_a_change_is_named_and_no_gpu(monkeypatch, ca
 
 
 def test_what_others_use_of_a_gpu_is_no_room(monkeypatch, capsys):
-    """The plan fits the card, and would not if it knew of the other program."""
+    """The plan fits the GPU, and would not if it knew of the other program."""
     flags = {"train__device": "cuda:0"}
     alone = explained(monkeypatch, capsys, (40,), (39.5,), **flags)
     taken = explained(monkeypatch, capsys, (40,), (12,), **flags)

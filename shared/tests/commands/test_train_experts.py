@@ -1,4 +1,4 @@
-"""The commands on a model of two experts: trained one after the other, drawn with in turn, exported each."""
+"""The commands on a model of two experts: trained one after the other, sampled with in turn, exported each."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Sizes of about the same area, and which of them a picture gets."""
+"""Sizes of about the same area, and which of them an image gets."""
 
 import itertools
 import math

@@ -186,7 +186,7 @@ def test_each_image_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> No
     numbered_video(tmp_path / "clip.mp4", size=(48, 64), rotation=90)
     photograph = Image.new("RGB", (60, 40))
     exif = photograph.getexif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # turned on its side
     photograph.save(tmp_path / "upright.jpg", exif=exif)
     for name in (*sizes, "clip", "upright"):
         (tmp_path / f"{name}.txt").write_text(name)

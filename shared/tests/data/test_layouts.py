@@ -20,7 +20,7 @@ COLUMNS = (
     Column(name="depth", kind="video", aliases=("control_path",)),
     *(Column(name=name, kind="image", aliases=("object_file_path",)) for name in LISTED),
 )
-"""Of a model that follows a video and is shown up to three pictures."""
+"""Of a model that follows a video and is shown up to three images."""
 
 
 def summary(dataset: Dataset) -> list[tuple[str, tuple[str, ...]]]:
@@ -29,7 +29,7 @@ def summary(dataset: Dataset) -> list[tuple[str, tuple[str, ...]]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two clips and a picture, and nothing that says what they show."""
+    """Two clips and an image, and nothing that says what they show."""
     folder = tmp_path / "set"
     for name in ("0", "1"):
         numbered_video(folder / "videos" / f"{name}.mp4", frames=6)

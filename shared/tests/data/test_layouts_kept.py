@@ -1,4 +1,4 @@
-"""What else lies in a folder changes nothing of how it was read before other trainers' layouts were; misspelt references are told."""
+"""What else is in a folder changes nothing of how it was read before other trainers' layouts were; misspelt references are reported."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ditkit_core.models.conditions import Column
 FACES = tuple(
     Column(name=name, kind="image", aliases=("src_ref_images", "object_file_path")) for name in ("face", "face_2")
 )
-"""Of a model that is shown up to two pictures."""
+"""Of a model that is shown up to two images."""
 
 
 @dataclass(frozen=True)

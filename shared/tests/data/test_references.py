@@ -1,4 +1,4 @@
-"""The pictures that an instruction starts from: found, checked, encoded like targets, handed over in order."""
+"""The images that an instruction starts from: found, checked, encoded like targets, handed over in order."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Windows of long files: which ones, and read without decoding from the start, to the bit."""
+"""Windows of long files: which ones, and read without decoding from the start, bitwise."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prior preservation: which class pictures go with which samples, what they weigh, and where missing ones come from."""
+"""Prior preservation: which class images go with which samples, what they weigh, and where missing ones come from."""
 
 import json
 from collections.abc import Generator
@@ -315,7 +315,7 @@ def test_class_images_that_changed_are_noticed(world: World, capsys: pytest.Capt
 
 
 def test_an_adapter_that_starts_from_a_file_generates_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not the untrained model; with the pictures there it trains."""
+    """It is not the untrained model; with the images there it trains."""
     assert world.train("first", 1) == 0
     loads = world.text.loads
     init = ("--adapter.init", str(world.folder / "first" / "exports" / "first.safetensors"))

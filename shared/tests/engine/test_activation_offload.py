@@ -224,7 +224,7 @@ def test_a_block_is_fetched_while_the_one_behind_it_works(policy, expected, monk
     assert not stores[0]._there()
 
 
-# Beside other levers
+# Next to other levers
 
 
 def test_several_forwards_wait_for_one_backward():

@@ -259,7 +259,7 @@ def test_no_more_than_two_blocks_are_there(policy):
         state = max(buffer.num_bytes for parts in swap._queues[CPU].states.values() for buffer in parts)
         assert state > 2 * block
         assert live.most["weights"] == 2 * block
-        # in the first step a block's state exists beside the buffer that takes it over
+        # in the first step a block's state exists next to the buffer that takes it over
         assert state / 2 < live.most["state"] <= 2 * state
         assert 0 < live.most["gradients"] <= largest
         assert live.most["together"] <= 2 * (block + state) + largest

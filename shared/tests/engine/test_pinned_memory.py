@@ -15,7 +15,7 @@ HOST, ONE = torch.device("cpu"), torch.device("cpu:1")
 
 
 def test_memory_for_a_gpu_shares_no_page():
-    """Small blocks of the allocator lie next to each other."""
+    """Small blocks of the allocator are next to each other."""
     there = [host_memory(size, torch.device("cuda", 0)) for size in (1, 100, PAGE, PAGE + 1, 3 * PAGE - 1) * 4]
     pages = [range(x.data_ptr(), x.data_ptr() + x.nbytes, PAGE) for x in there]
     assert all(x.data_ptr() % PAGE == x.nbytes % PAGE == 0 for x in there)

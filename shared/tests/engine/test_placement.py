@@ -111,7 +111,7 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(num_devices):
 
 
 def test_a_device_too_small_for_anything_holds_one_block():
-    """Who names a card wants it used, and leaves it out by not naming it."""
+    """Who names a GPU wants it used, and leaves it out by not naming it."""
     assert balanced_cuts(loads([10] * 6), [1, 1000, 1]) == (1, 5)
 
 

@@ -103,7 +103,7 @@ def test_a_parameter_outside_the_stages_is_refused_before_anything_is_loaded():
 @pytest.mark.parametrize("place_of_table", ["host", "first device"])
 @pytest.mark.parametrize("where", ["block", "head"])
 def test_a_table_left_behind_is_found(where, place_of_table):
-    """Whoever reads what lies on another device fails here, not on the user's second card."""
+    """Whoever reads what is on another device fails here, not on the user's second GPU."""
     devices = [ONE, ONE, ONE, TWO, TWO, TWO]
     model = divided(TOY, ToyArch(depth=4), devices)
     with PretendDevices():

@@ -1,4 +1,4 @@
-"""What a model is told beside text: encoded once, kept apart by all that it depends on, left out where it is optional."""
+"""What a model is conditioned on besides text: encoded once, kept apart by all that it depends on, left out where it is optional."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 class StartPicture:
-    """The mean of the picture in `start`, or of the clip's first frame, and a number for `direction`."""
+    """The mean of the image in `start`, or of the clip's first frame, and a number for `direction`."""
 
     kind, optional, items_at_once, identity = "start", False, 1, "v1"
 
@@ -82,7 +82,7 @@ class StartPicture:
 
 
 class World:
-    """Two clips, a picture, a cache."""
+    """Two clips, an image, a cache."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.cache = root, Cache(root / "cache")

@@ -1,4 +1,4 @@
-"""The dtypes of a run: how they are configured, refused and shown, and what they change beside the model."""
+"""The dtypes of a run: how they are configured, refused and shown, and what they change besides the model."""
 
 from dataclasses import replace
 from typing import Any
@@ -219,7 +219,7 @@ def test_gradients_are_summed_in_the_dtype_of_accumulation() -> None:
 def test_a_step_is_made_from_gradients_of_any_dtype_and_the_next_sums_in_it_again(
     dtype: torch.dtype, name: Any, rounding: Any
 ) -> None:
-    """Of bf16 weights beside those that are kept in fp32, too, unless all are fp32."""
+    """Of bf16 weights next to those that are kept in fp32, too, unless all are fp32."""
     model, trainable = toy_model()
     kept = {FP32}
     if rounding != "nearest":

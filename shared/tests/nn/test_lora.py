@@ -94,7 +94,7 @@ def test_parts_change_no_bit(dtype, monkeypatch):
 
 
 def test_a_fused_projection_is_never_held_wide():
-    """fp32 beside bf16: no tensor of the size of the output in a wider dtype, forward or backward."""
+    """fp32 next to bf16: no tensor of the size of the output in a wider dtype, forward or backward."""
     x, down, up = torch.randn(1024, 8).bfloat16(), torch.randn(4, 8), torch.randn(8192, 4)
     x, down, up = (tensor.requires_grad_() for tensor in (x, down, up))
     weight = torch.randn(8192, 8).bfloat16()

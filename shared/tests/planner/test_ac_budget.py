@@ -33,7 +33,7 @@ NONE, ATTENTION, FULL, OFFLOADED = Policy(), AttentionOnly(), Full(), Full(offlo
 
 
 def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
-    """Blocks of two kinds, with figures drawn at random that keep to what policies do: what is not kept is made again in the backward."""
+    """Blocks of two kinds, with figures sampled at random that keep to what policies do: what is not kept is made again in the backward."""
     draw = random.Random(seed)
     whole = [draw.randint(200, 900) for _ in range(2)]
     carry, attention = draw.randint(10, 60), [draw.randint(5, 60) for _ in range(2)]

@@ -175,7 +175,7 @@ def test_sampling_happens_next_to_what_training_keeps() -> None:
     found = {row.name: row for row in rows(2**40, in_use=1000, denoising=10, num_samples=2)}
     alone = measure_model(VAE, SIZE, text_dtype=torch.float32)
     assert found["VAE decoder"].peak == 1000 + alone.peak
-    assert found["denoising"].peak == 1000 + alone.weights + 10  # the decoder stays until all are drawn
+    assert found["denoising"].peak == 1000 + alone.weights + 10  # the decoder stays until all are sampled
     assert rows(2**40, in_use=1000, denoising=10)[2].peak == 1010
     assert found["VAE encoder"].peak == alone.peak
     purposes = {"weights": 1, "adapters": 2, "gradients": 4, "optimizer": 8, "average": 0, "activations": 32}

@@ -1,4 +1,4 @@
-"""What a text about cards means."""
+"""What a text about GPUs means."""
 
 import pytest
 import torch

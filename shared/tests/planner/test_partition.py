@@ -171,7 +171,7 @@ def unloaded_of(run):
 )
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(machine, monkeypatch, flags):
-    """With pictures that weigh more than the weights, and a kind of block in front that keeps nothing."""
+    """With images that weigh more than the weights, and a kind of block in front that keeps nothing."""
     machine(2.0, 1.4)
     made, jobs = partition.profile, []
 

@@ -1,4 +1,4 @@
-"""Previews disturb nothing: a run with them and one without are equal to the bit in all that training makes."""
+"""Previews disturb nothing: a run with them and one without are bitwise identical in all that training makes."""
 
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def levers(mark: pytest.MarkDecorator, *without: str) -> list[Any]:
 
 @contextmanager
 def drawn_elsewhere(world: World, lever: str) -> Iterator[None]:
-    """Previews are drawn by what stands in for a process, if this is the lever."""
+    """Previews are sampled by what stands in for a process, if this is the lever."""
     if lever != "on another device":
         yield
         return

@@ -1,4 +1,4 @@
-"""Previews drawn by a process of their own: the same pictures, training untouched, nothing lost however things end."""
+"""Previews sampled by a process of their own: the same images, training untouched, nothing lost however things end."""
 
 import re
 import signal

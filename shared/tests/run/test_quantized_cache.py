@@ -1,4 +1,4 @@
-"""A quantized base that is kept: read back to the bit without the weights that it was made of, and never another's."""
+"""A quantized base that is kept: read back bitwise without the weights that it was made of, and never another's."""
 
 import errno
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def prepared(
     unloaded = build_meta_model(SPEC, where, AdapterConfig(rank=4), config, precision=precision)
     placement = replace(place_blocks(unloaded.model, [torch.device("cpu")]), streamed=streamed)
     result = load_weights(unloaded, placement=placement, seed=0, say=say)
-    with result.readable():  # streamed weights lie on the host
+    with result.readable():  # streamed weights are on the host
         result.model.values = {name: tensor.clone() for name, tensor in result.model.state_dict().items()}
     return result.model
 

@@ -1,4 +1,4 @@
-"""What is drawn: prompts and captions, sizes, seeds, references, guidance; and which files come of it."""
+"""What is sampled: prompts and captions, sizes, seeds, references, guidance; and which files come of it."""
 
 import json
 from collections.abc import Generator, Mapping, Sequence

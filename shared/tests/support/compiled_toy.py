@@ -167,7 +167,7 @@ def refusal(model: Any, items: Any, engine: BlockEngine) -> str:
 
 
 class Shortening(ToyBlock):
-    """A block that hands on something else beside tensors."""
+    """A block that hands on something else besides tensors."""
 
     def forward(self, carry: ToyCarry) -> ToyCarry:
         return super().forward(carry)._replace(sizes=())

@@ -47,7 +47,7 @@ class VariantEmbed(ToyEmbed):
 
 
 class VariantBlock(ToyBlock):
-    """The toy's, which attends to the image beside the text, and has a bare parameter without dimensions."""
+    """The toy's, which attends to the image besides the text, and has a bare parameter without dimensions."""
 
     def __init__(self, arch: ToyArch, precision: Precision):
         super().__init__(arch, precision)
@@ -74,7 +74,7 @@ class Injector(nn.Module):
 
 
 class TwoHeads(nn.Module):
-    """The head, and one for the whole picture."""
+    """The head, and one for the whole image."""
 
     def __init__(self, arch: ToyArch, precision: Precision):
         super().__init__()

@@ -67,7 +67,7 @@ class Case:
     lines: tuple[str, ...] = ()
     """More of metadata.jsonl; with any, or with an entry that is one, the dataset is listed there."""
     sound: int = 2
-    """Pictures with nothing wrong."""
+    """Images with nothing wrong."""
     steps: tuple[Literal["plan", "check"], ...] = ()
     """What is done where the configuration can be read."""
 

@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 class Given:
-    """`given`: the brightness of the pictures that go with a clip, each read as it is cut."""
+    """`given`: the brightness of the images that go with a clip, each read as it is cut."""
 
     kind, optional, items_at_once, identity = "given", True, 1, "given"
 
@@ -68,7 +68,7 @@ class Given:
 
 
 def controlled(spec: ModelSpec) -> ModelSpec:
-    """A family that is told what goes with a clip."""
+    """A family that is given what goes with a clip."""
     return altered(spec, columns=lambda arch: COLUMNS, conditioners=lambda *given: [Given()])
 
 
@@ -98,7 +98,7 @@ class Malformed:
 
 
 def good(folder: Path, count: int = 2) -> list[str]:
-    """Sound pictures with captions; returns their lines for metadata.jsonl, of which they need none without one."""
+    """Sound images with captions; returns their lines for metadata.jsonl, of which they need none without one."""
     lines = []
     for i, colour in enumerate(("teal", "gold", "navy", "red", "white")[:count]):
         path = picture(folder / f"good{i}.png", (16, 16), colour)

@@ -202,7 +202,7 @@ def animated_png(folder: Path, name: str) -> str:
 
 
 def still(suffix: str, share: float = 1.0, **given: object) -> Callable[[Path, str], str]:
-    """What writes a picture of noise, or the first share of one."""
+    """What writes an image of noise, or the first share of one."""
 
     def write(folder: Path, name: str) -> str:
         path = folder / f"{name}{suffix}"
@@ -259,7 +259,7 @@ def pipe(folder: Path, name: str) -> str:
 
 
 def named(spoilt: str) -> Callable[[Path, str], str]:
-    """What writes a sound picture whose name has something in it."""
+    """What writes a sound image whose name has something in it."""
     return lambda folder, name: picture(folder / f"{name}{spoilt}.png").name
 
 
@@ -282,7 +282,7 @@ def clip(suffix: str, size: tuple[int, int], codec: str, pixels: str, **options:
 
 
 def transparent_mov(folder: Path, name: str) -> str:
-    """White, fully transparent, over whatever colour lies below: read as white."""
+    """White, fully transparent, over whatever colour is below: read as white."""
     path = folder / f"{name}.mov"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("qtrle", rate=24)

@@ -1,6 +1,6 @@
 """Captions, metadata and control files that are wrong; each function writes one into a dataset folder.
 
-Captions lie beside a sound picture called as the function is told. Lines of metadata name that picture, and are returned, as they are
+Captions are next to a sound image with the name that the function gets. Lines of metadata name that image, and are returned, as they are
 written to metadata.jsonl, with what is called wrong.
 """
 
@@ -14,7 +14,7 @@ from media_files import noisy_video, numbered_video, picture, sound_only, trunca
 
 
 def caption(data: bytes | None) -> Callable[[Path, str], str]:
-    """What writes a picture with these bytes as its caption."""
+    """What writes an image with these bytes as its caption."""
 
     def write(folder: Path, name: str) -> str:
         picture(folder / f"{name}.png")
@@ -54,7 +54,7 @@ Line = Callable[[Path, str], str]
 
 
 def raw(line: str) -> Line:
-    """A line in which NAME is the picture's name."""
+    """A line in which NAME is the image's name."""
 
     def write(folder: Path, name: str) -> str:
         return line.replace("NAME", picture(folder / f"{name}.png").name)
@@ -63,7 +63,7 @@ def raw(line: str) -> Line:
 
 
 def row(**values: Any) -> Line:
-    """A line of JSON about a sound picture, `file_name` and `text` being there unless given."""
+    """A line of JSON about a sound image, `file_name` and `text` being there unless given."""
     return lambda folder, name: json.dumps(
         {"file_name": picture(folder / f"{name}.png").name, "text": "a caption"} | values
     )
@@ -112,7 +112,7 @@ def two_files(folder: Path, name: str) -> str:
 
 def uneven_lists(folder: Path, name: str) -> str:
     for text in folder.glob("*.txt"):
-        text.unlink()  # beside clips, which goes before lists
+        text.unlink()  # next to clips, which goes before lists
     (folder / "prompts.txt").write_text("one\ntwo")
     return whole("images.txt", "good0.png\n")(folder, name)
 

@@ -58,7 +58,7 @@ def noisy_video(path: Path, codec: str = "libx264") -> Path:
 
 
 def sound_only(path: Path) -> Path:
-    """Write an mp4 without a picture."""
+    """Write an mp4 without an image."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000, layout="mono")
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")

@@ -23,7 +23,7 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type che
 
     _child_created = False  # nothing to wait for when this object is deleted
     streamed = 0
-    """Blocks that are streamed where they are drawn, even if none would be on a CPU."""
+    """Blocks that are streamed where they are sampled, even if none would be on a CPU."""
 
     def __init__(
         self, spec: ModelSpec, behaviour: Behaviour, command: list[str], stdout: Any, environment: dict[str, str]

@@ -1,4 +1,4 @@
-"""A toy that is told where to go: by a word beside each clip, or a file of numbers, and by a video that goes with it."""
+"""A toy that is conditioned on where to go: by a word next to each clip, or a file of numbers, and by a video that goes with it."""
 
 import json
 import shutil
@@ -78,7 +78,7 @@ class Way:
 
 
 class Guided(World):
-    """Four pictures that each go left or right."""
+    """Four images that each go left or right."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -91,7 +91,7 @@ class Guided(World):
             self.put(f"{number}.png", colour, direction=("left", "right")[number % 2])
 
     def put(self, name: str, colour: str = "white", size: tuple[int, int] = (16, 16), **columns: Any) -> None:
-        """Add a picture, and what goes with it."""
+        """Add an image, and what goes with it."""
         picture(self.clips / name, size, colour)
         self.list(name, **columns)
 

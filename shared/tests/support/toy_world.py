@@ -14,7 +14,7 @@ from ditkit_core.testing.world import make_model
 
 
 class World:
-    """A folder with a toy checkpoint and captioned pictures, and the commands at work in it."""
+    """A folder with a toy checkpoint and captioned images, and the commands at work in it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -31,7 +31,7 @@ class World:
             self.add(f"clips/{i}.png", (16, 16), colour, f"picture number {i}")
 
     def add(self, name: str, size: tuple[int, int], colour: str, caption: str) -> None:
-        """Write a picture, and its caption beside it."""
+        """Write an image, and its caption next to it."""
         path = picture(self.folder / name, size, colour)
         path.with_suffix(".txt").write_text(caption)
 

@@ -23,7 +23,7 @@ EXPERTS = (
     Expert(name="low_noise", part="transformer_2", min_sigma=0.0, max_sigma=BOUNDARY, guidance=3.0),
 )
 STEPS = 10
-"""Steps that are drawn: levels 1.0 and 0.9 are the high-noise expert's."""
+"""Steps that are sampled: levels 1.0 and 0.9 are the high-noise expert's."""
 
 
 class Watching(ToySampler):
@@ -40,7 +40,7 @@ class Watching(ToySampler):
             level = 1 - step / job.steps
             denoiser = yield level
             weight: Any = denoiser.model.embed.patch.weight
-            weight = weight.detach().clone()  # a model that is kept over a `yield` lives on beside the next
+            weight = weight.detach().clone()  # a model that is kept over a `yield` stays in memory with the next
             self.steps.append((job.seed, level, weight, denoiser.guidance))
             velocity = denoiser(ToyInputs([latents], torch.tensor([level]), [job.conditions["text"]]))[0]
             latents = latents - (velocity + 0.5 * history) / job.steps

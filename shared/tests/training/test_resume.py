@@ -1,4 +1,4 @@
-"""Resuming continues to the bit: weights, optimizer, average, schedule, data order, noise, dropout."""
+"""Resuming continues bitwise: weights, optimizer, average, schedule, data order, noise, dropout."""
 
 import json
 import os

@@ -290,7 +290,7 @@ def test_settings_out_of_range_are_refused(fields):
 
 
 class Log(Callback):
-    """Writes down everything that it is told."""
+    """Writes down every call."""
 
     def __init__(self, previews: tuple[int, ...] = (), *, stopping_too: bool = False):
         self.previews, self.stopping_too = previews, stopping_too

@@ -78,7 +78,7 @@ def test_zeros_and_equal_weights_stay_numbers(kind):
     some = drawn(4, 64)
     some[1] = 0
     found = quantized(some, kind).dequantize()
-    # NF4 has no zero scale beside others, but zero is a level of it
+    # NF4 has no zero scale next to others, but zero is a level of it
     assert torch.isfinite(found).all() and not found[1].any()
 
 

@@ -16,7 +16,7 @@ from ditkit_flux2.spec import FLUX2
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "flux2_bfl_fp32.safetensors"
 GRID = (3, 4)
-"""Rows and columns of the recorded picture's tokens."""
+"""Rows and columns of the recorded image's tokens."""
 
 
 def recorded() -> tuple[dict[str, Tensor], Flux2Arch]:

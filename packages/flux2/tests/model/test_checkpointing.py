@@ -91,7 +91,7 @@ def test_every_policy_gives_the_gradients_of_none_bitwise(trained, dtype, policy
 
 @pytest.mark.parametrize("policy", ["full", "attn_only", "ops(attention)"])
 def test_the_join_is_not_checkpointed(policy, monkeypatch):
-    """It has nothing to repeat, and a checkpoint would hold both streams beside the one that it makes of them."""
+    """It has nothing to repeat, and a checkpoint would hold both streams next to the one that it makes of them."""
     names = []
     kind = type(parse_policy(policy))
     original = CHECKPOINTS[kind]

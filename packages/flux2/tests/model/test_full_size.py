@@ -44,7 +44,7 @@ def on_a_gpu(monkeypatch):
 
 
 def item(arch: Flux2Arch, side: int, references: int = 0) -> dict[str, Tensor]:
-    """A picture `side` x `side` pixels, as the cache has it, with references of another shape."""
+    """An image `side` x `side` pixels, as the cache has it, with references of another shape."""
     made = {
         "latents": torch.empty(128, 1, side // 16, side // 16),
         "text": torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16),
@@ -140,7 +140,7 @@ def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
         # Two streams of fp32, two normed inputs in bf16, q and k before and q, k, v after their norm, attention, and of the MLP
         # its six-fold input and three-fold hidden features.
         "none": (2 * 4 + 2 * 2 + 2 * 2 + 3 * 2 + 2 + (6 + 3) * 2) * double
-        # One stream, one normed input, the nine-fold projection, q and k, attention, and it again beside the hidden features.
+        # One stream, one normed input, the nine-fold projection, q and k, attention, and it again next to the hidden features.
         + (4 + 2 + 9 * 2 + 2 * 2 + 2 + (1 + 3) * 2) * single,
     }
     for policy, columns in expected.items():
@@ -149,7 +149,7 @@ def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
 
 @pytest.mark.parametrize("preset", WIDTHS)
 def test_what_is_kept_in_fp32_is_a_small_part(preset):
-    """The modulations, and little beside them: two bytes more for each of at most a twentieth of the parameters."""
+    """The modulations, and little besides: two bytes more for each of at most a twentieth of the parameters."""
     model = build_on_meta(FLUX2, PRESETS[preset], Precision())
     wide = sum(p.numel() for name, p in model.named_parameters() if FLUX2.precision.keep_fp32(name))
     modulation = (6 + 6 + 3 + 2) * PRESETS[preset].dim ** 2

@@ -1,4 +1,4 @@
-"""The FLUX.2 that is told no strength of guidance, for checks of compiled blocks: its embedding alone is another, which levers do not see."""
+"""The FLUX.2 that takes no guidance, for checks of compiled blocks: its embedding alone is another, which levers do not see."""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ class Images:
         out_channels=6, freq_dim=16, axes=(4, 4, 4, 4),
     )  # fmt: skip
     grids = ([(2, 3), (2, 2), (1, 3)], [(2, 5), (3, 3)], [(3, 2), (1, 3), (2, 2)])
-    """Rows and columns of a sample's picture and of its references."""
+    """Rows and columns of a sample's image and of its references."""
 
     def items(self, count, ragged=False):
         random = torch.Generator().manual_seed(0)

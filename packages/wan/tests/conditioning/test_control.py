@@ -155,7 +155,7 @@ def test_the_poses_of_a_file_are_spread_over_the_clip_that_it_was_made_for(tmp_p
     given = controls(clip, {"camera_file": file}, start_seconds=4 / 16)
     assert Camera().uses(given) == ("camera_file", "")
     path = encoded(Camera(), given)["camera_path"]
-    # a steady move is a straight line: what lies between poses is known, from the first frame to the seventeenth
+    # a steady move is a straight line: what is between poses is known, from the first frame to the seventeenth
     between = camera.moving("Right", "0.05", 1).repeat(FRAMES, 1)
     between[:, 9] -= 0.05 * 10 * (4 + torch.arange(FRAMES, dtype=torch.float64)) / 16
     torch.testing.assert_close(path, camera.path_of(between, height=HEIGHT, width=WIDTH), atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What WanToDance is told: features of music from tables and from sound, and the moments that are given."""
+"""What WanToDance is conditioned on: features of music from tables and from sound, and the moments that are given."""
 
 import json
 import wave

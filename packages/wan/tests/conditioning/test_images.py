@@ -1,4 +1,4 @@
-"""Pictures that a clip begins and ends with: against diffusers' pipeline, and against the definition written out."""
+"""Images that a clip begins and ends with: against diffusers' pipeline, and against the definition written out."""
 
 from pathlib import Path
 from typing import Any

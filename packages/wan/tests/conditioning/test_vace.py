@@ -65,7 +65,7 @@ def test_the_context_is_that_of_diffusers(checkpoint: Path, tmp_path: Path, coun
     mask = (read(files["vace_video_mask"]) + 1) / 2
     expected = of_diffusers(checkpoint, read(files["vace_video"]), mask, pictures)
     assert made["vace"].shape == (96, count + LATENT[0], *LATENT[1:])
-    # diffusers multiplies with the inverse deviation where we divide; masks are the same to the bit
+    # diffusers multiplies with the inverse deviation where we divide; masks are bitwise the same
     assert torch.equal(made["vace"][32:], expected[32:]) and made["vace"][32:].unique().numel() > 2
     torch.testing.assert_close(made["vace"], expected, atol=1e-5, rtol=1e-5)
     assert ("vace_reference" in made) == bool(count)

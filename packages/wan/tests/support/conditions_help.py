@@ -1,4 +1,4 @@
-"""What tests of conditions share: pictures and videos whose frames can be told apart, sounds, and the VAE of the tiny checkpoint."""
+"""What tests of conditions share: images and videos whose frames can be told apart, sounds, and the VAE of the tiny checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -92,7 +92,7 @@ def compared(ours: WanTransformer, theirs: Any, given: Mapping[str, Tensor], tim
     hidden = torch.cat([given[name] for name in ("latents", "y") if name in given], 1)
     more = {"image": "encoder_hidden_states_image", "vace": "control_hidden_states"}
     extra = {their_name: given[name] for name, their_name in more.items() if name in given}
-    if ours.embed.arch.image_positions:  # diffusers takes the two pictures of a sample as two rows of the batch
+    if ours.embed.arch.image_positions:  # diffusers takes the two images of a sample as two rows of the batch
         extra[more["image"]] = given["image"].unflatten(1, (2, -1)).flatten(0, 1)
     their_out = theirs(
         hidden_states=hidden, timestep=timestep, encoder_hidden_states=given["text"], return_dict=False, **extra

@@ -1,6 +1,6 @@
 """The checks of a model divided over devices: pretended ones, whose numbers are true. Part of `Conformance`.
 
-Whatever way the stages are laid out, everything is equal to the bit with the model on one device, the carry crosses a boundary once,
+Whatever way the stages are laid out, everything is bitwise identical to the model on one device, the carry crosses a boundary once,
 and nothing between the first launch of a step and its backward makes anybody wait.
 """
 

@@ -1,6 +1,6 @@
 """Devices on a machine that has none: CPU tensors that say they live on `cpu:1`, `cpu:2`, …, and refuse to meet the host's or each other's.
 
-What they compute is real, so that a step there can be compared to the bit with one on the host. As on accelerators, a
+What they compute is real, so that a step there can be compared bitwise with one on the host. As on accelerators, a
 tensor without dimensions may come from the host, and copies cross over; everything else that mixes devices raises.
 `torch.tensor(..., device="cpu:1")` and `torch.as_tensor` stay on the host here: torch makes their data before any mode
 sees the call. Code that is to be tested uses `torch.full`.

@@ -122,11 +122,11 @@ class Outcome:
     """torch's generator after the backward."""
 
     def equals(self, other: "Outcome") -> bool:
-        """Equal to the bit in loss, outputs and gradients."""
+        """Bitwise identical in loss, outputs and gradients."""
         return not self.differences(other)
 
     def differences(self, other: "Outcome") -> list[str]:
-        """Names of what is not equal to the bit."""
+        """Names of what is not bitwise identical."""
         found = [] if torch.equal(self.loss, other.loss) else ["loss"]
         pairs = zip(self.outputs, other.outputs, strict=True)
         found += [f"output {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
@@ -144,7 +144,7 @@ def outcome(
     """One training step without an optimizer, from the same random state every time.
 
     Args:
-        model: On whatever devices; the items lie on the host.
+        model: On whatever devices; the items are on the host.
         engine: The engine; None is the model's plain forward.
         backward: Starts the backward of a loss; by default in this thread.
         conditions: Whether what an item has besides latents (text, references) gets a gradient, too.

@@ -88,7 +88,7 @@ def scaled(path: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def same(one: Path, other: Path) -> bool:
-    """Whether two files multiply to the same numbers, to the bit."""
+    """Whether two files multiply to the same numbers, bitwise."""
     ours, theirs = scaled(one), scaled(other)
     return ours.keys() == theirs.keys() and all(
         torch.equal(ours[name][0], theirs[name][0]) and torch.equal(ours[name][1], theirs[name][1]) for name in ours

@@ -1,4 +1,4 @@
-"""What the demos' inputs are made with: a folder that is whole, weights drawn by name, pictures of shapes."""
+"""What the demos' inputs are made with: a folder that is whole, weights sampled by name, images of shapes."""
 
 import numpy as np
 import pytest

@@ -214,7 +214,7 @@ def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
 
 
 def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():
-    """The same values stored in fp64 give the same numbers, to the bit."""
+    """The same values stored in fp64 give the same numbers, bitwise."""
     wide = Precision(**dict.fromkeys(PLACES, torch.float64))
     model = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA)
     stored = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA).double()

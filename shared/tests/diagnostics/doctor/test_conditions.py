@@ -1,4 +1,4 @@
-"""What goes with clips is looked at before anything is encoded: by the doctor, by training, and for what is to be drawn."""
+"""What goes with clips is looked at before anything is encoded: by the doctor, by training, and for what is to be sampled."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the doctor sees in clips: cuts and no flash, fade or pan; blank, still and frozen pictures; copies however they are encoded."""
+"""What the doctor sees in clips: cuts and no flash, fade or pan; blank, still and frozen images; copies however they are encoded."""
 
 import time
 from itertools import pairwise

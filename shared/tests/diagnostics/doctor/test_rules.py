@@ -1,4 +1,4 @@
-"""What goes with a clip and does not belong to it: other pictures than its ends, videos at another pace or of another shape."""
+"""What goes with a clip and does not belong to it: other images than its ends, videos at another pace or of another shape."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ def sample(tmp_path: Path) -> Sample:
 
 
 def frame(sample: Sample, number: int) -> str:
-    """A frame of the clip as a picture of another size and codec."""
+    """A frame of the clip as an image of another size and codec."""
     pixels = read_clip(sample.media, frames=1, fps=FPS, height=64, width=96, start_seconds=number / FPS)
     path = sample.media.with_name(f"{number}.png")
     write_image(path, (pixels[:, 0] + 1) / 2)

@@ -26,7 +26,7 @@ def check(world: Any, *flags: str) -> tuple[int, dict[str, Any]]:
 
 
 def _narrow(latents: Sequence[torch.Tensor], *given: Any) -> Any:
-    """Inputs of a model that takes no picture wider than high."""
+    """Inputs of a model that takes no image wider than high."""
     if any(each.shape[-1] > each.shape[-2] for each in latents):
         raise UserError("too wide for this model; make it higher")
     return TOY.training.make_inputs(latents, *given)

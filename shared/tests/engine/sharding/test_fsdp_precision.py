@@ -60,7 +60,7 @@ def test_ours_recomputes_every_operation_in_its_dtype(tables: list[Any], fsdp: s
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 0.0), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
 def test_explicit_casts_are_as_good_as_islands_after_30_blocks(dtype: torch.dtype, bound: float) -> None:
-    """Loss and gradients; in fp32 to the bit."""
+    """Loss and gradients; in fp32 bitwise."""
     arch, items = ToyArch(depth=30), toy_items(2)
     found, expected = (
         step_of(TOY, model_of(block, dtype, arch), items, BlockEngine(), of=2) for block in (ToyBlock, IslandBlock)

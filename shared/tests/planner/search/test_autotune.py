@@ -147,7 +147,7 @@ def test_micro_batches_overlap_where_memory_allows_it():
 
 
 def test_a_small_host_has_another_gpu_used_and_says_what_it_lacks():
-    """A slow second card is left alone where the host can hold what is streamed to the first."""
+    """A slow second GPU is left alone where the host can hold what is streamed to the first."""
     settings = {"num_blocks": 24, "work": 1.0, "quantizations": ("none",)}
     free = fit(task_of("rtx3090,rtx4060ti", **settings)).chosen
     assert free.setting.gpus == (0,) and free.host > 8 * GIB
@@ -162,7 +162,7 @@ def test_a_small_host_has_another_gpu_used_and_says_what_it_lacks():
 
 
 def test_less_on_the_host_is_preferred_where_it_hardly_takes_longer():
-    """Two like cards that work in turn are as fast as one whose streaming is hidden."""
+    """Two like GPUs that work in turn are as fast as one whose streaming is hidden."""
     settings = {"num_blocks": 24, "work": 0.3}
     one = fit(task_of("24GiB", **settings)).chosen
     two = fit(task_of("2x24GiB", **settings)).chosen
@@ -180,7 +180,7 @@ def test_least_memory_is_less_than_what_is_chosen():
 
 
 def test_activations_wait_on_the_host_where_that_alone_makes_it_fit():
-    """Full checkpointing keeps 6 blocks of 600 MiB besides; sent to the host they do not make the cards fit a slower way otherwise."""
+    """Full checkpointing keeps 6 blocks of 600 MiB besides; sent to the host they do not make the GPUs fit a slower way otherwise."""
     shape = {"num_blocks": 6, "work": 6.0, "quantizations": ("none",)}
     first = fit(task_of("24GiB", **shape)).chosen
     assert first.setting.policy in POLICIES

@@ -47,7 +47,7 @@ def through_a_file(state, folder):
     return load_file(folder / "optimizer.safetensors"), json.loads(json.dumps(values))
 
 
-def check_that_a_reloaded_state_continues_to_the_bit(name, folder):
+def check_that_a_reloaded_state_continues_bitwise(name, folder):
     whole, halves = parameters(), parameters()
     run(name, whole, build(name, whole), range(60))  # Prodigy changes its step size from the twentieth on
     first = build(name, halves)
@@ -63,13 +63,13 @@ def check_that_a_reloaded_state_continues_to_the_bit(name, folder):
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_a_reloaded_state_continues_bitwise(name, tmp_path):
-    check_that_a_reloaded_state_continues_to_the_bit(name, tmp_path)
+    check_that_a_reloaded_state_continues_bitwise(name, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "package"), [("prodigy", "prodigyopt"), ("schedulefree_adamw", "schedulefree")])
 def test_a_reloaded_state_of_an_extra_optimizer_continues_bitwise(name, package, tmp_path):
     pytest.importorskip(package)
-    check_that_a_reloaded_state_continues_to_the_bit(name, tmp_path)
+    check_that_a_reloaded_state_continues_bitwise(name, tmp_path)
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_a_reloaded_state_of_an_extra_optimizer_continues_bitwise(name, package,
 def test_a_reloaded_eight_bit_state_continues_bitwise(stance, tmp_path):
     held = parameters()
     with torch.compiler.set_stance(stance):  # eager needs no compiler
-        check_that_a_reloaded_state_continues_to_the_bit("adamw8bit", tmp_path)
+        check_that_a_reloaded_state_continues_bitwise("adamw8bit", tmp_path)
         optimizer = build("adamw8bit", held)
         run("adamw8bit", held, optimizer, range(1))
     tensors, values = optimizer.state()

@@ -1,4 +1,4 @@
-"""WanToDance against recordings of DiffSynth-Studio: drawn between keyframes (local), keyframes (global), guidance's other side."""
+"""WanToDance against recordings of DiffSynth-Studio: sampled between keyframes (local), keyframes (global), guidance's other side."""
 
 from dataclasses import replace
 

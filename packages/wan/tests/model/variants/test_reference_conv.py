@@ -1,4 +1,4 @@
-"""A reference picture in front of a clip, against recordings of DiffSynth-Studio, and in a batch."""
+"""A reference image in front of a clip, against recordings of DiffSynth-Studio, and in a batch."""
 
 import pytest
 import torch
