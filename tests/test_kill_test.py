@@ -9,7 +9,7 @@ import pytest
 from workspace import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform == "win32", reason="starts are forks")
 def test_a_killed_run_ends_like_one_that_was_not(tmp_path: Path) -> None:
     kinds = ["--families", "wan", "--methods", "lora", "--folder", str(tmp_path / "runs")]

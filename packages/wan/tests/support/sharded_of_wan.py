@@ -4,7 +4,7 @@ from wan_items import Clips
 
 from ditkit_core.testing.replicas import Divided, main
 
-WORLDS = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
+WORLDS = (Divided(4, 2), Divided(4, 2, context=2))
 CASES = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
 
 if __name__ == "__main__":
