@@ -16,7 +16,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
-from ditkit_core.sampling.shares import SampleShares
+from ditkit_core.sampling.shares import ALONE, SampleShares
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import make_model
 
@@ -52,14 +52,13 @@ def rendered(name: str, folder: Path, shares: SampleShares, *, shard: int = 1) -
 def over_ranks() -> dict[str, Any]:
     """By case, the files that this rank knows of, and on the first rank the digests of those in the folder."""
     ranks, base, found = world() or Ranks(), Path(os.environ["RANKS_FOLDER"]), dict[str, Any]()
-    alone = SampleShares()
     both = SampleShares(ranks=ranks, num=2)
     for name in SIZES:
         cases = {
             "both": (both, 1),
             "first": (replace(both, num=1), 1),
             "divided": (replace(both, in_step=True), 2),
-            **({"alone": (alone, 1)} if ranks.is_first else {}),
+            **({"alone": (ALONE, 1)} if ranks.is_first else {}),
         }
         for case, (shares, shard) in cases.items():
             folder = base / f"{name} {case}"

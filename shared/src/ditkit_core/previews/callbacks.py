@@ -11,7 +11,7 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage
-from ditkit_core.sampling.shares import SampleShares
+from ditkit_core.sampling.shares import ALONE, SampleShares
 from ditkit_core.training.trainer import Callback
 
 
@@ -34,7 +34,7 @@ class SamplesInPlace(Callback):
         *,
         every_steps: int,
         sampled: RunContext | None = None,
-        shares: SampleShares | None = None,
+        shares: SampleShares = ALONE,
     ):
         """Prepare.
 
@@ -45,10 +45,10 @@ class SamplesInPlace(Callback):
             on_written: Called on the first rank with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
             sampled: The run whose [sample] section counts; None for `run`.
-            shares: Which ranks generate which samples; None for this process alone.
+            shares: Which ranks generate which samples.
         """
         self._run, self._stages, self._folder, self._sampled = run, stages, folder, sampled or run
-        self._on_written, self._every_steps, self._shares = on_written, every_steps, shares or SampleShares()
+        self._on_written, self._every_steps, self._shares = on_written, every_steps, shares
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         # After a signal nobody waits for samples, which take minutes.

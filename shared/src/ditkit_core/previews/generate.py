@@ -21,7 +21,7 @@ from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
-from ditkit_core.sampling.shares import SampleShares
+from ditkit_core.sampling.shares import ALONE, SampleShares
 
 
 def generate_samples(
@@ -30,7 +30,7 @@ def generate_samples(
     prompts: Sequence[SamplePrompt],
     folder: Path,
     stem: str,
-    shares: SampleShares | None = None,
+    shares: SampleShares = ALONE,
 ) -> list[Path]:
     """Generate the samples of some prompts as the section says.
 
@@ -40,7 +40,7 @@ def generate_samples(
         prompts: What to sample; may be empty.
         folder: Where to write the samples.
         stem: First part of the file names.
-        shares: Which ranks generate which samples, called on all of them; None for this process alone.
+        shares: Which ranks generate which samples, called on all of them.
 
     Returns:
         The files, as `render_samples` returns them.
@@ -65,7 +65,6 @@ def generate_samples(
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     sampler = FittingSampler(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
-    shares = shares or SampleShares()
     with progress("sample", len(shares.own(len(requests))) * config.steps) as bar:
         return render_samples(with_adapters(run, stages), sampler, requests, to, bar.advance, shares)
 

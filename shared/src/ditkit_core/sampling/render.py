@@ -15,7 +15,7 @@ from ditkit_core.io.files import write_text
 from ditkit_core.models.encoders import GenerationRequest, Sampler
 from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
 from ditkit_core.sampling.denoise import DenoiserStage, generate
-from ditkit_core.sampling.shares import RenderedSample, SampleShares
+from ditkit_core.sampling.shares import ALONE, RenderedSample, SampleShares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def render_samples(
     requests: Sequence[PromptRequest],
     to: SampleFiles,
     on_step: Callable[[], None],
-    shares: SampleShares | None = None,
+    shares: SampleShares = ALONE,
 ) -> list[Path]:
     """Generate samples, one file each, and all of them in one image: a contact sheet of videos, a row for each, or a grid of images.
 
@@ -65,7 +65,7 @@ def render_samples(
         requests: What to generate, prompt by prompt.
         to: Where to write the samples.
         on_step: Called after each step of each sample.
-        shares: Which ranks generate which of them; None for this process alone.
+        shares: Which ranks generate which of them.
 
     Returns:
         The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, those of their own.
@@ -73,7 +73,6 @@ def render_samples(
     Raises:
         UserError: If a sample is not finite, or a file cannot be written.
     """
-    shares = shares or SampleShares()
     own, made = shares.own(len(requests)), list[RenderedSample]()
     try:
         with closing(generate(sampler, [requests[place].job for place, _ in own], stages, on_step)) as results:

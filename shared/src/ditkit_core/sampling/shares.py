@@ -21,7 +21,7 @@ class RenderedSample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShares:
-    """Which ranks generate samples; the default is a process alone."""
+    """Which ranks generate samples."""
 
     ranks: Ranks = field(default_factory=Ranks)
     num: int = 1
@@ -52,3 +52,7 @@ class SampleShares:
             about, shape = known[rank][index]
             found.append(RenderedSample(about, ranks.recv(torch.empty(shape), rank)) if rank else own[index])
         return found
+
+
+ALONE = SampleShares()
+"""This process generates all samples."""

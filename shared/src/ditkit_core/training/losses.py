@@ -1,12 +1,15 @@
 """The losses of a step's samples, and what explains those that are not finite."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ditkit_core.io.files import write_text
 from ditkit_core.training.nan_debug import describe_nonfinite
 
 
@@ -63,6 +66,16 @@ def evidence_of(step: int, losses: Losses, broken: Sequence[str], *, loss: float
         # a full fine-tune has thousands of parameters, and ten names are enough
         "first_parameters_with_non_finite_gradients": broken[:10],
     }
+
+
+def write_failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> str:
+    """Write the evidence of a loss that is not finite to a file, and return the message that names it."""
+    file = folder / f"failure-step-{error.evidence['step'] + 1:06d}.json"
+    write_text(file, json.dumps({**error.evidence, "lr": lr}, indent=1, allow_nan=False))
+    return (
+        f"{error}; evidence is in {file}, the last save is {save or 'none'}: look at the samples it names, "
+        f"check their cache entries ({family}-encode --verify-cache), or lower optim.lr ({lr:g})"
+    )
 
 
 def _number(value: float) -> float | str:

@@ -1,6 +1,5 @@
 """The training loop: resume, step, report, validate, save, until done or interrupted."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import Bar
-from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
@@ -27,7 +25,7 @@ from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_sharded, save_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch
-from ditkit_core.training.losses import NonFiniteLoss
+from ditkit_core.training.losses import NonFiniteLoss, write_failure
 from ditkit_core.training.metrics import LogConfig, MetricsLog, NoMetrics
 from ditkit_core.training.optim.optimizer import learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig, optimizers_that
@@ -208,11 +206,13 @@ class Trainer:
         self._devices = {parameter.device for parameter in model.module.parameters()}
         self._clock = StepClock(sorted(self._devices, key=str))
         self._model, self._config, self._folder = with_clock(model, self._clock), config, folder
-        self._ranks, train = ranks or Ranks(), config.train
+        self._ranks = ranks or Ranks()
+        train = config.train
         self._data = Prefetcher(
             data, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
         )
-        self._validator, self._warn, self._metrics_digest = validator, warn, ""
+        self._validator, self._warn = validator, warn
+        self._metrics_digest = ""
         self._callbacks = [each for each in callbacks if each.on_all_ranks or self._ranks.is_first]
         self._state = TrainState(
             model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
@@ -346,7 +346,7 @@ class Trainer:
                 )
         except NonFiniteLoss as error:
             failed, family = error, self._model.spec.name
-            described = self._ranks.on_first(lambda: _failure(failed, self._folder, lr, self._last_save, family))
+            described = self._ranks.on_first(lambda: write_failure(failed, self._folder, lr, self._last_save, family))
             raise UserError(described) from error
         self._clock.end()
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
@@ -438,13 +438,3 @@ class Trainer:
                 self._ranks.on_first(lambda: call(False), shards.help)
                 shards.changed()  # the first rank alone still has weights whole that it gathered last
             call(True)
-
-
-def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> str:
-    """Write the evidence of a loss that is not finite to a file, and return the message that names it."""
-    file = folder / f"failure-step-{error.evidence['step'] + 1:06d}.json"
-    write_text(file, json.dumps({**error.evidence, "lr": lr}, indent=1, allow_nan=False))
-    return (
-        f"{error}; evidence is in {file}, the last save is {save or 'none'}: look at the samples it names, "
-        f"check their cache entries ({family}-encode --verify-cache), or lower optim.lr ({lr:g})"
-    )
