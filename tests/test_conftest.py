@@ -14,14 +14,17 @@ from torch import Tensor
 from annotation_checks import _checkable, beartyped, checked
 from ditkit_core.nn.lora import low_rank_sum
 from ditkit_core.training.flow_matching import shift_sigma
+from ditkit_wan.conditioning.camera import moving
 from workspace import ROOT
 
 
 def test_annotations_of_modules_that_name_shapes_are_checked():
-    with pytest.raises(jaxtyping.TypeCheckError, match="sigma"):
-        shift_sigma("0.5", 3.0)  # type: ignore[arg-type]
+    with pytest.raises(jaxtyping.TypeCheckError, match="scaling"):
+        low_rank_sum(torch.ones(2, 3), torch.ones(1, 3), torch.ones(5, 1), "1", lambda _: torch.ones(2, 5))  # type: ignore[arg-type]
     with pytest.raises(jaxtyping.TypeCheckError, match="down"):
         low_rank_sum(torch.ones(2, 3), torch.ones(1, 4), torch.ones(5, 1), 1.0, lambda _: torch.ones(2, 5))
+    assert hasattr(moving, "__wrapped__"), "it returns what its module calls `Poses`, which is a shape"
+    assert not hasattr(shift_sigma, "__wrapped__"), "it names no shapes, and types alone are mypy's work"
 
 
 def test_a_result_is_checked_too_by_the_dimensions_of_the_arguments():

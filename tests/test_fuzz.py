@@ -76,7 +76,7 @@ def test_a_child_that_hangs_or_ends_costs_one_case(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.timeout(1500)  # of a machine that does much else
 @pytest.mark.parametrize(
-    "cases", [pytest.param(40, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)]
+    "cases", [pytest.param(25, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize(
     "kinds", [SLOWER, tuple(kind for kind in ALL_KINDS if kind not in SLOWER)], ids=["slower", "quicker"]

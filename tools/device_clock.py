@@ -60,7 +60,8 @@ def peak_bytes(step: Step, device: torch.device) -> int:
 
 
 def _live_peak(step: Step) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as profile:
         step()
     live = peak = 0
     for event in profile.profiler.kineto_results.events():
@@ -102,7 +103,7 @@ def launches(step: Step, device: torch.device, trace: str = "") -> list[Launch]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # torch 2.11 warns without
         step()
         if on_gpu:
             torch.cuda.synchronize(device)

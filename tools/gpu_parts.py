@@ -74,7 +74,10 @@ def facts(device: torch.device, tiny: bool) -> Rows:
 
 
 def _said(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):  # a container may lack the command
+        return "unknown"
 
 
 def _attention_kernels(device: torch.device, queries: int, keys: int, heads: int, is_masked: bool) -> str:

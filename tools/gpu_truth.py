@@ -12,9 +12,11 @@ Markdown is printed. The exit status is the number of parts that failed.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,7 +50,7 @@ PARTS = (
     Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
     Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
 )
-_LAST_WORDS_SECONDS = 5.0
+_LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0
 """Limit of a part without a GPU, where only a hang shall end it."""
 
@@ -85,23 +87,38 @@ def run(
 
 
 def _ended(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """How a process ended. One that takes too long is ended together with the processes that it started."""
+    """How a process ended. However it did, the processes that it started end too: they would keep memory of the GPU from the next part."""
     began = time.monotonic()
-    child = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-    )
-    try:
-        _, said = child.communicate(timeout=limit)
-        status = "ok" if child.returncode == 0 else "failed"
-        last = said.strip().splitlines()[-1:] if child.returncode else []
-        error = " ".join([*last, *([f"(status {child.returncode})"] if child.returncode else [])])
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a process in a group of its own may still have the pipe
-            child.communicate(timeout=_LAST_WORDS_SECONDS)
-        status, error = "failed", f"ended after {limit:.0f} s"
+    # A file and not a pipe, which a compiler's workers keep open after the process is gone.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        try:
+            code = child.wait(limit)
+            status = "failed" if code else "ok"
+            said.seek(0)
+            error = f"{_reason(said.read())} ({_code(code)})".lstrip() if code else ""
+        except subprocess.TimeoutExpired:
+            status, error = "failed", f"ended after {limit:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a process may hang inside of a driver
+                child.wait(_LAST_SECONDS)
     return {"status": status, "seconds": time.monotonic() - began, "error": error}
+
+
+def _reason(said: str) -> str:
+    """The last exception in what a process wrote: libraries warn after it, while the process ends. Or else the last line."""
+    lines = said.strip().splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    return (errors or lines or [""])[-1]
+
+
+def _code(code: int) -> str:
+    if code >= 0:
+        return f"status {code}"
+    cause = ", as the system does where the machine's memory runs out" if code == -signal.SIGKILL else ""
+    return f"ended by {signal.Signals(-code).name}{cause}"
 
 
 def append(out: Path, row: Row) -> None:

@@ -46,6 +46,10 @@ class TestDemo(DemoConformance):
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
 
+    @pytest.mark.exhaustive  # each change trains Wan under masks
+    def test_the_demo_is_trained_under_masks(self, demo, tmp_path, capsys):
+        super().test_the_demo_is_trained_under_masks(demo, tmp_path, capsys)
+
 
 def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_weights(demo, tmp_path):
     """The adapter, loaded as a user would, against the same adapter merged into the transformer that we export."""
@@ -125,5 +129,5 @@ def test_a_distilled_base_is_warned_about(demo, tmp_path, capsys):
     shutil.copytree(demo.inputs, distilled)
     index = distilled / "checkpoint" / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"is_distilled": True}))
-    assert replace(demo, inputs=distilled).train(tmp_path / "run") == 0
+    assert replace(demo, inputs=distilled).train(tmp_path / "run", "--train.steps", "0", "--sample.captions", "0") == 0
     assert "train its base model instead" in capsys.readouterr().err

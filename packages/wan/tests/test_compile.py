@@ -9,6 +9,7 @@ from ditkit_core.testing.conformance_compile import CompileConformance
 class TestCompiled(CompileConformance):
     folder = Path(__file__).parent
     script = folder / "support" / "compiled_wan.py"
+    trained = ("full", "float32")
     # blocks of every kind; what else variants have is in their embedding and in what plain blocks take
     in_pairs = ("TestVace", "TestWanToDance")
     # the grids of music; others know one sample and several, each once of a size and then of any

@@ -24,3 +24,7 @@ class TestDemo(DemoConformance):
     )
     init_from = "first.safetensors"
     merge_from = "first.safetensors"
+
+    @pytest.mark.exhaustive  # each change does so with an adapter of FLUX.2, in both forms
+    def test_an_adapter_trained_here_starts_and_merges_into_another_run(self, demo, tmp_path, capsys):
+        super().test_an_adapter_trained_here_starts_and_merges_into_another_run(demo, tmp_path, capsys)

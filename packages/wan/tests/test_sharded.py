@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from sharded_of_wan import CASES, WORLDS
+from sharded_of_wan import BOTH, CASES, FEW, WORLDS
 
 from ditkit_core.testing.conformance_sharded import ShardedConformance
 
@@ -13,3 +13,21 @@ class TestSharded(ShardedConformance):
     script = Path(__file__).parent / "support" / "sharded_of_wan.py"
     sharded = WORLDS
     cases = CASES
+
+
+@pytest.mark.exhaustive
+class TestShardedVace(ShardedConformance):
+    """Ranks that also share tokens, of both streams."""
+
+    script = TestSharded.script.with_name("sharded_of_wan_vace.py")
+    sharded = BOTH
+    cases = FEW
+
+
+@pytest.mark.exhaustive
+class TestShardedReference(ShardedConformance):
+    """Ranks that also share tokens, those of the reference in front among them."""
+
+    script = TestSharded.script.with_name("sharded_of_wan_reference.py")
+    sharded = BOTH
+    cases = FEW

@@ -9,9 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ditkit_core.adapters.added import AddedAdapter, AddedLora, added, added_bytes
+from ditkit_core.adapters.assistant import load_assistant, put_next_to_doras, ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import DORA_METADATA
 from ditkit_core.adapters.files.read import AdapterFile, open_adapter
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.errors import UserError
 from ditkit_core.nn.quantized_linear import dense_weight
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -176,6 +178,25 @@ def test_an_assistant_that_leaves_nothing_of_a_row_is_refused(tmp_path: Path) ->
     with refused, added(model, [taken_out], lambda name: torch.float32):
         pass
     assert dict(model.named_modules()) == before
+
+
+def test_only_a_lora_is_an_assistant_next_to_a_dora(tmp_path: Path) -> None:
+    """It is merged into the layers without a DoRA, and nothing of it is trained."""
+    model = make_model(TOY, ToyArch(), adapter=AdapterConfig(rank=4, use_dora=True, targets=("qkv",))).eval()
+    shapes = shapes_of(make_model(TOY, ToyArch()))
+    with pytest.raises(UserError, match=r"base.assistant = .*dora.safetensors is a DoRA \(layers.0.qkv\)"):
+        ranks_next_to_dora(written(tmp_path / "dora.safetensors", shapes, 1, "merged"), "base.assistant")
+    file = written(tmp_path / "lora.safetensors", shapes, 1)
+    trained, x = set(trainable_parameters(model)), torch.randn(5, shapes["layers.0.qkv"][1])
+    merged, layer = [(file, 0.5)], model.get_submodule("layers.0.qkv")
+    before = layer(x)
+    assistant = put_next_to_doras(model, merged, "base.assistant")
+    load_assistant(model, assistant, device_of=lambda name: torch.device("cpu"), put=None)
+    assert list(merged[0][0].modules) == ["layers.1.mlp.0", "head.out"] and merged[0][1] == 0.5
+    assert set(trainable_parameters(model)) == trained
+    read = file.read("layers.0.qkv")
+    change = 0.5 * file.modules["layers.0.qkv"].scale * read.up @ read.down
+    torch.testing.assert_close(layer(x), before + x @ change.T, rtol=1e-4, atol=1e-5)
 
 
 def test_the_bytes_of_a_dora_are_planned(tmp_path: Path) -> None:

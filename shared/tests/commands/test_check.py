@@ -97,7 +97,7 @@ def test_class_images_are_examined_like_the_data_and_distinguished_from_it(
     add_picture(world, "../class/nocaption.png", 61).with_suffix(".txt").unlink()
     flags = ("--prior.folder", str(world.folder / "class"), "--data.buckets", "true", "--train.batch_size", "2")
     status, found = check(world, *flags, "--data.on_bad", "skip")
-    assert status == 0 and (found["samples"], found["class_pictures"]) == (4, 5)
+    assert status == 0 and (found["samples"], found["class_images"]) == (4, 5)
     where = {each["code"]: each["where"] for each in found["findings"]}
     assert where.keys() == {"D02", "D03", "D04", "D07"}, "that they share a caption is what they are for"
     assert (where["D03"], where["D04"], where["D07"]) == ("prior: torn", "2, prior: same", "prior: blank")
@@ -353,7 +353,7 @@ def test_memory_is_planned_for_accelerators(
     truncated(torn := add_picture(world, "torn.jpg", 12, (64, 64)), torn, 0.7)
     add_picture(world, "../class/0.png", 50)
     _, found = check(world, *flags, "--train.device", "cuda:0", "--prior.folder", str(world.folder / "class"))
-    assert (found["class_pictures"], codes(found), found["memory"]) == (1, ["D03", "D01"], None), "nothing is tried"
+    assert (found["class_images"], codes(found), found["memory"]) == (1, ["D03", "D01"], None), "nothing is tried"
 
 
 def test_holding_everything_out_is_an_error(world: World) -> None:
@@ -376,7 +376,7 @@ def test_before_training_the_same_is_said_in_brief(world: World, capsys: pytest.
     (world.folder / "clips" / "empty.png").write_bytes(b"")
     assert world.train("run", 1, "--data.on_bad", "skip") == 0
     said = capsys.readouterr()
-    assert "data: 6 samples (6 of 1 x 16 x 16), 1 left out; toy-train --check examines them" in said.out
+    assert "data: 6 samples (6 of 1 x 16 x 16), 1 left out; --check examines them" in said.out
     found = [line for line in said.err.splitlines() if line.startswith("D")]
     assert [line[:3] for line in found] == ["D04", "D14"]
     assert "again, wordy: these files have the same content" in found[0] and "1 caption:" in found[1]

@@ -343,18 +343,45 @@ def test_on_a_terminal_a_bar_is_shown_with_its_figures(monkeypatch: pytest.Monke
     assert "4/4" in drawn.getvalue() and "loss 0.2500" in drawn.getvalue() and "saved [runs/run]" in drawn.getvalue()
 
 
+@pytest.mark.parametrize(("width", "last"), [(200, "sent"), (80, "lr"), (60, "peak")])
+@pytest.mark.parametrize("stage", ["train", "check class images"])
+def test_on_a_terminal_a_bar_and_its_figures_take_a_line_each(
+    monkeypatch: pytest.MonkeyPatch, width: int, last: str, stage: str
+) -> None:
+    """On a narrow one the figures that matter least are left out."""
+    drawn = io.StringIO()
+    monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, color_system=None, width=width))
+    bar = console._LiveBar(stage, 100_000, 0)
+    bar.advance(50_000)
+    bar.update(**{name: 2**30 if name.endswith("_bytes") else 0.25 for name in console._FORMATS})
+    console.CONSOLE.print(bar.rendered())
+    shown, figures = drawn.getvalue().splitlines()
+    assert shown.startswith(f"{stage} ━━━━") and " 50000/100000 0:00:00 -:--:--" in shown
+    assert figures.startswith("loss 0.2500  validation 0.2500  0.25 s/step") and len(figures) <= width
+    assert figures.split("  ")[-1].startswith(last)
+
+
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     console.say("[bold]path[/bold] " + "long " * 60)
     assert capsys.readouterr().out == "[bold]path[/bold] " + "long " * 60 + "\n"
 
 
-def test_known_noise_of_libraries_is_hushed_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("torch.utils._pytree")
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [
+        ("torch.utils._pytree", "<enum X> … Calling register_constant() on Enum subclasses is deprecated and …"),
+        ("diffusers.models.modeling_utils", "There are modules in X that should be kept in float32: []. Casting …"),
+    ],
+)
+def test_known_noise_of_libraries_is_hushed_and_nothing_else(
+    caplog: pytest.LogCaptureFixture, name: str, noise: str
+) -> None:
+    logger = logging.getLogger(name)
     before = list(logger.filters)
     try:
         console.hush_libraries()
         with caplog.at_level(logging.WARNING, logger=logger.name):
-            logger.warning("<enum X> … Calling register_constant() on Enum subclasses is deprecated and …")
+            logger.warning(noise)
             logger.warning("something else")
         assert caplog.messages == ["something else"]
     finally:

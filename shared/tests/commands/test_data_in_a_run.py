@@ -9,10 +9,12 @@ import pytest
 import torch
 from media_files import picture
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 from toy_world import World, equal
 
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
+from ditkit_core.testing.world import differing
 
 BUCKETS = ("--data.buckets", "true", "--data.bucket_step", "4", "--sample.captions", "0")
 
@@ -68,10 +70,6 @@ def test_a_run_over_buckets_in_two_parts_equals_one_in_one_part(world: World) ->
     assert equal(world.adapter("whole"), world.adapter("parts"))
 
 
-class Killed(BaseException):
-    """Nothing in a run may take hold of it."""
-
-
 def test_everything_at_once_is_resumed_bitwise_after_being_killed(world: World) -> None:
     """Buckets, a budget of tokens, captions by the line, dropout, references and a prior: each decides what a step sees."""
     for text in (world.folder / "clips").glob("*.txt"):
@@ -96,18 +94,8 @@ def test_everything_at_once_is_resumed_bitwise_after_being_killed(world: World) 
         return world.train(name, steps, *common, *chosen)
 
     assert train("whole") == 0
-    make_inputs, left, saved = world.spec.training.make_inputs, [3], world.folder / "killed" / "state" / "step-000004"
-
-    def dying(*given: Any) -> Any:
-        if saved.is_dir() and torch.is_grad_enabled():  # not while measuring
-            left[0] -= 1
-            if not left[0]:
-                raise Killed
-        return make_inputs(*given)
-
-    world.spec = altered(world.spec, make_inputs=dying)
-    with pytest.raises(Killed):
-        train("killed")
+    saved = world.folder / "killed" / "state" / "step-000004"
+    world.kill(lambda: train("killed"), saved)
     assert max(saved.parent.glob("step-*")) == saved, "in the midst of a step"
     assert train("killed") == 0
     assert equal(world.adapter("whole"), world.adapter("killed"))
@@ -265,6 +253,43 @@ def test_a_run_is_not_continued_with_other_masks(world: World, capsys: pytest.Ca
     capsys.readouterr()
     assert world.train("run", 2, *flags) == 1
     assert "was trained on something else (1 changed, first '0'" in capsys.readouterr().err
+
+
+def test_a_run_continues_on_data_that_was_moved_and_on_no_other(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--sample.captions", "0", "--ema.decay", "0.9", "--held_out.clips", "1")
+    assert world.train("whole", 4, *flags) == 0
+    assert world.train("run", 2, *flags) == 0
+    moved, edited, fewer = (world.folder / name for name in ("new place/moved", "edited", "fewer"))
+    shutil.copytree(world.folder / "clips", edited)
+    (edited / "3.txt").write_text("another caption")
+    shutil.copytree(world.folder / "clips", fewer)
+    (fewer / "2.png").unlink()
+    moved.parent.mkdir()
+    (world.folder / "clips").rename(moved)
+    stored, loads = (world.folder / "run" / "config.toml").read_bytes(), world.text.loads
+    capsys.readouterr()
+    for folder, changed in ((fewer, "2"), (edited, "3")):
+        assert world.train("run", 4, *flags, "--data.folder", str(folder)) == 1
+        said = capsys.readouterr()
+        assert f'data.folder "{world.folder / "clips"}" -> "{folder}"' in said.out
+        assert said.err.splitlines()[-1].startswith(
+            f"error: {world.folder / 'run'} was trained on something else (1 changed, first {changed!r}: clip"
+        )
+        assert "set data.folder to where its data is now" in said.err
+        assert (world.folder / "run" / "config.toml").read_bytes() == stored, "refused settings are not stored"
+        assert world.text.loads == loads + (changed == "3"), (
+            "a sample that is missing is noticed before anything is encoded"
+        )
+    assert world.train("run", 4, *flags, "--data.folder", str(moved)) == 0
+    assert equal(world.adapter("run"), world.adapter("whole"))
+    states = (load_file(world.folder / run / "state/step-000004/optimizer.safetensors") for run in ("run", "whole"))
+    assert differing(*states) == []
+    assert losses(world, "run", "held_out")[-1] == losses(world, "whole", "held_out")[-1]
+    capsys.readouterr()
+    assert world.train("run", 4, *flags, "--data.folder", str(edited)) == 0
+    assert f'not used, because the run is complete: data.folder "{moved}" -> "{edited}"\n' in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """A run of two ranks of which one is killed again and again, by itself to its end: bitwise that of one process that was never disturbed."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ditkit_core.testing.scripts import output_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_ranks_of_toy.py"
 
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are forke
 )
 def test_random_kills_of_random_ranks_change_no_bit(tmp_path, kills, inside):
     """torchrun starts both ranks again after each kill, `inside` of which are inside a save."""
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), str(kills), str(inside)], check=True, capture_output=True
-    )
+    output_of(SCRIPT, str(tmp_path), str(kills), str(inside), seconds=3000)
     found = json.loads((tmp_path / "kills.json").read_text())
     assert found["killed"] == found["alone"] == {"codes": {}}, (tmp_path / "killed 0.log").read_text()[-3000:]
     assert len(found["rows"]) == kills and sum(was_saving for *_, was_saving in found["rows"]) >= inside

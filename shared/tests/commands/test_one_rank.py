@@ -3,9 +3,12 @@
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from ditkit_core.testing.conformance_replicas import run_once
 
@@ -36,8 +39,9 @@ def lines(folder: Path, name: str) -> list[str]:
 
 
 def samples(folder: Path, name: str) -> dict[Path, bytes]:
-    """Every file of the folders of samples."""
-    paths = [path for path in (folder / name).rglob("samples/*") if path.is_file()]
+    """Every file of the folders of samples, and of that of class images."""
+    parts = ("**/samples/*", "prior/*", "class-*")
+    paths = [path for part in parts for path in (folder / name).glob(part) if path.is_file()]
     return {path.relative_to(folder / name): path.read_bytes() for path in paths}
 
 
@@ -57,6 +61,7 @@ def test_two_ranks_save_measure_and_sample_as_one(folder):
     assert samples(folder, "plain") == samples(folder, "alone")
     previews = [path for path in samples(folder, "plain") if path.name.startswith("step-000002")]
     assert len(previews) == 5, "three samples, their list, and the image of all"
+    assert len([path for path in samples(folder, "plain") if path.parent.name == "prior"]) == 6, "with their captions"
     assert (folder / "plain 1.log").read_text() == ""
 
 
@@ -66,17 +71,66 @@ def test_ranks_that_divide_weights_and_tokens_sample_as_one_with_an_adapter_for_
     alone, two = (samples(folder, name) for name in ("adapter alone", "adapter"))
     assert alone.keys() == two.keys() == samples(folder, "alone").keys()
     for path, content in alone.items():
-        if path.name.startswith("step-000000"):
+        if path.parent.name == "prior" or path.name.startswith("step-000000"):
             assert content == two[path]
-            assert content != samples(folder, "alone")[path] or path.suffix == ".json"
+            assert content != samples(folder, "alone")[path] or path.suffix != ".png"
 
 
 def test_ranks_that_exchange_experts_sample_as_one(folder):
-    """Previews of each expert, and the samples of both at the end."""
+    """Class images, previews of each expert, and the samples of both at the end."""
+    classes, as_one = (samples(folder, f"classes of {name}") for name in ("experts", "experts alone"))
+    assert classes == as_one and len(classes) == 6
     assert result(folder, "experts") == {"codes": {}}, lines(folder, "experts")
     found = samples(folder, "experts")
     assert found == samples(folder, "experts alone")
     assert {str(path.parent) for path in found} == {"samples", "high_noise/samples", "low_noise/samples"}
+
+
+def test_one_rank_converts_an_expert_and_the_other_one_reads_it(folder):
+    """For class images, training, previews and the samples at the end: each expert's base is written once."""
+    for name in ("experts alone", "experts", "experts of one"):
+        written = (folder / f"{name}.conversions").read_text().splitlines()
+        assert len(written) == len(set(written)) == 2
+
+
+def test_ranks_that_divide_experts_sample_as_one(folder):
+    """A run of one process goes on divided: the preview of its save. The next steps add gradients in another order."""
+    name = "experts divided"
+    assert result(folder, name) == {"codes": {}}, lines(folder, name)
+    alone, two = samples(folder, "experts alone"), samples(folder, name)
+    previews = [path for path in two if path.parts[0] == "low_noise" and path.name.startswith("step-000002")]
+    assert len(previews) == 5
+    assert all(two[path] == alone[path] for path in previews)
+    assert {path for path in two if path.parts[0] == "samples"} == {
+        path for path in alone if path.parts[0] == "samples"
+    }
+
+
+def exported(path: Path) -> tuple[dict, dict, bytes]:
+    """What an export has besides tensors; name, dtype, shape and place of each tensor; and their bytes."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    tensors = json.loads(content[8:end])
+    return tensors.pop("__metadata__"), tensors, content[end:]
+
+
+def test_ranks_that_divide_weights_export_what_one_process_exports(folder):
+    """The save of one process bitwise. The steps after it add gradients in another order, by which bf16 rounds a number the other way."""
+    alone, two = (folder / name / "low_noise" / "exports" for name in ("experts alone", "experts divided"))
+    names = sorted(path.name for path in alone.iterdir())
+    assert sorted(path.name for path in two.iterdir()) == names and len(names) == 3
+    for name in names:
+        (about, tensors, values), (about_two, tensors_two, values_two) = exported(alone / name), exported(two / name)
+        assert tensors == tensors_two and len(tensors) > 4
+        config, config_two = tomllib.loads(about.pop("ditkit.config")), tomllib.loads(about_two.pop("ditkit.config"))
+        assert about == about_two and about["ditkit.step"]
+        assert config.pop("ranks")["shard"] == 1 and config_two.pop("ranks")["shard"] == 2
+        assert config["base"].pop("quantized_cache") and not config_two["base"].pop("quantized_cache")
+        assert config == config_two, "but for the flags of the two cases"
+        assert values == values_two or "000002" not in name
+        both = (load((exports / name).read_bytes()) for exports in (alone, two))
+        one, other = (torch.cat([found[key].double().flatten() for key in tensors]) for found in both)
+        assert (one - other).norm() < 4e-3 * one.norm()
 
 
 def test_previews_that_one_rank_cannot_generate_are_left_out_on_both_in_one_line(folder):
@@ -87,7 +141,7 @@ def test_previews_that_one_rank_cannot_generate_are_left_out_on_both_in_one_line
     for expert in ("high_noise", "low_noise"):
         said = f"no previews of the {expert} expert: a file is missing\n"
         assert (folder / f"{name} 0.log").read_text().count(said) == 1
-    at_the_end = {path: each for path, each in samples(folder, "experts").items() if str(path.parent) == "samples"}
+    at_the_end = {path: each for path, each in samples(folder, "experts").items() if "noise" not in str(path)}
     assert at_the_end and samples(folder, name) == at_the_end
 
 
@@ -132,6 +186,25 @@ def test_the_same_command_generates_the_preview_that_one_rank_could_not(folder):
     assert not list((folder / "cannot sample").glob("samples/step-000002.json"))
     assert result(folder, "sampled again") == {"codes": {}}, lines(folder, "sampled again")
     assert samples(folder, "sampled again") == samples(folder, "alone")
+
+
+def test_the_same_command_generates_the_class_images_that_one_rank_could_not(folder):
+    (line,) = lines(folder, "no class image")
+    assert re.match(
+        r"error: rank 1 of 2 on \S+: an image of 'a class' is not finite: the base's weights are broken", line
+    )
+    assert not list((folder / "no class image").glob("prior/class-00001.*"))
+    assert result(folder, "class images again") == {"codes": {}}, lines(folder, "class images again")
+    assert samples(folder, "class images again") == samples(folder, "alone")
+
+
+def test_a_rank_without_room_to_decode_takes_tiles_and_the_list_of_samples_says_so(folder):
+    """Of each preview and of the samples at the end, where the second rank tries the whole sample again."""
+    name = "no room to decode"
+    assert result(folder, name) == {"codes": {}}, lines(folder, name)
+    for step in (0, 2, 4):
+        listed = json.loads((folder / name / f"samples/step-{step:06d}.json").read_text())["samples"]
+        assert [each["decoded"] for each in listed] == ["whole", "in bf16 tiles", "whole"]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_both_with_its_evidence(folder):

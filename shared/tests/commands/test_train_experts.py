@@ -2,8 +2,8 @@
 
 import gc
 import json
+import shutil
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from toy_world import equal
-from two_experts import BOUNDARY, EXPERTS, STEPS, TwoExperts
+from two_experts import BOUNDARY, EXPERTS, TwoExperts
 
 from ditkit_core.errors import UserError
 from ditkit_core.run import model as run
@@ -101,6 +101,25 @@ def test_each_step_of_training_is_on_its_experts_side(world: TwoExperts, monkeyp
     assert world.train("both", 2, "--flow.max_sigma", "0.95") == 0
     assert seen[:2] == [(0.875, 0.95)] * 2
     assert {low for low, _ in seen[2:]} == {0.0} and all(0.8749 < high < 0.875 for _, high in seen[2:])
+
+
+def test_both_experts_are_trained_on_the_same_data_wherever_it_is(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("both", 2) == 0
+    run, second = world.folder / "both", world.exported("both", NAMES[1])
+    (run / "complete.json").unlink()
+    shutil.rmtree(run / NAMES[1])  # the first one is complete, and the second not begun
+    clips, edited, moved = (world.folder / name for name in ("clips", "edited", "moved"))
+    shutil.copytree(clips, edited)
+    (edited / "0.txt").write_text("another caption")
+    clips.rename(moved)
+    stored = (run / "config.toml").read_bytes()
+    assert world.train("both", 2, "--data.folder", str(edited)) == 1
+    assert f"{NAMES[0]} was trained on something else (1 changed, first '0'" in capsys.readouterr().err
+    assert (run / "config.toml").read_bytes() == stored
+    assert world.train("both", 2, "--data.folder", str(moved)) == 0
+    assert equal(second, world.exported("both", NAMES[1]))
 
 
 @pytest.mark.slow
@@ -197,61 +216,6 @@ def test_an_expert_that_was_gone_on_with_alone_is_handed_over(
     capsys.readouterr()
     assert world.train("both", 1) == 0
     assert "is complete; nothing is left to do" in capsys.readouterr().out
-
-
-def test_each_step_of_a_sample_goes_to_its_expert(world: TwoExperts) -> None:
-    assert world.train("both", 1, "--sample.images", "2") == 0
-    steps = world.sampler.steps
-    patch = {name: world.base[name]["patch_in.weight"] for name in NAMES}
-    assert len(steps) == 4 * STEPS
-    for _, level, weight, guidance in steps:
-        name = "high_noise" if level >= BOUNDARY else "low_noise"
-        assert torch.equal(weight, patch[name]) and guidance == {"high_noise": 4.0, "low_noise": 3.0}[name]
-    assert Counter(seed for seed, *_ in steps) == {0: 2 * STEPS, 1: 2 * STEPS}
-    assert [level >= BOUNDARY for _, level, *_ in steps] == [True] * 8 + [False] * 32, (
-        "all of the one, then all of the other"
-    )
-    steps.clear()
-    assert world.run("sample", "--run", "both", "--sample.guidance", "1.5") == 0
-    assert {guidance for *_, guidance in steps} == {1.5}
-
-
-def test_a_sample_over_the_boundary_is_the_same_alone_and_among_others(world: TwoExperts) -> None:
-    """Its scheduler's history goes over with it."""
-    assert world.train("both", 1, "--sample.captions", "0") == 0
-    for prompts, out in ((("a", "b", "c"), "many"), (("b",), "one")):
-        flags = [part for prompt in prompts for part in ("--prompt", prompt)]
-        assert world.run("sample", "--run", "both", *flags, "--out", out) == 0
-    a, b, alone = (
-        Path(out, f"sampled-001-step-000001-{name}.png").read_bytes()
-        for out, name in (("many", "0-a"), ("many", "1-b"), ("one", "0-b"))
-    )
-    assert b == alone and a != alone
-
-
-def test_adapter_files_are_sampled_with_as_the_run_samples(
-    world: TwoExperts, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert world.train("both", 3, "--sample.captions", "0") == 0
-    high, low = (f"both/exports/both_{name}.safetensors" for name in NAMES)
-    drawing = ("--prompt", "a")
-
-    def drawn(out: str, *flags: str) -> bytes:
-        assert world.run("sample", *flags, *drawing, "--out", out) == 0
-        (file,) = Path(out).glob("*-0-a.png")
-        return file.read_bytes()
-
-    trained = drawn("trained", "--run", "both")
-    assert drawn("files", "--adapter", high, "--adapter-low", low) == trained
-    others = {drawn("high", "--adapter", high), drawn("low", "--adapter-low", low)}
-    assert len(others | {trained}) == 3
-    capsys.readouterr()
-    assert world.run("sample", "--adapter", low, *drawing) == 1
-    assert "named after the low_noise expert, and this is the high_noise one" in error(capsys)
-    one = ("--model.preset", "one", "--model.transformer", "toy.safetensors", "--model.transformer_2", "")
-    assert world.run("sample", *one, "--adapter-low", low, *drawing) == 1
-    assert "--adapter-low is for the second of two experts" in error(capsys)
-    assert world.run("sample", "--run", "nowhere", *drawing) != 0
 
 
 @pytest.mark.slow
@@ -370,8 +334,27 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
         (("--model.transformer_2", "toy.safetensors"), "toy.safetensors"),
         (("--adapter.init", "some.safetensors"), "belongs to one expert and would initialize both"),
         (
-            ("--base.merge", '["turbo_high_noise.safetensors"]'),
+            ("--base.merge_low", '["turbo_high_noise.safetensors"]'),
             "named after the high_noise expert, and this is the low_noise",
+        ),
+        (
+            ("--base.merge", '["toy.safetensors"]'),
+            "base.merge is for the high_noise expert",
+        ),
+        (("--base.merge", '["toy.safetensors"]', "--experts.train", "low_noise"), "low_noise one in base.merge_low"),
+        (("--base.merge_low", '["lost.safetensors"]'), "base.merge_low: there is no file lost.safetensors"),
+        (
+            (
+                "--model.preset",
+                "one",
+                "--model.transformer",
+                "toy.safetensors",
+                "--model.transformer_2",
+                "",
+                "--base.merge_low",
+                '["a"]',
+            ),
+            "add its files to base.merge",
         ),
     ],
 )

@@ -16,6 +16,7 @@ class Keys:
     lr: float = setting(1e-4, resume="stated")
     rank: int = setting(16, resume="refused")
     targets: tuple[str, ...] = setting(("q",), resume="refused")
+    targets_low: tuple[str, ...] = setting((), resume="refused", part_of="targets")
     alpha: float | None = setting(None, resume="refused")
 
 
@@ -48,6 +49,15 @@ def test_a_key_that_an_older_version_did_not_store_counts_as_its_default() -> No
     older = {key: value for key, value in STORED.items() if key != "keys.rank"}
     assert compare(older, Tree()) == ([], [])
     assert compare(older, Tree(keys=Keys(rank=8))).refused == [ConfigChange("keys.rank", 16, 8)]
+
+
+def test_a_key_that_was_part_of_another_may_have_the_value_of_that() -> None:
+    """An older version used that value for both."""
+    older = {key: value for key, value in STORED.items() if key != "keys.targets_low"}
+    for same in ((), ("q",)):
+        assert compare(older, Tree(keys=Keys(targets_low=same))) == ([], [])
+    assert compare(older, Tree(keys=Keys(targets_low=("k",)))).refused == [ConfigChange("keys.targets_low", [], ["k"])]
+    assert compare(STORED, Tree(keys=Keys(targets_low=("q",)))).refused == [ConfigChange("keys.targets_low", [], ["q"])]
 
 
 def test_an_optional_value_that_was_set_and_is_not_any_more_is_a_change() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -26,6 +27,8 @@ from ditkit_core.testing.toy import TOY, ToyBlock, toy_items
 from ditkit_core.testing.world import make_model, outcome
 
 SCRIPT = Path(__file__).parents[1] / "support" / "compiled_toy.py"
+_FIRST_IS_APART = torch.__version__ < (2, 12)
+"""Whether this torch makes graphs of their own for the blocks behind the first."""
 CONFORMANCE = Path(__file__).parents[1] / "testing"
 
 
@@ -70,7 +73,7 @@ def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_a
         assert found[f"offload {policy}"] and found[f"moved {policy}"] > 0
     assert found["moved full"] < found["moved attn_only"] < found["moved none"]
     assert found["schedule"] and found["schedule forwards"] == 4 + 2 + 2
-    assert found["graphs of new sizes"] == 1  # the second size makes a symbol of it
+    assert found["graphs of new sizes"] == (2 if _FIRST_IS_APART else 1)  # the second size makes a symbol of it
     assert found["forwards of force_eager"] == 6
     assert found["graphs without a backward"] == 0
     assert "slef" in found["unknown region"] and "the blocks call cross, self" in found["unknown region"]
@@ -88,7 +91,8 @@ def test_buckets_frame_counts_and_numbers_of_samples_take_six_graphs():
     """One sample and several, each of one size and then of any; and a mask."""
     found = printed(SCRIPT, "graphs")
     assert found["batches"] == 40 and found["graphs of batches"][0] <= 6
-    assert found["graphs of batches"][1] == 0  # neither depth nor another model, such as a second expert, takes one
+    # Neither depth nor another model, such as a second expert, takes one.
+    assert found["graphs of batches"][1] == (3 if _FIRST_IS_APART else 0)
     assert not found["kept"]
 
 

@@ -37,6 +37,6 @@ def test_they_come_back_after_an_error() -> None:
 def test_on_a_cpu_nothing_moves() -> None:
     layer = nn.Linear(2, 2)
     pointer = layer.weight.data_ptr()
-    with parked(layer):
+    with parked(layer.parameters()):
         assert layer.weight.data_ptr() == pointer
-    assert parked_bytes(layer) == 0
+    assert parked_bytes(layer.parameters()) == 0

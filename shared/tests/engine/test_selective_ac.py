@@ -271,6 +271,9 @@ class Fickle(nn.Linear):
         return (super().forward(x).sin() if self.runs == 1 else super().forward(x).cos()).exp()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 does not compare the operations that it does not keep"
+)
 def test_a_block_that_runs_other_operations_in_its_recompute_is_refused_in_one_line():
     out = run_block(Fickle(), torch.ones(3, 4), policy=parse_policy("ops(matmul)"), name="block")
     with pytest.raises(UserError, match="ran other operations in its recompute"):

@@ -110,7 +110,7 @@ def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
         check_plan(found, of, cuts, rel=0.01)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_allocate(kernels):
     """The same arithmetic but for a text of few tokens, most of a block's matmuls in 8 bits, and no more is kept for the backward."""

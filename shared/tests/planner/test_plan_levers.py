@@ -7,6 +7,7 @@ import torch
 from toy_jobs import toy_job
 from whole_steps import DEPTH, agree
 
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory import Profile, StageCost, on_host
 from ditkit_core.planner.profiler import profile
@@ -16,6 +17,16 @@ from ditkit_core.training.optim.optimizers import OptimConfig
 
 SMALL = {"arch": ToyArch(dim=256, depth=DEPTH), "size": (1, 32, 32)}
 """Of which a block's weights are more than what it keeps."""
+
+
+@pytest.mark.slow
+def test_an_assistant_next_to_a_dora_is_planned_for():
+    """Of two layers of each block, resident and streamed."""
+    ranks = {f"layers.{block}.{layer}": 16 for block in range(DEPTH) for layer in ("qkv", "mlp.0")}
+    job = toy_job(policy="full", **SMALL)
+    job = replace(job, adapter=AdapterConfig(rank=4, use_dora=True))
+    without = agree(job, (3,), (1, 3, 5))
+    assert agree(replace(job, assistant=ranks), (3,), (1, 3, 5)) != without
 
 
 # Pairs of values rather than all combinations: each case is a step of all blocks.

@@ -18,6 +18,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 ARCH = ToyArch(dim=64, depth=3)
 
@@ -49,6 +50,14 @@ def test_recomputes_and_micro_batches_do_not_count() -> None:
     tokens = TOY.training.num_tokens(own)
     assert utilisation((5, 64, 64), peak=2 * plain)([own] * 3, 6.0) == pytest.approx(3 * plain / (6 * 2 * plain))
     assert utilisation((5, 64, 64)).flops(tokens) == plain
+
+
+def test_an_optimizer_in_the_backward_does_not_count() -> None:
+    """Muon's updates are products of matrices."""
+    own, muon = item(5, 64, 64), OptimConfig(name="muon", fused_backward=True)
+    assert flops_of(toy_job("full", arch=ARCH, optim=muon, clip_norm=0.0), own) == flops_of(
+        toy_job("full", arch=ARCH), own
+    )
 
 
 def test_the_count_is_that_of_a_real_step() -> None:

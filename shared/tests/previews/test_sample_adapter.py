@@ -53,10 +53,10 @@ METHODS = {
 }
 
 
-def levers(mark: pytest.MarkDecorator, *without: str) -> list[Any]:
-    """Those for a test, with a mark for a real process. In the default set are an adapter, streamed blocks, and what stands in for a process."""
+def levers(*without: str) -> list[Any]:
+    """Those for a test; a real process is for the night. In the default set are an adapter, streamed blocks, and what stands in for a process."""
     default = dict.fromkeys(("lora", "streamed", "on another device"), ())
-    marks = {"in another process": mark, **default}
+    marks = {"in another process": pytest.mark.exhaustive, **default}
     return [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in LEVERS if name not in without]
 
 
@@ -71,7 +71,7 @@ def drawn_elsewhere(world: World, lever: str) -> Iterator[None]:
     assert started
 
 
-@pytest.mark.parametrize("lever", levers(pytest.mark.slow))
+@pytest.mark.parametrize("lever", levers())
 def test_training_is_bitwise_what_it_is_without_and_samples_differ(world: World, lever: str) -> None:
     file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]')
     flags = (*LEVERS[lever], "--ema.decay", "0.5", "--save.every_steps", "1", "--save.keep_last", "9")
@@ -112,7 +112,7 @@ def outputs(world: World, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]
     return made
 
 
-@pytest.mark.parametrize("lever", levers(pytest.mark.exhaustive, "full", "dora"))
+@pytest.mark.parametrize("lever", levers("full", "dora"))
 def test_training_has_an_assistant_and_samples_are_without_it(world: World, lever: str) -> None:
     file = donor(world, "--adapter.targets", '["qkv", "mlp.0"]') + "@0.5"
     flags = (*LEVERS[lever], "--save.every_steps", "1", "--sample.every_steps", "1", "--sample.captions", "1")
@@ -127,19 +127,21 @@ def test_training_has_an_assistant_and_samples_are_without_it(world: World, leve
 
 
 @pytest.mark.parametrize(
-    ("dtype", "method"),
+    ("dtype", "method", "trained"),
     [
-        ("fp32", "lora"),
-        ("bf16", "dora"),
-        pytest.param("bf16", "lora", marks=pytest.mark.slow),
-        pytest.param("fp32", "dora", marks=pytest.mark.slow),
+        ("fp32", "lora", "dora"),
+        ("bf16", "dora", "lora"),
+        pytest.param("fp32", "lora", "lora", marks=pytest.mark.slow),
+        pytest.param("bf16", "lora", "lora", marks=pytest.mark.slow),
+        pytest.param("bf16", "lora", "dora", marks=pytest.mark.slow),
+        pytest.param("fp32", "dora", "lora", marks=pytest.mark.slow),
     ],
 )
 def test_samples_of_an_assisted_run_are_those_of_the_bare_base(
-    world: World, monkeypatch: pytest.MonkeyPatch, dtype: str, method: str
+    world: World, monkeypatch: pytest.MonkeyPatch, dtype: str, method: str, trained: str
 ) -> None:
     file = donor(world, *METHODS[method])
-    flags = ("--optim.lr", "0.05", "--sample.captions", "0", "--model.dtype", dtype)
+    flags = ("--optim.lr", "0.05", "--sample.captions", "0", "--model.dtype", dtype, *METHODS[trained])
     assert world.train("run", 2, *flags, "--base.assistant", f"{file}@0.5") == 0
     made = outputs(world, monkeypatch)
     base = ("sample", "--run", str(world.folder / "run"), "--prompt", "a")
@@ -188,8 +190,8 @@ def test_each_expert_has_its_own_assistant(
     assistants = ("--base.assistant", high, "--base.assistant_low", low)
     assert world.run("train", "--run.folder", "run", *flags, *assistants) == 0
     assert world.run("train", "--run.folder", "plain", *flags) == 0
-    for name, file in (("high_noise", high), ("low_noise", low)):
-        merged = ("--experts.train", name, "--base.merge", json.dumps([file]))
+    for name, key, file in (("high_noise", "merge", high), ("low_noise", "merge_low", low)):
+        merged = ("--experts.train", name, f"--base.{key}", json.dumps([file]))
         assert world.run("train", "--run.folder", name, *flags, *merged) == 0
         alone = load_file(tmp_path / name / "exports" / f"{name}.safetensors")
         joint = load_file(tmp_path / "run" / "exports" / f"run_{name}.safetensors")
@@ -224,11 +226,49 @@ def test_a_full_fine_tune_over_a_merged_adapter_is_sampled_and_written_without_i
     assert (taken_out - bare).abs().max() <= 1 < (with_it - bare).abs().max()  # of 255: sums of fp32 in another order
 
 
+@pytest.mark.slow
+def test_a_full_fine_tune_of_two_experts_over_merged_adapters_is_sampled_and_written_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = TwoExperts(tmp_path)
+    donor(world)
+    names = {"high_noise": "", "low_noise": "_low"}
+    files = {name: f"donor/exports/donor_{name}.safetensors" for name in names}
+    flags = ["--adapter.method", "full", "--export.dtype", "fp32", "--sample.captions", "0", "--train.steps", "1"]
+    assert world.run("train", "--run.folder", "refused", *flags, "--base.assistant_low", files["low_noise"]) == 1
+    assert "in base.merge_low instead and, with @-1, in sample.adapter_low" in capsys.readouterr().err
+    for name, suffix in names.items():
+        flags += [f"--base.merge{suffix}", json.dumps([files[name]])]
+        flags += [f"--sample.adapter{suffix}", json.dumps([f"{files[name]}@-1"])]
+    assert world.run("train", "--run.folder", "run", *flags) == 0
+    bare = []
+    for name, key in (("high_noise", "transformer"), ("low_noise", "transformer_2")):
+        merged = (
+            "--base",
+            f"run/{name}/exports/transformer_official",
+            "--merge",
+            "--strength",
+            "-1",
+            "--dtype",
+            "fp32",
+        )
+        assert world.run("export", "--adapter", files[name], *merged, "--out", name) == 0
+        (written,) = (tmp_path / name).rglob("*.safetensors")
+        bare += [f"--model.{key}", str(written)]
+    with_it = ("--run", "run", "--sample.adapter", "[]", "--sample.adapter_low", "[]")
+    still = ("--optim.lr", "1e-30", "--train.steps", "1", "--sample.captions", "0")  # an adapter that changes nothing
+    assert world.run("train", "--run.folder", "bare", *bare, *still) == 0
+    for name, given in {"out": ("--run", "run"), "with": with_it, "alone": ("--run", "bare", *bare)}.items():
+        assert world.run("sample", *given, "--prompt", "a", "--out", name) == 0
+    out, with_them, alone = (pixels(next((tmp_path / name).glob("*.png"))) for name in ("out", "with", "alone"))
+    assert (out - alone).abs().max() <= 1 < (with_them - alone).abs().max()
+
+
 def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     file = donor(world)
     for flags, said in (
         (("--adapter.method", "full"), "with @-1, in sample.adapter"),
-        (("--adapter.use_dora", "true"), "adapter.use_dora"),
         (("--export.merged", "true"), "export.merged"),
     ):
         capsys.readouterr()

@@ -4,8 +4,11 @@ import re
 from random import Random
 
 import pytest
+import torch
 
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.config.resolve import resolve
+from ditkit_core.engine.sharding import fsdp
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks, RanksConfig
 from ditkit_core.models.token_streams import TokenStreams
@@ -47,6 +50,23 @@ def test_what_does_not_fit_is_refused_with_what_would(given, size, said):
     with pytest.raises(UserError) as refused:
         check_ranks(given, size)
     assert re.search(said, str(refused.value)) and "\n" not in str(refused.value)
+
+
+def test_weights_in_bf16_are_not_divided_by_a_torch_that_rounds_their_gradients(monkeypatch):
+    given = {
+        "ranks": RanksConfig(shard=2),
+        "adapter": AdapterConfig(method="full"),
+        "optim": OptimConfig(rounding="stochastic"),
+    }
+    assert fsdp.keeps_wide_gradients() or torch.__version__ < (2, 15)
+    monkeypatch.setattr(fsdp, "keeps_wide_gradients", lambda: True)
+    check_ranks(run(**given), 2)
+    monkeypatch.setattr(fsdp, "keeps_wide_gradients", lambda: False)
+    with pytest.raises(
+        UserError, match=r"ranks.shard = 2 with trained weights in bf16: this torch, .* set model.dtype = fp32$"
+    ):
+        check_ranks(run(**given), 2)
+    check_ranks(run(**given | {"adapter": AdapterConfig()}), 2)
 
 
 def test_random_tables_train_or_are_refused_in_one_line(tmp_path):

@@ -38,6 +38,11 @@ def test_the_rows_are_those_of_the_whole_model(ranks: list[dict[str, Any]], name
     assert all(each[name]["shard"] < each[name]["whole"] for each in ranks)
 
 
+def test_what_is_trained_is_the_memory_that_the_model_runs_with(ranks: list[dict[str, Any]]) -> None:
+    """Also on a rank with fewer rows than others, whose rows FSDP2 pads: an optimizer would update rows that nobody reads."""
+    assert [each["full"]["apart"] for each in ranks] == [[]] * len(ranks)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if "merged" not in name])
 def test_all_ranks_together_read_the_file_once(ranks: list[dict[str, Any]], name: str) -> None:
     """But for nf4 where a block of weights with one scale has rows of two ranks: 96 columns are one and a half blocks."""

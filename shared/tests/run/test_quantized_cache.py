@@ -4,6 +4,8 @@ import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from toy_world import World, equal
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import adapter_layers, is_adapter_name
+from ditkit_core.encoding import claims
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io import safetensors as safetensors_file
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
+from ditkit_core.run import prepare
 from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
@@ -51,7 +55,7 @@ def prepared(
 
 
 def kept(base: Path) -> list[Path]:
-    return sorted((base.parent / "kept").iterdir())
+    return sorted(path for path in (base.parent / "kept").iterdir() if path.suffix != ".lock")
 
 
 def spoil(file: Path) -> None:
@@ -171,3 +175,27 @@ def test_a_run_goes_on_over_the_kept_base(tmp_path, capsys):
     assert world.train("kept", 3, *keeping) == 0
     assert "the quantized base is read from" in capsys.readouterr().out
     assert equal(world.adapter("plain"), world.adapter("kept"))
+
+
+def test_of_two_processes_that_find_no_file_one_converts_and_the_other_waits_and_reads(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand in for them: each has a lock of its own. The second one comes while the first converts."""
+    load, converted, waits = prepare.load_into, list[int](), Event()
+    models, lines = list[nn.Module](), list[str]()
+    second = Thread(target=lambda: models.append(prepared(base, "int8", lines.append)))
+
+    def converting(*given: Any, **named: Any) -> None:
+        converted.append(1)
+        if len(converted) == 1:
+            second.start()
+            waits.wait(60)
+        load(*given, **named)
+
+    monkeypatch.setattr(prepare, "load_into", converting)
+    monkeypatch.setattr(claims, "say", lambda line: waits.set())
+    models.append(prepared(base, "int8"))
+    second.join()
+    assert len(converted) == 1 and waits.is_set()
+    assert lines == [f"base.quantized_cache: the quantized base is read from {kept(base)[0]}"]
+    assert equal(models[0].values, models[1].values)

@@ -42,6 +42,6 @@ def test_every_sample_has_one_rank_and_the_first_rank_has_the_first(size: int, n
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 9])
 def test_ranks_that_divide_the_weights_generate_equally_many(count: int) -> None:
-    every = [SampleShares(ranks=Ranks(rank, 4), num=4, in_step=True).own(count) for rank in range(4)]
+    every = [SampleShares.of(Ranks(rank, 4, shard=4)).own(count) for rank in range(4)]
     assert {len(share) for share in every} == {-(-count // 4)}
     assert sorted(place for share in every for place, counts in share if counts) == list(range(count))

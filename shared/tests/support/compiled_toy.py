@@ -192,9 +192,11 @@ def refusals() -> dict[str, str]:
     numbers(TOY, model, items, RUN)
     model.layers[0].__class__ = Shortening
     found = {"changed beside tensors": refusal(model, items, RUN)}
-    compiled.MOST_GRAPHS = 1  # which there are by now
+    most, compiled.MOST_GRAPHS = compiled.MOST_GRAPHS, 1  # which there are by now
     model = make_model(TOY, ToyArch(depth=1), dtype=torch.bfloat16)
-    return found | {"too many graphs": refusal(model, items, RUN)}
+    found["too many graphs"] = refusal(model, items, RUN)
+    compiled.MOST_GRAPHS = most
+    return found
 
 
 def graphs() -> dict[str, Any]:

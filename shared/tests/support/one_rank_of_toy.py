@@ -8,26 +8,68 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from shutil import copytree
+from shutil import copytree, rmtree
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from toy_world import World
 from two_experts import TwoExperts
 
 from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.engine import parked_weights
 from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import Decoding
+from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.models.tiling import Tiles
 from ditkit_core.previews import exchange
+from ditkit_core.run import quantized_cache
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
 from ditkit_core.training import checkpoint, train_step, trainer
+from ditkit_core.weights.frozen import FrozenModule
 
 STEPS = 4
+
+
+class VaeSampler(ToySampler):
+    """Decodes with a VAE of one layer, in the first way that memory has room for; where it lacks, only tiles fit."""
+
+    lacks_memory = False
+
+    def __init__(self, file: Path, decodings: Sequence[Decoding]):
+        super().__init__(torch.device("cpu"))
+        self.decodings = decodings
+        self.vae = FrozenModule(
+            make=lambda config: torch.nn.Linear(4, 4, bias=False),
+            config={},
+            source=SafetensorsSource.open(file),
+            names=StateDictNames.renaming(to_native=str),
+            device=self.device,
+            dtype=torch.float32,
+            key="model.vae",
+        )
+
+    @property
+    def decoded(self) -> str:  # type: ignore[override]
+        return self.vae.decoded
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        def work(vae: Any, part: torch.Tensor, device: torch.device) -> torch.Tensor:
+            if self.lacks_memory and part.shape == latents.shape:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super(VaeSampler, self).decode(vae(part.to(vae.weight.dtype).movedim(0, -1)).movedim(-1, 0).float())
+
+        return self.vae.decode(work, latents, self.decodings, Tiles(8, 4), pixels=4)
+
+
 FLAGS = [
     *("--train.device", "cpu", "--encode.device", "cpu"),
     *("--train.accumulation", "3", "--train.threads", "1", "--train.checkpointing", "none"),
@@ -101,13 +143,22 @@ def cannot_read() -> None:
 
 
 def cannot_sample() -> None:
-    """The sample of the second preview is broken."""
-    decode, count = ToySampler.decode, itertools.count(1)
+    """The sample of the second preview is broken; before that of the first one comes a class image."""
+    decode, count = ToySampler.decode, itertools.count(0)
 
     def failing(sampler: ToySampler, latents: torch.Tensor) -> torch.Tensor:
         return decode(sampler, latents) * (float("nan") if next(count) >= 2 else 1)
 
     ToySampler.decode = failing  # type: ignore[method-assign]
+
+
+def cannot_generate_a_class_image() -> None:
+    decode = ToySampler.decode
+    ToySampler.decode = lambda sampler, latents: decode(sampler, latents) * float("nan")  # type: ignore[method-assign]
+
+
+def has_no_room_to_decode() -> None:
+    VaeSampler.lacks_memory = True
 
 
 def lacks_an_expert() -> None:
@@ -133,19 +184,75 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "fast clock of 1": (has_a_fast_clock, 1),
     "other flags": (lambda: FLAGS.extend(["--train.seed", "7"]), 1),
     "experts of one": (lacks_an_expert, 1),
-    **dict.fromkeys(("sampled again", "adapter alone", "adapter", "experts alone", "experts"), (lambda: None, 0)),
+    "no room to decode": (has_no_room_to_decode, 1),
+    "no class image": (cannot_generate_a_class_image, 1),
+    **dict.fromkeys(
+        (
+            "sampled again",
+            "class images again",
+            "adapter alone",
+            "adapter",
+            "experts alone",
+            "experts",
+            "experts divided",
+        ),
+        (lambda: None, 0),
+    ),
 }
 """What one rank has, and which of the two it is."""
-FEW = (*SAVED, "--sample.steps", "2")
+CLASS = (*SAVED, "--prior.prompt", "a class", "--prior.images", "3")
+CLASSES = "classes of experts alone"
+"""A folder outside of the run, whose copy goes on with it."""
+FEW = (*CLASS, "--sample.steps", "2", "--base.quantize", "int8")
 """One step of each expert."""
-ADAPTER = (*SAVED, "--sample.adapter", "alone/exports/alone.safetensors")
+ADAPTER = (*CLASS, "--sample.adapter", "alone/exports/alone.safetensors")
 MORE = {
     **dict.fromkeys(UNSAVED, ()),
     "adapter alone": ADAPTER,
     "adapter": (*ADAPTER, "--ranks.shard", "2", "--ranks.context", "2"),
-    **dict.fromkeys(("experts of one", "experts alone", "experts"), FEW),
+    **dict.fromkeys(
+        ("alone", "plain", "cannot sample", "sampled again", "no class image", "class images again"), CLASS
+    ),
+    "experts divided": (*FEW, "--prior.folder", CLASSES, "--ranks.shard", "2"),
+    **{
+        name: (*FEW, "--prior.folder", f"classes of {name}", "--base.quantized_cache", f"bases of {name}")
+        for name in ("experts of one", "experts alone", "experts")
+    },
 }
 """Flags of cases that have other ones than `SAVED`."""
+
+
+def log_conversions(file: Path) -> None:
+    """Log each quantized base that is written, whichever rank does it."""
+    write = quantized_cache.write_safetensors
+
+    def logged(path: Path, *given: Any) -> None:
+        with file.open("a") as log:
+            log.write(f"{path.name}\n")
+        write(path, *given)
+
+    quantized_cache.write_safetensors = logged  # type: ignore[attr-defined]
+
+
+def parks_a_cpu() -> None:
+    """Weights of a CPU wait as those of a GPU do, but for those in the memory of a file that was read."""
+
+    def parked(weights: list[torch.Tensor]) -> Any:
+        found = [tensor for tensor in weights if tensor.untyped_storage().resizable()]
+        assert len(found) > 20
+        return parked_weights.parked_tensors(found)
+
+    exchange.parked = parked  # type: ignore[attr-defined]
+
+
+def previews_again(folder: Path, before: str, name: str) -> None:
+    """A copy of a finished run whose second expert goes on from its first save; nothing was sampled or exported since, or before training."""
+    run = copytree(folder / before, folder / name)
+    for exports in (run / "exports", run / "low_noise" / "exports"):
+        rmtree(exports)
+    for path in (*run.rglob("complete.json"), *run.rglob("samples"), run / "low_noise" / "state" / "step-000004"):
+        if path.parent.name != "high_noise" or path.name == "samples":
+            rmtree(path) if path.is_dir() else path.unlink()
 
 
 def work(folder: Path, name: str) -> None:
@@ -154,13 +261,21 @@ def work(folder: Path, name: str) -> None:
     with (folder / f"{name} {rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    log_conversions(folder / f"{name}.conversions")
+    if name == "experts divided":
+        parks_a_cpu()
     if rank == whose:
         trouble()
     os.chdir(folder)
     world = EXPERTS[folder] if name.startswith("experts") else WORLDS[folder]
+    if name == "no room to decode":
+        decodes = lambda paths, device, matmul, decodings: VaeSampler(folder / "vae.safetensors", decodings)
+        world.spec = altered(world.spec, sampler=decodes)
     sys.exit(world.train(name, STEPS, *FLAGS, *MORE.get(name, SAVED)))
 
 
+AGAIN = {"sampled again": "cannot sample", "class images again": "no class image"}
+"""Cases that go on with the run of another one."""
 WORLDS: dict[Path, World] = {}
 EXPERTS: dict[Path, World] = {}
 
@@ -184,6 +299,7 @@ def prepare(folder: Path) -> None:
     torch.set_num_threads(1)
     make_model(TOY, ToyArch(), adapter=ADAPTERS["lora"])  # imports peft
     WORLDS[folder] = World(folder)
+    save_file({"weight": torch.eye(4)}, folder / "vae.safetensors")
 
 
 if __name__ == "__main__":
@@ -192,7 +308,9 @@ if __name__ == "__main__":
     EXPERTS[into] = TwoExperts(into)
     made = {}
     for each in chosen:
-        if each == "sampled again":
-            copytree(into / "cannot sample", into / each)
+        if each in AGAIN:
+            copytree(into / AGAIN[each], into / each)
+        if each == "experts divided":
+            previews_again(into, "experts alone", each)
         made[each] = launch(work, into, each, num=1 if "alone" in each else 2)
     (into / "cases.json").write_text(json.dumps(made))

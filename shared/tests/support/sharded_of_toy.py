@@ -123,7 +123,9 @@ def origins(ranks: Ranks) -> dict[str, Any]:
         for trouble, broken in BREAKS.items():
             model: Any = make_model(TOY, ToyArch(dim=32, depth=2), adapter=ADAPTERS[trained])
             broken(model, ranks.rank)
-            found[f"{trouble}, shard {shard}, context {context}, {trained}"] = origin(model, together)
+            case = f"{trouble}, shard {shard}, context {context}, {trained}"
+            print(case, flush=True)  # which one it was, if C++ aborts
+            found[case] = origin(model, together)
     return found
 
 

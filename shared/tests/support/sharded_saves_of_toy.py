@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks
-from ditkit_core.testing.replicas import CountedRanks, Divided, Replicas, forked
+from ditkit_core.testing.replicas import STEPS, CountedRanks, Divided, Replicas, forked
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training import sharded_checkpoint, trainer
 
@@ -25,14 +26,25 @@ WRITE = sharded_checkpoint.write_part
 Part = sharded_checkpoint.Part
 
 
-def train(folder: Path, ranks: Ranks) -> Any:
-    whole = Replicas(TOY, ToyArch(dim=32, depth=2), toy_items(6, ragged=True), folder, (NAME,), Divided(ranks.size, 2))
-    ranks.shard = 2
-    return whole.train(NAME, ranks, into="run")
+def train(folder: Path, ranks: Ranks, *, name: str = NAME, shard: int = 2, steps: int = STEPS) -> Any:
+    whole = Replicas(
+        TOY, ToyArch(dim=32, depth=2), toy_items(6, ragged=True), folder, (name,), Divided(ranks.size, shard)
+    )
+    ranks.shard = shard
+    return whole.train(name, ranks, steps=steps, into="run")
 
 
-def plain(folder: Path, ranks: Ranks) -> Any:
-    return train(folder, ranks)
+def plain(folder: Path, ranks: Ranks) -> list[tuple[int, float]]:
+    """Ranks in each process group that this rank made, and seconds that an exchange in it may take; the group of the test is none of them."""
+    train(folder, ranks)
+    groups = set(distributed_c10d._world.pg_map) - {distributed_c10d._get_default_group()}
+    of_cpu = torch.device("cpu")
+    return sorted((group.size(), group._get_backend(of_cpu).options._timeout.total_seconds()) for group in groups)
+
+
+def adapter(folder: Path, ranks: Ranks, *, steps: int = STEPS) -> Any:
+    """Three ranks have two, two and none of the four rows of a factor."""
+    return train(folder, ranks, name="lora, five micro-batches", shard=3, steps=steps)
 
 
 def slow(folder: Path, ranks: Ranks) -> bool:
@@ -114,6 +126,15 @@ if __name__ == "__main__":
     into = Path(sys.argv[1])
     made = {
         name: forked(num, partial(work, into / name), into / name)
-        for name, num, work in (("plain", 4, plain), ("slow", 2, slow), ("full disk", 2, full_disk))
+        for name, num, work in (
+            ("plain", 4, plain),
+            ("adapter", 3, adapter),
+            ("slow", 2, slow),
+            ("full disk", 2, full_disk),
+        )
     }
+    for name, num, work in (("plain", 4, train), ("adapter", 3, adapter)):
+        run = into / f"{name} in halves"
+        forked(num, partial(work, run, steps=STEPS // 2), run)
+        forked(num, partial(work, run), run / "second half")
     print(json.dumps({**made, "codes": kill(into / "killed")}))

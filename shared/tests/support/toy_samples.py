@@ -38,12 +38,12 @@ def requests_for(name: str) -> list[PromptRequest]:
     return made
 
 
-def rendered(name: str, folder: Path, shares: SampleShares, *, shard: int = 1) -> list[str]:
+def rendered(name: str, folder: Path, shares: SampleShares) -> list[str]:
     """Generate the samples with the toy, and return the files that this rank knows of."""
     model: Any = make_model(TOY, ARCH)
-    if shard > 1:
-        ranks = replace(shares.ranks, shard=shard)
-        Shards(model, trainable_parameters(model), Precision(matmul=torch.float32), ranks, torch.device("cpu"))
+    if shares.in_step:
+        precision = Precision(matmul=torch.float32)
+        Shards(model, trainable_parameters(model), precision, shares.ranks, torch.device("cpu"))
     to, stages = SampleFiles(folder=folder, stem="step-000002", fps=8.0), single_stage(model, run_plain)
     files = render_samples(stages, ToySampler(torch.device("cpu")), requests_for(name), to, lambda: None, shares)
     return [file.name for file in files]
@@ -55,14 +55,14 @@ def over_ranks() -> dict[str, Any]:
     both = SampleShares(ranks=ranks, num=2)
     for name in SIZES:
         cases = {
-            "both": (both, 1),
-            "first": (replace(both, num=1), 1),
-            "divided": (replace(both, in_step=True), 2),
-            **({"alone": (ALONE, 1)} if ranks.is_first else {}),
+            "both": both,
+            "first": replace(both, num=1),
+            "divided": replace(both, ranks=replace(ranks, shard=2)),
+            **({"alone": ALONE} if ranks.is_first else {}),
         }
-        for case, (shares, shard) in cases.items():
+        for case, shares in cases.items():
             folder = base / f"{name} {case}"
-            files = rendered(name, folder, shares, shard=shard)
+            files = rendered(name, folder, shares)
             written = sorted(folder.iterdir()) if ranks.is_first else []
             digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in written}
             found[f"{name} {case}"] = {"files": files, "digests": digests}

@@ -1,7 +1,10 @@
 """A folder with everything that the toy's commands need, for the tests of the stages."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from media_files import picture
 from safetensors.torch import load_file, save_file
@@ -45,8 +48,28 @@ class World:
     def train(self, name: str, steps: int, *flags: str) -> int:
         return self.run("train", "--run.folder", str(self.folder / name), "--train.steps", str(steps), *flags)
 
+    def kill(self, train: Callable[[], object], saved: Path) -> None:
+        """Train, and end in the third micro-batch after a save as a kill ends a run: nothing handles it."""
+        plain, left = self.spec, [3]
+
+        def dying(*given: Any) -> Any:
+            if saved.is_dir() and torch.is_grad_enabled():  # not while measuring
+                left[0] -= 1
+                if not left[0]:
+                    raise Killed
+            return plain.training.make_inputs(*given)
+
+        self.spec = altered(plain, make_inputs=dying)
+        with pytest.raises(Killed):
+            train()
+        self.spec = plain
+
     def adapter(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name / "exports" / f"{Path(name).name}.safetensors")
+
+
+class Killed(BaseException):
+    """Stands in for a kill."""
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
-import sys
+import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from toy_training import Calls, toy_run
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
+from ditkit_core.testing.scripts import output_of, start
 from ditkit_core.training.checkpoint import latest, load_state
 from ditkit_core.training.config import EMAConfig, SaveConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -145,9 +146,9 @@ def test_a_lower_learning_rate_is_obeyed_after_resuming(tmp_path):
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_a_run_killed_at_any_moment_resumes_bitwise(method, tmp_path):
     every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=1000)}
-    toy_run(tmp_path / "whole", 300, **every)
-    state = tmp_path / "killed" / "state"
-    code = (
+    state, kept = tmp_path / "killed" / "state", tmp_path / "kept"
+    script = tmp_path / "endless.py"
+    script.write_text(
         f"import sys; sys.path.insert(0, {SUPPORT!r})\n"
         "import pathlib, toy_training\n"
         f"toy_training.toy_run(pathlib.Path({str(state.parent)!r}), 300, method={method!r},\n"
@@ -155,23 +156,26 @@ def test_a_run_killed_at_any_moment_resumes_bitwise(method, tmp_path):
     )
     reached = [0]
     for wait in (0.0, 0.31, 0.47):
-        process = subprocess.Popen([sys.executable, "-c", code])
+        process = start(script, out=tmp_path / "out", err=tmp_path / "out")
         try:
-            while process.poll() is None and newest_step(state) <= reached[-1]:
+            while process.exitcode is None and newest_step(state) <= reached[-1]:
                 time.sleep(0.01)
             time.sleep(wait)
         finally:
             process.kill()
-            process.wait()
+            process.join()
+        assert process.exitcode == -signal.SIGKILL, (tmp_path / "out").read_text()
         found = latest(state, silent)
         reached.append(load_state(found).step)
-        assert_same_state(tmp_path / "whole" / "state" / found.name, found)
+        shutil.copytree(found, kept / found.name)
     assert reached == sorted(set(reached)) and reached[-1] < 290
     last = toy_run(state.parent, reached[-1] + 5, **every).result.save
-    assert_same_state(tmp_path / "whole" / "state" / last.name, last)
+    toy_run(tmp_path / "whole", reached[-1] + 5, **every)
+    for found in (*kept.iterdir(), last):
+        assert_same_state(tmp_path / "whole" / "state" / found.name, found)
 
 
-# One process imports, and a copy of it is forked for each moment: a run that kills itself before its n-th change of the disk.
+# A copy of one process is forked for each moment: a run that kills itself before its n-th change of the disk.
 # No backward runs before a fork: autograd's threads would not be in the copy.
 KILLED_AT_EVERY_CHANGE = """
 import os, pathlib, signal, sys
@@ -217,8 +221,9 @@ def test_a_run_killed_at_any_change_that_a_save_makes_to_the_disk_resumes_bitwis
     steps = 3
     every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=9)}
     whole = toy_run(tmp_path / "whole", steps + 1, **every).result.save
-    given = (str(tmp_path), SUPPORT, method, str(steps))
-    subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_CHANGE, *given], check=True)
+    script = tmp_path / "at_every_change.py"
+    script.write_text(KILLED_AT_EVERY_CHANGE)
+    output_of(script, str(tmp_path), SUPPORT, method, str(steps))
     torn, reached = 0, set()
     for run in tmp_path.glob("killed *"):
         torn += any((run / "state").glob(".step-*.tmp"))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ditkit_core.io.ranks import WITHOUT_LIMIT
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
@@ -40,6 +41,15 @@ def test_training_goes_on_while_a_save_is_written(made: dict[str, Any]) -> None:
         assert tensors and all(torch.equal(tensor, saves[1][group][key]) for key, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("name", ["plain", "adapter"])
+def test_as_many_ranks_go_on_bitwise(made: dict[str, Any], name: str) -> None:
+    """From the middle, with a full fine-tune and an adapter: weights, average and optimizer state of the last save, and validation losses."""
+    whole, halves = (load_state(state_of(made, each) / "step-000006") for each in (name, f"{name} in halves"))
+    assert whole.held_out == halves.held_out is not None and whole.values == halves.values
+    for group, tensors in whole.tensors.items():
+        assert all(torch.equal(tensor, halves.tensors[group][key]) for key, tensor in tensors.items()), group
+
+
 def test_every_row_is_written_once(made: dict[str, Any]) -> None:
     """Four ranks that divide the weights by two share the work, and none has a second copy."""
     save = state_of(made, "plain") / "step-000006"
@@ -63,3 +73,9 @@ def test_a_rank_killed_inside_a_save_leaves_the_one_before(made: dict[str, Any])
     assert newest is not None and newest.name == "step-000003"
     expected, found = (load_state(state_of(made, name) / "step-000003").tensors for name in ("slow", "killed"))
     assert all(torch.equal(tensor, found[group][key]) for group in expected for key, tensor in expected[group].items())
+
+
+def test_every_group_of_ranks_waits_however_long(made: dict[str, Any]) -> None:
+    """Those of replicas and of parts of the weights, to which torch gives 30 minutes, and that of what writes saves."""
+    limit = WITHOUT_LIMIT.total_seconds()
+    assert made["plain"] == [[[2, limit], [2, limit], [4, limit]]] * 4

@@ -36,7 +36,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(inputs: Path):
     data = resolve(RunConfig, file=FLUX2.demo.config).data
     return scan(
-        replace(data, folder=str(inputs / "pictures"), frames=1),
+        replace(data, folder=str(inputs / "images"), frames=1),
         frame_step=FLUX2.data.frame_step,
         size_step=FLUX2.data.size_step,
         fps=FLUX2.data.fps,
@@ -102,7 +102,7 @@ def test_the_images_are_of_many_sizes_and_both_kinds_of_file(inputs):
     seen = set()
     for example in EXAMPLES:
         for name, picture in ((example.file, example.image), *example.references):
-            with Image.open(inputs / "pictures" / name) as image:
+            with Image.open(inputs / "images" / name) as image:
                 seen.add((image.format, image.size))
                 # JPEG halves the resolution of colour and rounds: the shapes stay what they were
                 assert np.abs(np.array(image).astype(float) - render(picture)).mean() < (

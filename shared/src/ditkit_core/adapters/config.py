@@ -20,7 +20,10 @@ class BaseConfig:
     """The `[base]` section: how the frozen base is changed before training."""
 
     merge: tuple[str, ...] = setting((), resume="refused", holds="path")
-    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`."""
+    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`. Of a model of two experts, into the
+    high-noise one."""
+    merge_low: tuple[str, ...] = setting((), resume="refused", holds="path", part_of="merge")
+    """The same for the low-noise expert; a file that is for both is named in both."""
     assistant: str = setting("", resume="refused", holds="path")
     """A LoRA file, as `FILE` or `FILE@strength`, that is merged into the base for training and taken out again for samples. On a
     distilled base it undoes the distillation while an adapter is trained, which then leaves the distillation alone. Of a model of two
@@ -37,18 +40,29 @@ class BaseConfig:
     keeps none."""
 
     @property
+    def merges(self) -> list[tuple[str, tuple[str, ...]]]:
+        """What is merged into each transformer for good, after the key that names it."""
+        return [("base.merge", self.merge), ("base.merge_low", self.merge_low)]
+
+    @property
     def assistants(self) -> list[tuple[str, str]]:
         """The assistant of each transformer, after the key that names it; empty for none."""
         return [("base.assistant", self.assistant), ("base.assistant_low", self.assistant_low)]
 
+    def assistant_key(self, component: str) -> str:
+        """The key that names a transformer's assistant, if it has one, else empty; the component as for `files`."""
+        key, entry = self.assistants[component == "transformer_2"]
+        return key if entry else ""
+
     def files(self, component: str) -> list[tuple[str, str]]:
-        """The files that are merged into a transformer, each after the key that names it.
+        """The files that are merged into a transformer, each after the key that names it; its assistant is the last.
 
         Args:
             component: Its key in `[model]`: `transformer`, or `transformer_2` for the second of two.
         """
-        own = self.assistants[component == "transformer_2"]
-        return [*(("base.merge", entry) for entry in self.merge), *[own] * bool(own[1])]
+        is_second = component == "transformer_2"
+        (key, entries), own = self.merges[is_second], self.assistants[is_second]
+        return [*((key, entry) for entry in entries), *[own] * bool(own[1])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +100,7 @@ class AdapterConfig:
         if self.rank < 1 or self.alpha < 0 or not 0 <= self.dropout < 1:
             raise UserError(
                 f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
-                "the rank is at least 1, alpha not negative, dropout from 0 to below 1"
+                "set the rank to at least 1, alpha to at least 0, and dropout from 0 to below 1"
             )
         if self.method in ("lokr", "loha") and (self.dropout or self.use_rslora or self.use_dora):
             raise UserError(

@@ -23,9 +23,9 @@ from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.expert_runs import largest_expert_run
 from ditkit_core.run.init_from import start_from
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import LoadedModel, check_items
+from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
-from ditkit_core.run.train_data import training_data
+from ditkit_core.run.train_data import check_items, training_data
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2

@@ -46,7 +46,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
 from ditkit_core.run.model import build_model, export_metadata, load_model
 from ditkit_core.run.prepare import LoadedModel
@@ -72,7 +72,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     check_hub(options.hub)  # before an export, which may take long
     _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
     run = resolve_arch(create_run(spec, config))
-    check_run(run)
+    check_run(with_config(run, replace(run.given.config, export=wanted)))
     folder = config.run_folder
     files = _finished(run, folder, options) if options.publishes else []
     for each in runs_of(run) if not files else ():

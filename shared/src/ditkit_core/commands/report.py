@@ -102,7 +102,8 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
     for own, name in trained or [(folder, "")]:
         for model in sorted(own.exports.glob("transformer_*")):
             say(f"model:    {model}{name}")
-        say(f"metrics:  {own.metrics}{name or f' (curves: tensorboard --logdir {own.tensorboard})'}")
+        curves = command_line("tensorboard", "--logdir", str(own.tensorboard))
+        say(f"metrics:  {own.metrics}{name or f' (curves: {curves})'}")
     if folder.samples.exists():
         say(f"samples:  {folder.samples}")
     if folder.report.exists():

@@ -58,9 +58,9 @@ from ditkit_core.run.expert_runs import (
 )
 from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, load_divided, tracked_run
-from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
+from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
-from ditkit_core.run.train_data import base_steps, check_data, training_data
+from ditkit_core.run.train_data import base_steps, check_data, check_items, check_listed, check_samples, training_data
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.metrics import log_left_samples
 from ditkit_core.training.train_model import TrainModel
@@ -90,6 +90,10 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         if ranks.broadcast_object(
             not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts)
         ):
+            # Someone who set another data.folder expects it to be trained on.
+            changes = [str(each) for own in whole.experts or [whole.run] for each in _stated(own)]
+            for change in dict.fromkeys(changes):
+                warn(f"not used, because the run is complete: {change}")
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
             if ranks.is_first:
                 generate_left(whole.run, folder, write_report)
@@ -138,7 +142,12 @@ def _check(whole: ComponentRuns) -> None:
         check_ranks(component.run, current_ranks().size)
     # The run's own folder has no saves to compare the configuration with: each expert's folder checks its own.
     for each in whole.experts:
-        each.config.run_folder.check(each.given.config)
+        _stated(each)
+
+
+def _stated(run: RunContext) -> list[ConfigChange]:
+    """The stated changes of a component's settings since its last save; refused ones are an error."""
+    return run.config.run_folder.check(run.given.config)
 
 
 def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
@@ -147,7 +156,7 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
     if whole.experts and left:
         names = ", then ".join(each.run.expert.name for each in left if each.run.expert)
         say(f"{len(whole.components)} experts, one in memory at a time: {names}")
-        _prepare(run, left)
+        _prepare(whole, left)
     with previews_of(run, folder, write_report) if ranks.is_first else nullcontext() as previews:
         steps = [each.completed_step or 0 for each in whole.components]
         for component in left:
@@ -178,19 +187,23 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
     log_left_samples(folder.path, run.config.log, tracked_run(run, folder), warn)
 
 
-def _prepare(run: RunContext, left: Sequence[Component]) -> None:
+def _prepare(whole: ComponentRuns, left: Sequence[Component]) -> None:
     """Check every expert, then encode for all of them, before the first is trained."""
-    assert run.data.dataset.samples  # reads the dataset, which reports mistakes in it before anything is built
-    ranks = current_ranks()
+    run, ranks = whole.run, current_ranks()
+    folders = [each.config.run_folder for each in whole.experts]
+    for folder in folders:
+        check_listed(folder, [sample.id for sample in run.data.dataset.samples])
     num_images = ranks.on_first(
         lambda: num_missing_class_images(run, started=any(_is_started(each.config.run_folder) for each in runs_of(run)))
     )
     # On `meta`: a mistake of the second expert must not appear after hours of training the first.
     for component in left:
         build_model(component.run)
-    _encode_all(run, num_images)
+    data = _encode_all(run, num_images)
+    for folder in folders:
+        check_samples(folder, [*data.samples, *data.prior])
     if num_images:
-        encoded_class_images(run, lambda: denoiser_stages(of_base(run), {}), num_images)
+        encoded_class_images(run, denoiser_stages(of_base(run), {}), num_images)
 
 
 def _encode_all(run: RunContext, num_images: int) -> Encoded:
@@ -242,7 +255,8 @@ def _train_component(
     run, ranks = component.run, current_ranks()
     say_beginning(run, changes)
     _stage(1, "check data and model")
-    assert run.data.dataset.samples  # reads the dataset: a missing caption is reported before gigabytes are downloaded
+    # Reads the dataset: a missing caption is reported before gigabytes are downloaded.
+    check_listed(folder, [sample.id for sample in run.data.dataset.samples])
     is_started = ranks.broadcast_object(_is_started(folder))
     if not is_started:
         check_start(component.init_from, folder)
@@ -327,7 +341,7 @@ def _load(
     at a time, so the images are generated before the expert that is trained gets loaded.
     """
     if num_images and run.expert is not None:
-        data = data._replace(prior=encoded_class_images(run, lambda: denoiser_stages(of_base(run), {}), num_images))
+        data = data._replace(prior=encoded_class_images(run, denoiser_stages(of_base(run), {}), num_images))
     if run.auxiliary.conditioning and any(
         conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
     ):
@@ -335,9 +349,11 @@ def _load(
         share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
     prepared = load_divided(run, unloaded, placement, current_ranks())
+    if prepared.shards is not None:
+        say(f"weights, gradients and optimizer state are divided over {current_ranks().shard} ranks")
     if num_images and run.expert is None:
-        stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
-        data = data._replace(prior=encoded_class_images(run, stages, num_images, prepared.shards))
+        stages = single_stage(prepared.model, engine_of(run, prepared))
+        data = data._replace(prior=encoded_class_images(run, stages, num_images))
     return prepared, data
 
 
@@ -355,7 +371,7 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
     if current_ranks().is_first:
-        check_data(folder, [*data.samples, *data.prior], prepared, base_steps(run))
+        check_data(folder, [*data.samples, *data.prior], prepared.source.fingerprint(), base_steps(run))
         summary = data_summary(run.data.dataset, by_id.keys(), held_out)
         model = model_summary(run.spec.name, prepared) | recorded_digests(run, folder, warn)
         write_about(

@@ -15,7 +15,13 @@ Holds = Literal["value", "path", "part"]
 
 
 def setting(
-    default: Any, *, resume: Resume, holds: Holds = "value", formerly: tuple[str, ...] = (), varies: bool = False
+    default: Any,
+    *,
+    resume: Resume,
+    holds: Holds = "value",
+    formerly: tuple[str, ...] = (),
+    part_of: str = "",
+    varies: bool = False,
 ) -> Any:
     """A dataclass field with a default and a resume rule.
 
@@ -26,7 +32,8 @@ def setting(
         holds: Kind of text; only the last part of a path is written to files that are published.
         formerly: Former names of the field in this section. Stored runs may use them; in a run file they cause a message with the
             present name.
+        part_of: The field of this section whose value was for this one too, before it was one of its own; empty for none.
         varies: Whether the real default depends on the run file, so that none can be shown.
     """
-    metadata = {"resume": resume, "holds": holds, "formerly": formerly, "varies": varies}
+    metadata = {"resume": resume, "holds": holds, "formerly": formerly, "part_of": part_of, "varies": varies}
     return dataclasses.field(default=default, metadata=metadata)

@@ -38,7 +38,7 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
 
     Args:
         stored: Values of the stored file by dotted key. If a key is missing (an older version wrote the file), the default counts,
-            because that run was trained with it.
+            because that run was trained with it, or the value of the key that it was a part of.
         config: The new configuration, a tree of dataclasses.
 
     Returns:
@@ -51,6 +51,8 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
     for key, old in before.items():
         if key not in fields:
             changes.stated.append(ConfigChange(key, old, None))
+        elif key not in stored and values[key] == stored.get(fields[key].part_of):
+            continue
         elif old != values[key] and fields[key].resume != "free":
             listed = changes.refused if fields[key].resume == "refused" else changes.stated
             listed.append(ConfigChange(key, old, values[key]))

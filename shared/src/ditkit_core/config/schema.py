@@ -31,6 +31,8 @@ class ConfigField:
     holds: Holds
     formerly: tuple[str, ...]
     """Former dotted names."""
+    part_of: str
+    """Dotted name of the key whose value was for this one too, before it was one of its own; empty for none."""
     doc: str
     """The docstring under the field, on one line; empty when there is none."""
 
@@ -57,6 +59,7 @@ def _config_fields(tree: type) -> Mapping[str, ConfigField]:
                 resume=field.metadata["resume"],
                 holds=field.metadata["holds"],
                 formerly=tuple(f"{section}.{name}" for name in field.metadata["formerly"]),
+                part_of=f"{section}.{whole}" if (whole := field.metadata["part_of"]) else "",
                 doc=docs.get(field.name, ""),
             )
     return MappingProxyType(described)

@@ -20,8 +20,8 @@ def folder_error(folder: str, key: str) -> UserError:
 class DataConfig:
     """The `[data]` section: the clips and captions to train on, and how clips are extracted from files."""
 
-    folder: str = setting("", resume="refused", holds="path")
-    """Folder of videos, images and captions."""
+    folder: str = setting("", resume="stated", holds="path")
+    """Folder of videos, images and captions. A run continues where it has the same samples: a dataset may be moved."""
     folders: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Several such folders instead of `folder`; with more than one, sample ids begin with the folder's name."""
     repeats: tuple[float, ...] = setting((), resume="refused")

@@ -56,7 +56,7 @@ def alone_with(file: Path) -> Iterator[None]:
         try:
             _acquire(lock, own)
         except Timeout:
-            say(f"waiting for another process that reads files for {file}")
+            say(f"waiting for another process that writes {file}")
             lock.acquire()
     except OSError:
         yield

@@ -128,7 +128,7 @@ class BlockSwap(BlockHooks):
 
     @property
     def state_buffers(self) -> list[Tensor]:
-        """Buffers on the devices for optimizer state."""
+        """Buffers on the devices for optimizer state, which come with an optimizer; like `buffers`, to measure what the devices contain."""
         queues = self._queues.values()
         return [part.buffer for queue in queues for part in queue.of_optimizer()]
 

@@ -1,23 +1,22 @@
 """Moves a model's weights from its GPUs to the host while another model needs their memory, and back bitwise."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditkit_core.io.memory import release_memory
 
 
 @contextmanager
-def parked(model: nn.Module) -> Iterator[None]:
-    """Keep the model's weights on the host as long as the context is open; the model cannot run meanwhile.
+def parked(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Keep a model's weights on the host as long as the context is open; the model cannot run meanwhile.
 
     What is on the host already stays there: all of a model on a CPU, and the copies of streamed blocks. Tensors keep their identity, because
     only their memory goes away: optimizer, engine and compiled blocks need not know.
     """
-    found = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "cpu"]
-    with parked_tensors(found):
+    with parked_tensors([tensor for tensor in weights if tensor.device.type != "cpu"]):
         yield
 
 
@@ -41,11 +40,11 @@ def parked_tensors(tensors: list[Tensor]) -> Iterator[None]:
         _wait_for(tensors)
 
 
-def parked_bytes(model: nn.Module) -> int:
+def parked_bytes(weights: Iterable[Tensor]) -> int:
     """Bytes that `parked` needs on the host."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
-        for tensor in (*model.parameters(), *model.buffers())
+        for tensor in weights
         if tensor.device.type != "cpu"
     }
     return sum(storage.nbytes() for storage in storages.values())

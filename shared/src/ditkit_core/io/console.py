@@ -79,17 +79,18 @@ CONSOLE = Console(file=cast(TextIO, _STDOUT), emoji=False)  # `:cat:` in a path 
 _FORMATS = {
     "loss": "loss {:.4f}",
     "held_out": "validation {:.4f}",
+    "seconds": "{:.2f} s/step",
+    "peak_memory_bytes": "peak {:.2f} GiB",
     "lr": "lr {:.2e}",
     "grad_norm": "grad norm {:.3g}",
-    "seconds": "{:.2f} s/step",
-    "data_seconds": "data {:.2f} s",
-    "tokens_per_second": "{:.0f} tokens/s",
-    "peak_memory_bytes": "peak {:.2f} GiB",
-    "peak_reserved_bytes": "with gaps {:.2f} GiB",
     "mfu": "MFU {:.0%}",
+    "tokens_per_second": "{:.0f} tokens/s",
     "wait_seconds": "waited {:.2f} s",
+    "data_seconds": "data {:.2f} s",
+    "peak_reserved_bytes": "with gaps {:.2f} GiB",
     "sent_bytes": "sent {:.2f} GiB",
 }
+"""By figure, its text; the most important first. All figures are in `metrics.jsonl`."""
 
 
 def prepare_streams() -> None:
@@ -104,8 +105,10 @@ _HUSHED = {
     "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
     # diffusers looks for tensor classes that torchao has removed; our files do not need them.
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
+    # diffusers warns of a VAE's cast to bf16 even where it lists no module that should stay in fp32.
+    "diffusers.models.modeling_utils": "that should be kept in float32: []",
 }
-"""By logger, messages of libraries at import that users cannot do anything about."""
+"""By logger, messages of libraries that users cannot do anything about."""
 
 
 def hush_libraries() -> None:
@@ -220,17 +223,25 @@ def progress(stage: str, total: int, completed: int = 0) -> Iterator[Bar]:
 
 
 class _LiveBar:
-    """A bar on a terminal with its figures below, because next to each other they are wider than most terminals."""
+    """A bar on a terminal with its figures in the line below, as many as fit."""
 
     def __init__(self, stage: str, total: int, completed: int):
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        texts = f"{stage}  {total}/{total} 10:00:00 10:00:00"
+        bar = BarColumn(min(40, max(4, CONSOLE.width - len(texts))))
+        columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
         self._figures = dict[str, str]()
         self._bar = Progress(*columns, TimeRemainingColumn(), console=CONSOLE, speed_estimate_period=_SPEED_SECONDS)
         self._task = self._bar.add_task(stage, total=total, completed=completed)
 
     def rendered(self) -> Group:
-        """The present content on the terminal."""
-        return Group(self._bar, *([Text("  ".join(self._figures.values()))] if self._figures else []))
+        """The present content on the terminal: a line that wraps would jump up and down when a figure changes its length."""
+        line = ""
+        for figure in (self._figures[name] for name in _FORMATS if name in self._figures):
+            longer = f"{line}  {figure}" if line else figure
+            if len(longer) > CONSOLE.width:
+                break  # what is less important would else change places with it
+            line = longer
+        return Group(self._bar, *([Text(line)] if line else []))
 
     def advance(self, amount: float = 1) -> None:
         self._bar.advance(self._task, amount)

@@ -74,6 +74,8 @@ class Ranks:
     """Number of consecutive ranks that share the tokens of each sample: a context group. All of them work on the same items."""
     group: Any = field(default=None, repr=False, compare=False)
     """torch's process group of this rank's context group; `grouped` makes it."""
+    meshes: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """torch's meshes of these ranks by kind of device and `shard`; `engine/sharding/division.py: mesh_of` makes them."""
     channel: Any = field(default=None, repr=False, compare=False)
     """torch's process group of all ranks that `all_reduce` and exchanges of objects go over; None for the one of training."""
 
@@ -260,15 +262,6 @@ class Ranks:
         """Have the other ranks help with the first rank's work."""
         assert self.leads, request
         self.broadcast_object({"ask": request})
-
-    def first_rank_first(self, work: Callable[[], T]) -> T:
-        """Do work on the first rank, and then on the others, which find its files."""
-        if self.is_first:
-            result = work()
-            self.barrier()
-            return result
-        self.barrier()
-        return work()
 
     def check_same(self, about: Mapping[str, str]) -> None:
         """Refuse ranks that differ from the first in something that must be the same, by name.

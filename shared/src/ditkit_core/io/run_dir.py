@@ -217,6 +217,10 @@ class RunFolder:
         if self._others() == [self.config_file.name]:
             self.config_file.unlink()
 
+    def _saves(self) -> set[Path]:
+        """The saves in the folder, and in those of experts inside it."""
+        return {*self.state.glob("step-*"), *self.path.glob(f"*/{self.state.name}/step-*")}
+
     def _others(self) -> list[str]:
         """Names in the folder, except those that exist without a run: demo inputs, samples, class images, an audit, a check."""
         without = {self.inputs.name, self.samples.name, self.prior.name, self.audit.name, *CHECKS}
@@ -262,7 +266,7 @@ def open_run(path: Path, config: Any, ranks: Ranks | None = None) -> Iterator[tu
     Args:
         path: The folder: new, empty, or of a run that this configuration continues.
         config: The resolved configuration. The caller stores it; if a UserError ends the block before anything else is written, the
-            stored file is removed again.
+            stored file is removed again. If it ends the block before the next save, the one that belongs to the last save is written back.
         ranks: The processes that train the run together; None for this one alone.
 
     Yields:
@@ -285,14 +289,18 @@ def open_run(path: Path, config: Any, ranks: Ranks | None = None) -> Iterator[tu
     folder.check(config)
     with _locked(folder.path):
         stated = folder.check(config)  # again: another process may have trained here before the lock was acquired
-        is_new = not folder.config_file.exists()
+        before = folder.config_file.read_text(encoding="utf-8") if folder.config_file.exists() else None
+        saves = folder._saves()
         folder.remove_unfinished()
         ranks.broadcast_object(folder.owner())
         try:
             yield folder, stated
         except UserError:
-            if is_new:
+            if before is None:
                 folder.forget()
+            elif saves and saves == folder._saves():
+                # What is refused only now (other data, another base) would else be the configuration that `--run` continues with.
+                write_text(folder.config_file, before)
             raise
 
 

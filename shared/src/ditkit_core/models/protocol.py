@@ -6,12 +6,11 @@ decides how each block is run.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import nn
 
 
-@runtime_checkable
 class StagedModel(Protocol):
     """An nn.Module that an engine can run block by block without knowing its architecture.
 

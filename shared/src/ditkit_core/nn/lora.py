@@ -261,6 +261,10 @@ def _split_for(x: Tensor, down: Tensor, up: Tensor) -> _Split | None:
     return _IN_TORCH if x.numel() // x.shape[-1] * wider >= TENSOR_CORES_FROM else None
 
 
+ASSISTANT = "assistant"
+"""Name of a layer's frozen second adapter, which is there whether its first one is switched off or not."""
+
+
 class KeepsOnlyItsInput:
     """A frozen layer, other than torch's Linear, whose forward saves nothing large for its backward but its input."""
 
@@ -329,6 +333,14 @@ def lora_linear_class() -> type:
             return not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if ASSISTANT not in self.lora_A:
+                return self._adapted(x, *args, **kwargs)
+            assert not args and not kwargs
+            down: Any = self.lora_A[ASSISTANT]
+            up: Any = self.lora_B[ASSISTANT]
+            return low_rank_sum(x, down.weight, up.weight, 1.0, self._adapted)
+
+        def _adapted(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             name = self._alone()
             if args or kwargs or name is None:
                 result: Tensor = super().forward(x, *args, **kwargs)

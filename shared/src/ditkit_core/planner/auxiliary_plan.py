@@ -55,7 +55,7 @@ def plan_auxiliary(
     previews = (
         config.sample.every_steps and not config.sample.device and (config.sample.prompts or config.sample.captions)
     )
-    exchanges = run.experts and previews and config.ranks.shard == 1  # experts that ranks divide have no previews
+    exchanges = run.experts and previews
     rooms = _rooms(run, devices, kind, exchanges=bool(exchanges))
     planner = AuxiliaryPlanner(
         models=run.spec.auxiliary.models(step.job.arch, config.model),
@@ -105,7 +105,8 @@ def _rooms(run: RunContext, devices: Sequence[DevicePlan], kind: str, *, exchang
 def _exchanged(devices: Sequence[DevicePlan], streamed: int, host: int | None) -> AuxiliaryRow:
     """The host while the other of two experts takes its steps of a preview: the weights of the one that trains wait there, and the other
     streams as many."""
-    in_use, moved = streamed + sum(device.host for device in devices), streamed + sum(map(weights_on, devices))
+    in_use = streamed + sum(device.host for device in devices)
+    moved = streamed + sum(weights_on(device) - device.gathered for device in devices)
     fits = host is None or in_use + moved <= host
     return AuxiliaryRow(
         stage="preview",

@@ -269,6 +269,8 @@ class DevicePlan:
     """Bytes of the carry that is sent to this device in each forward; 0 on the first."""
     host: int = 0
     """Bytes of activations that its blocks offload to the host."""
+    gathered: int = 0
+    """Bytes of the weights that are there for a forward alone: those of which other ranks have the rows."""
 
     @property
     def peak(self) -> int:
@@ -367,6 +369,7 @@ class DeviceSpan:
             purposes={**held, "workspace": budget.workspace},
             crossing=self.receives,
             host=(1 + work.waiting) * sum(cost.on_host for cost in self.stages),
+            gathered=self.gathered,
         )
 
     def static(self) -> dict[str, int]:

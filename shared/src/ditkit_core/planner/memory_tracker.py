@@ -26,7 +26,13 @@ _HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
 """What torch asks of fake tensors twice as often as it computes with them."""
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten._int_mm: torch.ops.aten.mm}
+_COUNTED_AS = {
+    torch.ops.aten.addmm_: torch.ops.aten.addmm,
+    torch.ops.aten._int_mm: torch.ops.aten.mm,
+    # torch 2.11 counts attention on GPUs alone.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}
 """Operations whose arithmetic torch counts under another name, or not at all."""
 
 

@@ -4,16 +4,17 @@ A step with fewer tokens needs less memory. Nothing is loaded: sizes come from t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ditkit_core.adapters.assistant import ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.identify import layers_of
-from ditkit_core.adapters.files.read import config_from_file, open_adapter
+from ditkit_core.adapters.files.read import config_from_file, open_adapter, parse_merge
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
@@ -76,6 +77,8 @@ class StepJob:
     flow: FlowConfig
     clip_norm: float = 1.0
     clip_by: ClipBy = "step"
+    assistant: Mapping[str, int] = field(default_factory=dict)
+    """Rank of an assistant by module, where it is next to a DoRA that is trained."""
     quantize: str = "none"
     compute: str = "dtype"
     """`base.compute`."""
@@ -139,6 +142,7 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
         flow=config.flow,
         clip_norm=config.train.clip_norm,
         clip_by=config.train.clip_by,
+        assistant=_assistant(run, arch) if adapter.use_dora else {},
         quantize=config.base.quantize,
         compute=config.base.compute,
         micro_batches=config.micro_batches,
@@ -174,6 +178,15 @@ def as_held(run: RunContext) -> RunContext:
         return run
     check_scaled(str(config.model.here(run.component)), config.adapter.method)
     return with_config(run, replace(config, base=replace(config.base, quantize="fp8")))
+
+
+def _assistant(run: RunContext, arch: Any) -> dict[str, int]:
+    key, entry = run.config.base.assistants[run.component == "transformer_2"]
+    if not entry:
+        return {}
+    architecture = run.spec.architecture
+    path, _ = parse_merge(entry, key)
+    return ranks_next_to_dora(open_adapter(path, architecture.names, layers_of(architecture.build, arch)), key)
 
 
 def _adapter(run: RunContext, arch: Any) -> AdapterConfig:

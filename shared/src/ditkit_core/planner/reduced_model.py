@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.adapters.assistant import add_assistant
 from ditkit_core.adapters.inject import (
     canonical_name,
     inject,
@@ -86,7 +87,8 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
         compute_in_8_bits(model, job.compute)
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     check_rates(job.optim, targets or list(map(module_of, trainable_parameters(model))))
-    kinds = _kinds(model, {target: adapter.rank_of(target) for target in targets}, whole=adapter.method == "full")
+    ranks = {target: (adapter.rank_of(target), job.assistant.get(target, 0)) for target in targets}
+    kinds = _kinds(model, ranks, whole=adapter.method == "full")
     chosen = ReducedModel(model, *_choose(kinds, of_each))
     if targets:  # peft takes a second for a hundred layers, and most are never run
         names = {id(module): name for name, module in model.named_modules()}
@@ -94,17 +96,18 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
         inject(model, adapter, spec.adapters.targets, only={t for t in targets if t.startswith(prefixes)})
     else:
         inject(model, adapter, spec.adapters.targets)
+    add_assistant(model, job.assistant)
     return chosen
 
 
-def _kinds(model: StagedModel, targets: Mapping[str, int], *, whole: bool) -> list[tuple[Any, ...]]:
-    """The kind of each block: class, parameters, adapters with their ranks, and whether a trained parameter comes before it, so that it has a backward."""
+def _kinds(model: StagedModel, targets: Mapping[str, tuple[int, int]], *, whole: bool) -> list[tuple[Any, ...]]:
+    """The kind of each block: class, parameters, adapters with their ranks and those of an assistant, and whether a trained parameter comes before it, so that it has a backward."""
     names = {id(module): name for name, module in model.named_modules()}
     started = whole or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
     kinds = []
     for block in model.blocks():
         prefix = f"{names[id(block)]}."
-        adapted = frozenset((t.removeprefix(prefix), rank) for t, rank in targets.items() if t.startswith(prefix))
+        adapted = frozenset((t.removeprefix(prefix), both) for t, both in targets.items() if t.startswith(prefix))
         started = started or bool(adapted)
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
         kinds.append((type(block), shapes, adapted, started))

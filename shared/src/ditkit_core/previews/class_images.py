@@ -1,11 +1,10 @@
 """Generates the class images of prior preservation with the base model, before training."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -23,9 +22,7 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_prior
 from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
-
-if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.shards import Shards
+from ditkit_core.sampling.shares import ALONE, SampleShares
 
 
 def num_missing_class_images(run: RunContext, *, started: bool) -> int:
@@ -101,17 +98,21 @@ def generate_class_images(
     stages: Sequence[DenoiserStage],
     count: int,
     extra_conditions: Mapping[str, Tensor] = MappingProxyType({}),
+    shares: SampleShares = ALONE,
 ) -> list[Path]:
     """Generate class images of the prompt with the seeds 0, 1, …, each with its caption next to it; existing files are kept.
+
+    Ranks divide them as samples, and each writes its own.
 
     Args:
         run: The run; the prompt and the negative one are in its cache.
         stages: The transformers that take the steps, whose adapters are at zero.
         count: Number of images to add.
         extra_conditions: The result of `class_conditions`.
+        shares: Which ranks generate which of them, called on all of them.
 
     Returns:
-        The new files.
+        The new files, of all ranks.
 
     Raises:
         UserError: If an image cannot be written, or is not finite.
@@ -127,38 +128,37 @@ def generate_class_images(
         negative=None if negative is None else {**negative, **extra_conditions},
         references=(),
     )
-    seeds = [seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()][:count]
+    missing = [seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()][:count]
+    seeds = shares.ranks.broadcast_object(missing)  # as the first rank sees them: others already write
+    own = [(seeds[place], counts) for place, counts in shares.own(len(seeds))]
     say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
-    jobs = (replace(job, seed=seed) for seed in seeds)
+    jobs = (replace(job, seed=seed) for seed, _ in own)
     try:
         with (
-            progress("class images", len(seeds)) as bar,
+            progress("class images", len(own)) as bar,
             closing(generate(run.auxiliary.sampler, jobs, with_adapters(bare, stages))) as results,
         ):
-            for seed, pixels in zip(seeds, results, strict=True):
-                if not pixels.isfinite().all():
-                    raise UserError(f"an image of {config.prior.prompt!r} is not finite: the base's weights are broken")
-                path = _image_path(folder, seed)
-                # The caption first: after a crash between the two, an image without one would stop the next start.
-                write_text(path.with_suffix(".txt"), config.prior.prompt + "\n")
-                write_image(path, pixels[:, 0])
+            for (seed, counts), pixels in zip(own, results, strict=True):
+                if counts:
+                    _write(_image_path(folder, seed), pixels, config.prior.prompt)
                 bar.advance()
     finally:
         run.auxiliary.sampler.release()
+    shares.ranks.barrier()  # all of them are there, before anybody looks at the folder
     return [_image_path(folder, seed) for seed in seeds]
 
 
-def encoded_class_images(
-    run: RunContext, stages: Callable[[], Sequence[DenoiserStage]], count: int, shards: "Shards | None" = None
-) -> list[EncodedSample]:
-    """Generate class images on the first rank, which other ranks with `shards` of the weights help, and encode them on all."""
+def _write(path: Path, pixels: Tensor, prompt: str) -> None:
+    if not pixels.isfinite().all():
+        raise UserError(f"an image of {prompt!r} is not finite: the base's weights are broken")
+    # The caption first: after a crash between the two, an image without one would stop the next start.
+    write_text(path.with_suffix(".txt"), prompt + "\n")
+    write_image(path, pixels[:, 0])
 
-    def make() -> None:
-        generate_class_images(run, stages(), count, class_conditions(run))
 
-    current_ranks().on_first(make, None if shards is None else shards.help)
-    if shards is not None:
-        shards.changed()  # the first rank alone still has weights whole that it gathered last
+def encoded_class_images(run: RunContext, stages: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
+    """Generate class images and encode them; all ranks call it, and each does its share of both."""
+    generate_class_images(run, stages, count, class_conditions(run), SampleShares.of(current_ranks()))
     return encode_prior(run)
 
 

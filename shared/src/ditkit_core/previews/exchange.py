@@ -42,7 +42,7 @@ def samples_in_place(
     """
     sample, ranks = sampled.config.sample, current_ranks()
     every_steps = sample.every_steps if not sample.device and (sample.prompts or sample.captions) else 0
-    shares = SampleShares(ranks=ranks, num=ranks.size, in_step=prepared.shards is not None)
+    shares = SampleShares.of(ranks)
     stages: Callable[[], Sequence[DenoiserStage]] = tuple
     if run.expert is None:
         stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
@@ -68,8 +68,6 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
     Raises:
         UserError: If they cannot be exchanged.
     """
-    if prepared.shards is not None:
-        raise UserError("ranks divide its weights, and the other expert is loaded whole; set sample.device")
     if lacking := why_no_samples(sampled):
         raise UserError(lacking)
     # Read once: the saves of the others do not change while this expert trains.
@@ -91,21 +89,24 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
 def _ranks_with_room(own: Expert, prepared: LoadedModel, ranks: Ranks, *, num_samples: int) -> tuple[int, str]:
     """How many ranks, the first ones, can exchange the experts at the same time; and if none can, what they lack.
 
+    Ranks that divide the weights can all do it, or none.
+
     Args:
         own: The expert that trains.
         prepared: Its model.
         ranks: All of them.
         num_samples: Samples of a preview, at most.
     """
-    moved, free = parked_bytes(prepared.model), free_memory_bytes(torch.device("cpu"))
+    moved, free = parked_bytes(prepared.weights()), free_memory_bytes(torch.device("cpu"))
     # The other one streams as many blocks, from page-locked memory of its own.
     streamed = prepared.streamer is not None
     needed = sum(tensor.nbytes for tensor in prepared.model.parameters()) if moved and streamed else moved
-    most = min(ranks.size, num_samples)
+    most = ranks.size if ranks.shard > 1 else min(ranks.size, num_samples)
     asked = ranks.all_gather_object({"host": socket.gethostname(), "needed": needed, "free": free})
     num = num_with_room(asked[:most])
-    if not num:
-        what = f"the host needs {needed / 2**30:.1f} GiB and has {free / 2**30:.1f} GiB"
+    if not num or (ranks.shard > 1 and num < most):
+        each = " for each rank" if most > 1 else ""
+        what = f"the host needs {needed / 2**30:.1f} GiB{each} and has {free / 2**30:.1f} GiB"
         return 0, f"to exchange the experts, {what}; set sample.device"
     if moved:
         where = "the host" if num == most else f"the host, which has room for {num} of {most} ranks,"
@@ -135,7 +136,7 @@ def _instead_of(prepared: LoadedModel, stage: DenoiserStage) -> DenoiserStage:
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
-        with parked(prepared.model), stage.opened() as found:
+        with parked(prepared.weights()), stage.opened() as found:
             yield found
             del found  # before the weights come back
 

@@ -65,7 +65,7 @@ def generate_samples(
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     sampler = FittingSampler(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
-    with progress("sample", len(shares.own(len(requests))) * config.steps) as bar:
+    with progress("denoise", len(shares.own(len(requests))) * config.steps) as bar:
         return render_samples(with_adapters(run, stages), sampler, requests, to, bar.advance, shares)
 
 

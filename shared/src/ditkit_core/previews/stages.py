@@ -21,8 +21,8 @@ from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.queue import read_weights
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.expert_runs import config_of, is_joint, runs_of, saved_step
-from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.expert_runs import config_of, runs_of, saved_step
+from ditkit_core.run.model import build_model, engine_of, load_divided
 from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
@@ -47,6 +47,9 @@ class ExpertWeights:
 def denoiser_stages(run: RunContext, trained: Mapping[str, ExpertWeights]) -> list[DenoiserStage]:
     """All experts of a run's model as stages; each is loaded when its denoising steps begin.
 
+    Ranks that divide the weights load and run each of them together. So they need samples that take equally many steps of each: no family
+    with experts has noise levels that depend on the size of a sample.
+
     Args:
         run: The run.
         trained: Maps the name of an expert to its trained weights; experts that are missing use their base weights.
@@ -61,7 +64,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
         sampling, unloaded = build_with_adapter(alone, trained.file)
-        prepared = load_model(sampling, unloaded, place(sampling, unloaded))
+        prepared = load_divided(sampling, unloaded, place(sampling, unloaded), current_ranks())
         what = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
@@ -95,8 +98,12 @@ def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, MetaMode
     try:
         return sampling, build_model(sampling)
     except MixedAdapter:
-        merge = (*config.base.merge, f"{file}@1")  # explicit strength: an @ in the file's name would be read as one
-        sampling = with_config(run, replace(config, adapter=AdapterConfig(), base=replace(config.base, merge=merge)))
+        base, entry = config.base, f"{file}@1"  # explicit strength: an @ in the file's name would be read as one
+        if run.component == "transformer_2":
+            base = replace(base, merge_low=(*base.merge_low, entry))
+        else:
+            base = replace(base, merge=(*base.merge, entry))
+        sampling = with_config(run, replace(config, adapter=AdapterConfig(), base=base))
         return sampling, build_model(sampling)
 
 
@@ -111,8 +118,6 @@ def _for_sampling(run: RunContext, expert: Expert, trained: ExpertWeights) -> Ru
                 config.adapter, method="lora" if config.adapter.method == "full" else config.adapter.method, init=""
             ),
         )
-    if not is_joint(run) and run.expert != expert:  # base.merge of such a run is for the expert that it trains
-        config = replace(config, base=replace(config.base, merge=()))
     return with_config(run, config)
 
 
@@ -164,7 +169,7 @@ def generate_trained(run: RunContext, folder: RunFolder, step: int) -> None:
     if lacking := next(filter(None, ranks.all_gather_object(why_no_samples(run))), ""):
         say(f"no samples: {lacking}")
         return
-    stages, shares = denoiser_stages(run, trained_weights_in(run)[0]), SampleShares(ranks=ranks, num=ranks.size)
+    stages, shares = denoiser_stages(run, trained_weights_in(run)[0]), SampleShares.of(ranks)
     generate_samples(run, stages, prompts, folder.samples, f"step-{step:06d}", shares)
 
 

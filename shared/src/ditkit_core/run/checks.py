@@ -19,6 +19,7 @@ from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
+from ditkit_core.run.experts import check_merges
 from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optim.optimizers import optimizers_that
@@ -49,6 +50,8 @@ def check_settings(run: RunContext) -> None:
         size_step=run.spec.data.size_step,
         takes_references=run.spec.data.reference_size is not None,
     )
+    if run.arch is not None:
+        check_merges(base, run.experts, trains=run.expert)
     check_sample_adapters(run)
 
 
@@ -179,6 +182,11 @@ def _check_sharded(run: RunContext) -> None:
         UserError: Naming the setting and a value that works.
     """
     config, shard = run.config, f"ranks.shard = {run.config.ranks.shard}"
+    if _trains_bf16(run) and not _fsdp_keeps_wide_gradients():
+        raise UserError(
+            f"{shard} with trained weights in bf16: this torch, {torch.__version__}, rounds gradients that it has summed over ranks to bf16; update "
+            "it, or set model.dtype = fp32"
+        )
     if not config.optim.kind.by_element:
         raise UserError(
             f"optim.name = {config.optim.name} needs whole weights or all of them at once, and {shard} gives each rank some rows; use "
@@ -199,6 +207,12 @@ def _check_sharded(run: RunContext) -> None:
             f"train.checkpointing = {config.train.checkpointing!r} is planned for whole weights, and {shard} divides them; name a policy, such "
             "as full or attn_only"
         )
+
+
+def _fsdp_keeps_wide_gradients() -> bool:
+    from ditkit_core.engine.sharding.fsdp import keeps_wide_gradients  # imports parts of torch that take seconds
+
+    return keeps_wide_gradients()
 
 
 def _check_context(run: RunContext, size: int) -> None:

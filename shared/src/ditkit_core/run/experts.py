@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ditkit_core.adapters.config import BaseConfig
 from ditkit_core.adapters.files.read import parse_merge
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
@@ -75,6 +76,34 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
                 f"model.{expert.part} = {path!r} is in {other.part!r}, which is the folder of the {other.name} expert: exchange them, or "
                 "rename it"
             )
+
+
+def check_merges(base: BaseConfig, experts: Sequence[Expert], *, trains: Expert | None) -> None:
+    """Refuse files of `base.merge` and `base.merge_low` that are missing, of the other expert, or do not say which expert they are for.
+
+    Args:
+        base: The section.
+        experts: The architecture's.
+        trains: The expert that is trained; None for all of them.
+
+    Raises:
+        UserError: Naming the key and what to set instead.
+    """
+    if base.merge_low and not experts:
+        raise UserError(
+            "base.merge_low is for the second of two experts, and this model has one transformer; add its files to base.merge"
+        )
+    for expert, (key, entries) in zip(experts, base.merges, strict=False):
+        for path, _ in (parse_merge(entry, key) for entry in entries):
+            check_named(expert, key, str(path))
+            if not path.exists():
+                raise UserError(f"{key}: there is no file {path}; correct the path, or leave it out")
+    # Not taken for both: which one a file is for cannot be seen from it, and one that is merged into the wrong expert trains without a word.
+    if experts and base.merge and not base.merge_low and trains != experts[0]:
+        raise UserError(
+            f"base.merge is for the {experts[0].name} expert; name the files of the {experts[1].name} one in base.merge_low (FILE@0 for none), "
+            "also if they are the same"
+        )
 
 
 def check_named(expert: Expert, key: str, path: str) -> None:
@@ -148,8 +177,6 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
     if expert is None:
         return config
     check_named(expert, "adapter.init", config.adapter.init)
-    for path, _ in map(parse_merge, config.base.merge):
-        check_named(expert, "base.merge", str(path))
     flow, held_out = restricted(expert, config.flow, config.held_out)
     return replace(config, flow=flow, held_out=held_out)
 

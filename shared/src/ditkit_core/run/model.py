@@ -4,7 +4,6 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -52,9 +51,7 @@ def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ran
     The model is divided before it has values, and each rank reads its rows.
     """
     if ranks.shard == 1:
-        # The first rank writes the file of a quantized base, and the others read it.
-        load = partial(load_model, run, unloaded, placement)
-        return ranks.first_rank_first(load) if run.config.base.quantized_cache else load()
+        return load_model(run, unloaded, placement)
     from ditkit_core.engine.sharding.division import Division  # imports parts of torch that take seconds
     from ditkit_core.engine.sharding.shards import Shards
 
@@ -63,7 +60,6 @@ def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ran
     division = Division(unloaded.model, trainable_parameters(unloaded.model), run.precision, ranks, device)
     prepared = load_weights(unloaded, placement=placement, seed=run.config.train.seed, division=division, say=say)
     shards = Shards(prepared.model, prepared.trainable, run.precision, ranks, device, division)
-    say(f"weights, gradients and optimizer state are divided over {ranks.shard} ranks")
     return replace(prepared, shards=shards, trainable=shards.local)
 
 

@@ -4,7 +4,7 @@ Build on `meta`; match every name and shape; inject adapters on `meta`; stream t
 its devices and dtypes; initialise the adapters. Nothing is allocated twice, and nothing later may move or cast the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.adapters.assistant import load_assistant, put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.adapters.files.identify import parameters_of, presets_of
+from ditkit_core.adapters.files.identify import layers_of, parameters_of, presets_of
 from ditkit_core.adapters.files.read import (
     AdapterFile,
     config_from_file,
@@ -25,8 +26,6 @@ from ditkit_core.adapters.files.read import (
     parse_merge,
 )
 from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
-from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import shapes_of
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.placement import Placement
@@ -87,6 +86,11 @@ class LoadedModel:
     shards: "Shards | None" = None
     """Divides the weights over ranks; None if this one has all."""
 
+    def weights(self) -> list[Tensor]:
+        """All parameters and buffers: of those that ranks divide, the rows of this one."""
+        found = [*self.model.parameters(), *self.model.buffers()]
+        return found if self.shards is None else self.shards.own(found)
+
     def readable(self, *, base: bool = True) -> AbstractContextManager[None]:
         """Inside the block every weight can be read, on the host or its device; the model may be unable to run meanwhile.
 
@@ -111,6 +115,8 @@ class MetaModel:
     mapping: Mapping[str, tuple[TensorSlice, ...]]
     """By parameter name, the slices of the files' tensors that make it up."""
     merged: list[tuple[AdapterFile, float]]
+    assistant: tuple[AdapterFile, float] | None
+    """The assistant of the layers that it is not merged into, because their DoRA is trained."""
     start: Callable[[str], Mapping[str, Tensor]] | None
     """Initial values of a module's adapter, if a file contains them."""
     base: BaseConfig
@@ -150,8 +156,7 @@ def build_meta_model(
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # Before anything slow, so that wrong files fail at once: importing peft alone takes seconds.
     mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
-    linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
+    open_file = partial(open_adapter, names=spec.architecture.names, modules=layers_of(spec.architecture.build, arch))
     # All adapter files are opened before anything is converted, so that a wrong one fails at once.
     merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in files)]
     adapter, start = _started_from_file(adapter, open_file, say)
@@ -173,6 +178,7 @@ def build_meta_model(
         source=source,
         mapping=mapping,
         merged=merged,
+        assistant=put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else ""),
         start=initial_adapter(start, adapted) if start else None,
         base=base,
     )
@@ -217,39 +223,6 @@ def _quantize_blocks(
         say(_quantize(spec, model, kind, precision))
 
 
-def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) -> None:
-    """Run the embedding on the shapes of a sample, on `meta`: those of another model fail here, before weights are read.
-
-    Raises:
-        UserError: If the model cannot take it.
-    """
-    try:
-        with torch.no_grad():
-            # Only shapes matter here, so any noise level works.
-            sigma = torch.zeros(1, device="meta")
-            model.embed(spec.training.make_inputs([item["latents"]], sigma, [item], 1.0))
-    except RuntimeError as error:
-        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
-        raise UserError(
-            f"the encoded samples do not fit the transformer ({found}: {str(error).splitlines()[0]}); "
-            "set model.vae and model.text_encoder to those that belong to it"
-        ) from error
-
-
-def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSample]) -> None:
-    """Check one sample of each shape; otherwise one that the model cannot take would fail in the middle of an epoch.
-
-    Raises:
-        UserError: Naming the sample that the model cannot take.
-    """
-    # Reversed, so that the error names the first sample of a shape.
-    for sample in {shapes_of(sample): sample for sample in reversed(samples)}.values():
-        try:
-            check_item(spec, model, sample.outline())
-        except UserError as error:
-            raise UserError(f"{sample.id}: {error}") from error
-
-
 def load_weights(
     unloaded: MetaModel,
     *,
@@ -276,13 +249,14 @@ def load_weights(
     dtype_of, home_of = loaded_dtype(spec, unloaded.precision), base_device_map(model, placement)
     base, merged = unloaded.base, unloaded.merged
     cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
-    cached = partial(cache.load, model, device_of=home_of, dtype_of=dtype_of) if cache else None
-    if cached is None or not cached(division=division, say=say):
-        read = partial(load_into, model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of)
-        read(edits=edits, division=division)
-        if cache is not None:
-            cache.write(model, dtype_of=dtype_of, division=division, say=say)
+    read = partial(load_into, model, source, unloaded.mapping, edits=edits, device_of=home_of, dtype_of=dtype_of)
+    read = partial(read, division=division)
+    if cache is None:
+        read()
+    else:
+        cache.load(model, read, device_of=home_of, dtype_of=dtype_of, division=division, say=say)
     initialise(model, seed, device_of=device_of, start=unloaded.start, division=division)
+    load_assistant(model, unloaded.assistant, device_of=home_of, put=division.put_whole if division else None)
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     # Last: from here on, weights that are streamed cannot be read from the model except inside of `readable`.

@@ -7,6 +7,7 @@ digest of everything that it was made from, so that a stale file is never used: 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
+from ditkit_core.encoding.claims import alone_with
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, remove_unfinished
 from ditkit_core.io.ranks import Ranks
@@ -71,24 +73,49 @@ class QuantizedCache:
     def load(
         self,
         model: nn.Module,
+        convert: Callable[[], None],
         *,
         device_of: Callable[[str], torch.device],
         dtype_of: Callable[[str], torch.dtype],
         division: "Division | None" = None,
         say: Callable[[str], None],
-    ) -> bool:
-        """Load a model's base from the file, if it exists and is intact: the same tensors as from `load_into`.
+    ) -> None:
+        """Load a model's base from the file if it exists and is intact, or convert it and write the file.
+
+        Of several processes that find no file, one converts; the others wait and read what it has written.
 
         Args:
             model: The model, built on `meta`, with or without adapters.
+            convert: Loads the same tensors from the files of the base (`load_into`).
             device_of: Device of a parameter, by our name.
             dtype_of: Its dtype there, if it is not quantized.
             division: Of the rows over ranks. They read the tensors in turn and send them to each other, so that each can be verified as a whole.
-            say: Called with one line: the file that was read, or what is wrong with it.
-
-        Returns:
-            Whether it was loaded. If not, some parameters may be set already, and have to be loaded again.
+            say: Called with one line: the file that was read or written, or what is wrong with it.
         """
+        read = partial(self._read, model, device_of=device_of, dtype_of=dtype_of, division=division, say=say)
+        found = self._written()
+        if read():
+            return
+        with alone_with(self.file) if division is None else nullcontext():  # ranks that divide it convert together
+            if self._written() != found and read():
+                return
+            convert()
+            self._write(_entries(model, dtype_of), division, say)
+
+    def _written(self) -> int:
+        """When the file was written; 0 if it is missing."""
+        return self.file.stat().st_mtime_ns if self.file.exists() else 0
+
+    def _read(
+        self,
+        model: nn.Module,
+        *,
+        device_of: Callable[[str], torch.device],
+        dtype_of: Callable[[str], torch.dtype],
+        division: "Division | None",
+        say: Callable[[str], None],
+    ) -> bool:
+        """Whether the base could be read. If not, some parameters may be set already, and have to be loaded again."""
         ranks, entries = Ranks() if division is None else division.ranks, _entries(model, dtype_of)
         if not all(ranks.all_gather_object(self.file.exists())):
             return False
@@ -115,21 +142,13 @@ class QuantizedCache:
             raise UserError("it was not made for this base")
         return source, source.read(_DIGESTS)
 
-    def write(
-        self,
-        model: nn.Module,
-        *,
-        dtype_of: Callable[[str], torch.dtype],
-        division: "Division | None" = None,
-        say: Callable[[str], None],
-    ) -> None:
-        """Write the base of a model that was just loaded. If the disk is full, no file is left behind and the run goes on.
+    def _write(self, entries: dict[str, _Entry], division: "Division | None", say: Callable[[str], None]) -> None:
+        """Write the base that was just loaded. If the disk is full, no file is left behind and the run goes on.
 
         With a `division` the first rank writes, and the others send it their rows.
         """
-        entries = _entries(model, dtype_of)
         if division is None:
-            self._write(entries, lambda name: entries[name].tensor.detach(), say)
+            self._write_file(entries, lambda name: entries[name].tensor.detach(), say)
             return
         ranks = division.ranks
 
@@ -140,9 +159,11 @@ class QuantizedCache:
         def send(name: str) -> None:
             whole(entries[name].tensor, division)
 
-        ranks.on_first(lambda: self._write(entries, gathered, say), send)
+        ranks.on_first(lambda: self._write_file(entries, gathered, say), send)
 
-    def _write(self, entries: dict[str, _Entry], value_of: Callable[[str], Tensor], say: Callable[[str], None]) -> None:
+    def _write_file(
+        self, entries: dict[str, _Entry], value_of: Callable[[str], Tensor], say: Callable[[str], None]
+    ) -> None:
         digests: list[bytes] = []
 
         def tensor_of(name: str) -> Tensor:

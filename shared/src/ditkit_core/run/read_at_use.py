@@ -35,13 +35,15 @@ def read_at_use(
         spec: The model's family.
         components: Path of the transformer, and its preset.
         adapter: The adapter to put on it, whose values are zeros; `full` for none.
-        base: What is merged into the base. Nothing is quantized.
+        base: What is merged into the base, but for an assistant. Nothing is quantized.
         component: The one to load, where a model has several transformers.
 
     Raises:
         UserError: If a file is missing, damaged, or does not fit the model.
     """
-    base, precision = replace(base, quantize="none", compute="dtype"), Precision(matmul=torch.float32)
+    # Without an assistant: an export is for the base without it.
+    base = replace(base, quantize="none", compute="dtype", assistant="", assistant_low="")
+    precision = Precision(matmul=torch.float32)
     unloaded = build_meta_model(
         spec, components, adapter, base, precision=precision, component=component, keeps_codes=False
     )

@@ -67,16 +67,15 @@ def _check_assistants(run: RunContext) -> None:
             check_named(expert, key, str(parse_merge(entry, key)[0]))
     key, entry = given[0]
     if config.adapter.method == "full":
-        opposite = f"{-parse_merge(entry, key)[1]:g}"
+        opposite, low = f"{-parse_merge(entry, key)[1]:g}", "_low" * key.endswith("_low")
         raise UserError(
-            f"{key} is for adapters, because the weights of a full fine-tune would contain it; name its file in base.merge instead and, with "
-            f"@{opposite}, in sample.adapter, and take it out of what is exported with --adapter FILE --merge --strength {opposite}"
+            f"{key} is for adapters, because the weights of a full fine-tune would contain it; name its file in base.merge{low} instead and, with "
+            f"@{opposite}, in sample.adapter{low}, and take it out of what is exported with --adapter FILE --merge --strength {opposite}"
         )
-    refused = {"adapter.use_dora": config.adapter.use_dora, "export.merged": config.export.merged}
-    if others := [what for what, is_set in refused.items() if is_set]:
+    if config.export.merged:
         raise UserError(
-            f"{key} is part of the base in training alone, and with {others[0]} it could not be taken out again; train a LoRA, "
-            "LoKr or LoHa, and merge it with the export command's --adapter FILE --merge"
+            f"{key} is part of the base in training alone, and with export.merged it could not be taken out again; merge the adapter's file with "
+            "the export command's --adapter FILE --merge"
         )
 
 
@@ -108,14 +107,14 @@ def _open(run: RunContext, key: str, entry: str, shapes: Shapes) -> AddedAdapter
 
 
 def _without_assistant(run: RunContext, component: str, linears: Shapes) -> Callable[[str], Tensor]:
-    """Reads the weight of a module [out, in] in fp32, as a component's files have it with `base.merge` alone; opens them when first called."""
-    names = run.spec.architecture.names
+    """Reads the weight of a module [out, in] in fp32, as a component's files have it with its `base.merge` alone; opens them when first called."""
+    names, (key, entries) = run.spec.architecture.names, run.config.base.merges[component == "transformer_2"]
 
     @cache
     def opened() -> tuple[SafetensorsSource, Mapping[str, Any], Mapping[str, Any]]:
         source = open_weights(run.config.model.locate(component))
         shapes = parameters_of(run.spec.architecture.build, run.arch)
-        merged = [parse_merge(entry) for entry in run.config.base.merge]
+        merged = [parse_merge(entry, key) for entry in entries]
         edits = merge_into([(open_adapter(path, names, linears), strength) for path, strength in merged])
         return source, match(source, names, shapes), edits
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +26,16 @@ class SampleShares:
     ranks: Ranks = field(default_factory=Ranks)
     num: int = 1
     """How many of them generate, the first ones; the others have nothing to do."""
-    in_step: bool = False
-    """Whether ranks divide the weights, so that all of them have to run equally many forwards at the same time."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks divide the weights, so that all of them have to run equally many forwards at the same time."""
+        return self.ranks.shard > 1
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> Self:
+        """All of these ranks generate."""
+        return cls(ranks=ranks, num=ranks.size)
 
     def own(self, count: int) -> list[tuple[int, bool]]:
         """The places of this rank's samples among `count`: the first rank has the first one, the second rank the next, and so on.

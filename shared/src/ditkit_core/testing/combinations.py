@@ -28,10 +28,13 @@ NIGHTLY_FOR_VARIANTS = (
     "test_nothing_waits_or_crosses_but_the_carry_while_micro_batches_are_launched",
     "test_no_cut_changes_a_bit",
     "test_what_a_forward_keeps_holds_no_streamed_weight",
+    "test_levers_together_change_no_number",
+    "test_streaming_changes_no_bit",
+    "test_pipelined_micro_batches_equal_one_backward_over_their_sum",
 )
 """The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each feature has another check that every
-variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, policies and offloading what they
-repeat and send, and all of them, quantized bases too, the levers together."""
+variant runs daily: a division its layouts, policies and offloading what they repeat and send, and all of them, streaming, pipelining and
+quantized bases too, the levers at once."""
 
 ONE_IN_FOUR = dict.fromkeys(
     (

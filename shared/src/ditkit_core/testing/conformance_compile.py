@@ -33,15 +33,23 @@ class CompileConformance:
     """Script that prints the result of `compiled_steps.compare` for an adapter, a dtype and a backend."""
     num_attention: ClassVar[int] = 4
     """Attention calls in a forward of the script's model."""
+    trained: ClassVar[tuple[str, str]]
+    """The adapter and dtype that each change compiles under every policy; a night compiles both."""
     in_pairs: ClassVar[tuple[str, ...]]
     """Variants that between them have every kind of block: pairs of all levers are tried with each."""
     graphs_of_sizes: ClassVar[Mapping[str, int]] = MappingProxyType({})
     """Graphs that other sizes take, by variant, where they take any."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Names of variants, which a subclass says."""
+        """Names of variants, and what is trained with each change, which a subclass says."""
         if "name" in metafunc.fixturenames:
             metafunc.parametrize("name", self.in_pairs)
+        if "dtype" in metafunc.fixturenames:
+            both = (("full", "float32"), ("lora", "bfloat16"))
+            marked = [
+                pytest.param(*each, marks=() if each == self.trained else pytest.mark.exhaustive) for each in both
+            ]
+            metafunc.parametrize(("adapter", "dtype"), marked)
 
     @property
     def _every(self) -> tuple[str, ...]:
@@ -52,7 +60,6 @@ class CompileConformance:
         check_variants(self.folder, self._every)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("adapter", "dtype"), [("full", "float32"), ("lora", "bfloat16")])
     @pytest.mark.parametrize(
         "backend", ["aot_eager", pytest.param("inductor", marks=(pytest.mark.exhaustive, pytest.mark.timeout(3100)))]
     )  # minutes of g++

@@ -90,6 +90,26 @@ class DemoConformance:
         assert demo.train(tmp_path / "third", "--base.merge", f'["{merge.as_posix()}@0.5"]') == 0
         assert "at strength 0.5" in capsys.readouterr().out
 
+    @pytest.mark.slow
+    def test_a_dora_is_trained_next_to_an_assistant_and_verified_for_the_bare_base(
+        self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Checked, planned, trained, sampled with an adapter of its own, and continued; by diffusers' own loader and model."""
+        assert demo.train(tmp_path / "first", *self.forms, "--sample.captions", "0") == 0
+        file = (tmp_path / "first" / "exports" / self.merge_from).as_posix()
+        files = ("--base.assistant", f"{file}@0.5", "--sample.adapter", f'["{file}"]')
+        flags = (*files, "--adapter.use_dora", "true", "--prior.match_base", "0.5", "--adapter.targets", "[]")
+        run = tmp_path / "run"
+        for mode in ("--check", "--plan"):  # the first writes the demo, the second writes nothing
+            assert demo.train(run, *flags, mode) == 0, capsys.readouterr()
+        capsys.readouterr()
+        for more in ((), ("--train.steps", "3")):
+            assert demo.train(run, *flags, *more) == 0, capsys.readouterr().err
+            assert "verified: diffusers loads run_diffusers.safetensors" in capsys.readouterr().out
+        page = (run / "report.html").read_text(encoding="utf-8")
+        assert "in training alone, as an assistant" in page and "in samples alone" in page
+        assert "50% of the steps match" in page and " verified" in page
+
     @pytest.mark.exhaustive  # `.ci/run` measures what a whole demo teaches, and its loss
     def test_the_whole_demo_lowers_the_held_out_loss_by_a_fifth(self, tmp_path: Path) -> None:
         check_loss(self.spec, tmp_path)

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from ditkit_core.adapters.assistant import add_assistant
+from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.nn.lora import ASSISTANT
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
@@ -22,7 +26,7 @@ from ditkit_core.testing.world import ADAPTERS, ModelChecks, differing, train_sh
 LEVERS: Mapping[str, Sequence[Any]] = {
     "policy": POLICIES,
     "quantize": ("none", *LAYOUTS, *COMPUTED),
-    "adapter": [name for name in ADAPTERS if name != "full"],
+    "adapter": [*(name for name in ADAPTERS if name != "full"), "dora next to an assistant"],
     "layout": ("ends alone", "three", "uneven"),
     "one_of": (0, 1, 2),
     "pipelined": (False, True),
@@ -30,15 +34,51 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 }
 """Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
 
+_OFF = {"policy": "none", "quantize": "none", "one_of": 0, "pipelined": False, "offload": False}
+"""Levers that may be off, with the value that they then have."""
+
+
+def _at_once(case: tuple[Any, ...]) -> bool:
+    """Whether one lever is off at most."""
+    named = dict(zip(LEVERS, case, strict=True))
+    return sum(named[lever] == value for lever, value in _OFF.items()) <= 1
+
+
+def _said(case: tuple[Any, ...]) -> str:
+    return "-".join(map(str, case))
+
+
+_CASES = pairwise(LEVERS)
+
 
 class LeverChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
     def _model(self, quantize: str, adapter: str) -> Any:
-        return make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+        name, _, assistant = adapter.partition(" next to ")
+        model = make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=ADAPTERS[name])
+        if assistant:
+            random = torch.Generator().manual_seed(1)
+            add_assistant(model, dict.fromkeys(adapter_layers(model), 3))
+            for linear in (
+                each[ASSISTANT] for layer in adapter_layers(model).values() for each in (layer.lora_A, layer.lora_B)
+            ):
+                linear.weight = nn.Parameter(
+                    0.1 * torch.randn(linear.weight.shape, generator=random), requires_grad=False
+                )
+        return model
 
-    @pytest.mark.parametrize(tuple(LEVERS), pairwise(LEVERS))
-    def test_levers_together_change_no_number(
+    @pytest.mark.parametrize("case", [case for case in _CASES if _at_once(case)], ids=_said)
+    def test_levers_at_once_change_no_number(self, case: tuple[Any, ...]) -> None:
+        """All of them, or all but one."""
+        self._check_levers(*case)
+
+    @pytest.mark.parametrize("case", [case for case in _CASES if not _at_once(case)], ids=_said)
+    def test_levers_together_change_no_number(self, case: tuple[Any, ...]) -> None:
+        """With the cases above, every pair of values of two levers."""
+        self._check_levers(*case)
+
+    def _check_levers(
         self, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool, offload: bool
     ) -> None:
         """A measurement and an optimizer step, against the same base and adapter on one device, resident, nothing recomputed."""

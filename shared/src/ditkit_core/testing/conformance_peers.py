@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ditkit_core.adapters.added import AddedAdapter, added
+from ditkit_core.adapters.assistant import load_assistant, put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.diffusers_model import DiffusersModel
 from ditkit_core.adapters.extract import as_lokr, extract
@@ -24,6 +26,7 @@ from ditkit_core.data.masks import at_latent_size
 from ditkit_core.encoding.loss_masks import weighted
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.nn.lora import without_adapters
 from ditkit_core.testing.world import ModelChecks, make_model
 from ditkit_core.training.flow_matching import NoisedBatch, matching_base, velocity_errors
 from ditkit_core.training.train_model import TrainModel
@@ -120,6 +123,41 @@ class PeerChecks(ModelChecks):
         for where, output in found.items():
             _close(output, expected[where])
         assert (found["training"] - found["samples"]).norm() > 0.01 * found["samples"].norm()
+
+    @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
+    def test_a_dora_and_its_assistant_are_two_adapters_of_diffusers_and_the_dora_is_over_the_bare_base(
+        self, tmp_path: Path
+    ) -> None:
+        """In training both, when adapters are off the assistant alone, in samples the DoRA alone: outputs, and gradients of the input."""
+        model, path, strength = self._adapted(4, use_dora=True), tmp_path / "assistant.safetensors", 0.7
+        theirs = self.diffusers.transformer(model)
+        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        theirs.load_lora_adapter(self._written(self._adapted(3), path), adapter_name="assistant")
+        layers = {name: (layer.out_features, layer.in_features) for name, layer in adapter_layers(model).items()}
+        file = open_adapter(path, self.diffusers.names, layers)
+        merged = [(file, strength)]
+        assistant = put_next_to_doras(model, merged, "base.assistant")
+        load_assistant(model, assistant, device_of=lambda name: torch.device("cpu"), put=None)
+        assert not merged[0][0].modules, "nothing of it is merged"
+        (item,) = self.items(1)
+        noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        base = base_tensors(model)
+        taken_out = AddedAdapter(file, strength, lambda module: base[f"{module}.weight"])
+        # Ours is the order of peft's sum: a DoRA scales what adapters before it have added.
+        for ways, names in (
+            ((nullcontext(),), ["own", "assistant"]),
+            ((without_adapters(model),), ["assistant"]),
+            ((added(model, [taken_out], lambda name: torch.float32), torch.no_grad()), ["own"]),
+        ):
+            with ExitStack() as stack:
+                for way in ways:
+                    stack.enter_context(way)
+                found = model(self._inputs(item, noise))[0]
+            theirs.set_adapters(names, [{"own": 1.0, "assistant": strength}[name] for name in names])
+            expected = self.diffusers.run(theirs, self._inputs(item, noise))
+            _close(found, expected)
+            if found.requires_grad:
+                _close(*(torch.autograd.grad(each.square().mean(), noise)[0] for each in (found, expected)))
 
     def test_a_lokr_that_peft_merged_comes_back_from_the_difference(self, tmp_path: Path) -> None:
         """`--extract` on diffusers' transformers; each layer's change is that of peft's layer."""

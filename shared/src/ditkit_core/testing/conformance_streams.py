@@ -99,7 +99,7 @@ class StreamChecks(ModelChecks):
 
     @pytest.mark.parametrize(
         ("levers", "policy", "trained", "one_of"),
-        every_value(LEVERS, (*offloadable(POLICIES), "ops(matmul, attention)"), TRAINED, (1, 2)),
+        every_value(LEVERS, offloadable((*POLICIES, "ops(matmul, attention)")), TRAINED, (1, 2)),
     )
     def test_streams_wait_for_each_other(self, levers: str, policy: str, trained: str, one_of: int) -> None:
         """As on GPUs: no access is unordered, and no memory is given away while a stream uses it."""

@@ -232,7 +232,7 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
     """The results of the work in `num` processes that are forked from this one and connected by gloo.
 
     Raises:
-        AssertionError: If one fails, with the end of what each printed.
+        AssertionError: If one fails, with the beginning and the end of what each printed: C++ says why it aborts, and then come the stacks.
     """
     folder.mkdir(parents=True)
     context = multiprocessing.get_context("fork")
@@ -245,9 +245,17 @@ def forked(num: int, work: Callable[[Ranks], Any], folder: Path) -> list[Any]:
     for process in processes:
         process.kill()
     if any(codes) or None in codes:
-        said = (f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-2000:]}" for rank in range(num))
-        raise AssertionError("\n".join([f"{num} ranks ended with {codes}", *said]))
+        said = (_log(folder, rank).read_text(errors="replace") for rank in range(num))
+        half = _SHOWN // num // 2
+        ends = (text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}" for text in said)
+        raise AssertionError(
+            "\n".join([f"{num} ranks ended with {codes}", *(f"rank {rank}: {end}" for rank, end in enumerate(ends))])
+        )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num)]
+
+
+_SHOWN = 16000
+"""Characters of what all ranks printed that a failure shows: a little less than what `scripts.py: output_of` shows of a script."""
 
 
 def _log(folder: Path, rank: int) -> Path:

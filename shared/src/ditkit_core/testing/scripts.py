@@ -58,7 +58,7 @@ def output_of(script: Path, *arguments: str, seconds: float = 280.0) -> str:
             process.kill()
             process.join()
         printed, said = (file.read_text(errors="replace") for file in (out, err))
-    assert process.exitcode == 0, f"{script.name} ended with {process.exitcode}\n{printed[-2000:]}{said[-9000:]}"
+    assert process.exitcode == 0, f"{script.name} ended with {process.exitcode}\n{printed[-2000:]}{said[-18000:]}"
     return printed
 
 

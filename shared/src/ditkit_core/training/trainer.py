@@ -436,5 +436,4 @@ class Trainer:
                 call(False)
             else:
                 self._ranks.on_first(lambda: call(False), shards.help)
-                shards.changed()  # the first rank alone still has weights whole that it gathered last
             call(True)

@@ -22,6 +22,8 @@ def test_a_half_written_folder_is_written_again_and_a_whole_one_left_alone(tmp_p
     (tmp_path / "part" / "file").unlink()
     write_inputs(tmp_path, {"part": one_file})
     assert list((tmp_path / "part").iterdir()) == []
+    write_inputs(tmp_path, {"part": one_file, "of the next version": one_file})
+    assert list((tmp_path / "part").iterdir()) == [] and (tmp_path / "of the next version" / "file").exists()
 
 
 def test_a_folder_whose_writing_fails_is_not_complete(tmp_path):

@@ -100,12 +100,14 @@ def test_every_code_is_in_the_docs_with_its_meaning_and_no_other() -> None:
 
 
 def test_json_has_these_keys() -> None:
-    found = json.loads(json.dumps(check_json(a_checkup()), allow_nan=False))
+    checkup = replace(a_checkup(), class_images=1)
+    found = json.loads(json.dumps(check_json(checkup), allow_nan=False))
     assert set(found) == {
-        "schema", "trainable", "model", "samples", "class_pictures", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "memory", "steps", "findings",
-        "seconds", "frames", "masks",
+        "schema", "trainable", "model", "samples", "class_images", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "memory", "steps", "findings",
+        "seconds", "frames", "masks", "class_pictures",
     }  # fmt: skip
     assert found["schema"] == 1 and found["trainable"] is False and found["frames"] == {"kept": 9, "dropped": 23}
+    assert found["class_images"] == found["class_pictures"] == 1
     assert set(found["findings"][0]) == {"code", "severity", "where", "what", "remedy"}
     assert set(found["excluded"][0]) == {"name", "reason", "stops"}
     assert set(found["captions"]) == {"count", "distinct", "empty", "cut"}
@@ -242,13 +244,15 @@ def test_what_a_look_says() -> None:
 
 def test_what_is_left_out_keeps_its_remedy_and_its_name_once() -> None:
     reason = "x/a.mp4 is empty (0 bytes); copy it again or remove it"
-    warned, stopped, other = check_excluded([
+    short = 'x/a.mp4 has 9 frames, but data.frames asks for 17; set data.frames = 9, or set data.short_clips = "skip"'
+    warned, stopped, other, too_short = check_excluded([
         Excluded(name="a.mp4", reason=reason, stops=False), Excluded(name="a.mp4", reason=reason, stops=True),
-        Excluded(name="b.png", reason="no sample has this name", stops=False),
+        Excluded(name="b.png", reason="no sample has this name", stops=False), Excluded(name="a.mp4", reason=short, stops=True),
     ])  # fmt: skip
     assert str(warned) == f"D02 {reason}" and warned.severity == "warning"
     assert str(stopped) == f'D02 {reason}, or leave it out: data.on_bad = "skip"' and stopped.severity == "error"
     assert str(other) == "D02 b.png: no sample has this name; fix it or remove it"
+    assert str(too_short) == f"D02 {short}", "data.on_bad does not skip clips that are only too short"
 
 
 def test_captions_and_duplicates() -> None:

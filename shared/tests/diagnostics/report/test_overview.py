@@ -1,7 +1,7 @@
 """The verdict on top of the page of a run."""
 
 from ditkit_core.diagnostics.report.data import Section, Series
-from ditkit_core.diagnostics.report.overview import section_verdict
+from ditkit_core.diagnostics.report.overview import overview, section_verdict
 
 
 def test_the_verdict_says_what_the_interval_says() -> None:
@@ -23,3 +23,28 @@ def test_the_verdict_says_what_the_interval_says() -> None:
     assert "no confidence interval" in said(1.5, None, None)
     verdict, details = section_verdict(Section(name="", series={}))
     assert verdict.kind == "unclear" and "does not show" in " ".join(details)
+
+
+def test_adapters_of_the_base_and_of_samples_and_matched_steps_are_named() -> None:
+    config = {
+        "base.merge": ["adapters/speed.safetensors@0.8"],
+        "base.assistant_low": "adapters/undistilled.safetensors",
+        "sample.adapter": ["a.safetensors", "b.safetensors"],
+        "prior.match_base": 0.25,
+    }
+    page = str(overview(Section(name="", series={}, config=config)))
+    for line in (
+        "speed.safetensors@0.8: merged into the base",
+        "undistilled.safetensors: in training of the low-noise expert alone, as an assistant",
+        "a.safetensors, b.safetensors: in samples alone",
+        "25% of the steps match the base",
+    ):
+        assert line in page
+    assert "adapters/" not in page and "merged into" not in str(overview(Section(name="", series={}, config={})))
+
+
+def test_exports_that_were_verified_are_counted_and_wrong_ones_named() -> None:
+    section = Section(name="", series={}, verified={"cats.safetensors": True, "cats-step-000250.safetensors": False})
+    page = str(overview(section))
+    assert "1 of 2 verified" in page and "cats-step-000250.safetensors does not work" in page
+    assert "Exports" not in str(overview(Section(name="", series={})))

@@ -95,6 +95,7 @@ def test_every_kept_save_is_verified_once_and_the_finished_file_is_that_of_the_l
         assert said.count(f"verified: diffusers loads {name} and agrees with our model to ") == 1
     results = json.loads((world.folder / "run" / "verified.json").read_text())
     assert results.keys() == {*steps, "run.safetensors"} and all(each["agrees"] for each in results.values())
+    assert "4 of 4 verified" in (world.folder / "run" / "report.html").read_text()
     assert verify_of(world).whole_matrices == set(), "every matrix of the base is read at its use"
 
 

@@ -21,6 +21,9 @@ from toy_islands import IslandBlock, model_of
 
 sys.path.pop(0)
 
+_IS_PAST = torch.__version__ < (2, 12)
+"""Whether this torch is what `past` pretends: its FSDP2 does not cast in a recompute."""
+
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
@@ -33,7 +36,8 @@ def test_islands_of_autocast_fail_where_a_recompute_is_not_cast(tables: list[Any
         said = table["written otherwise"]["islands/past"]["error"]
         assert "have different metadata than during the forward pass" in said
         assert "torch.bfloat16" in said and "torch.float32" in said
-        assert table["written otherwise"]["islands/present"]["error"] == ""
+        if not _IS_PAST:
+            assert table["written otherwise"]["islands/present"]["error"] == ""
 
 
 def test_a_block_that_widens_what_it_is_given_is_silently_wrong_there(tables: list[Any]) -> None:
@@ -41,7 +45,7 @@ def test_a_block_that_widens_what_it_is_given_is_silently_wrong_there(tables: li
         past, present = (table["written otherwise"][f"weights' dtype/{fsdp}"] for fsdp in ("past", "present"))
         assert past["error"] == present["error"] == ""
         assert len(past["differs"]) > 20 and past["apart"] > 1e-3
-        assert present["differs"] == []
+        assert _IS_PAST or present["differs"] == []
         assert not table["dtypes with casts"], "its recompute runs on other dtypes"
 
 

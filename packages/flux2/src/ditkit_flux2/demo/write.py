@@ -33,8 +33,8 @@ WEIGHTS = Path(__file__).parent / "base"
 
 
 def write_demo(folder: Path) -> None:
-    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `pictures/`, the same bytes every time."""
-    write_inputs(folder, {"pictures": write_dataset, "checkpoint": write_checkpoint})
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `images/`, the same bytes every time."""
+    write_inputs(folder, {"images": write_dataset, "checkpoint": write_checkpoint})
 
 
 def write_checkpoint(folder: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ditkit_core.data.media.files import open_container
 from ditkit_core.errors import MissingDependency, UserError
 
 FEATURES = 35
@@ -27,12 +28,7 @@ TABLES = (".npy", ".safetensors")
 _HOP = 512
 _SHORT_ROWS = 15  # half a second: the last row is repeated for rows that a file lacks at its end
 _MOST_BYTES = 2**28
-
-# libav also reads playlists and scripts, whatever a file's name is, and these refer to other files and hosts.
-_OPEN_OPTIONS = {
-    "format_whitelist": "wav,w64,aiff,mp3,flac,aac,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,asf",
-    "protocol_whitelist": "file",
-}
+_FORMATS = "wav,w64,aiff,mp3,flac,aac,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,asf"
 
 
 def window(path: Path, *, start_seconds: float, seconds: float) -> Float[Tensor, "rows 35"]:
@@ -180,7 +176,7 @@ def decode(path: Path, *, until_seconds: float = math.inf) -> tuple[Float[np.nda
     import av
 
     try:
-        with av.open(str(path), options=dict(_OPEN_OPTIONS), metadata_errors="replace") as container:
+        with open_container(path, _FORMATS) as container:
             if not container.streams.audio:
                 raise UserError(f"{path} has no sound; give a file with music")
             stream = container.streams.audio[0]

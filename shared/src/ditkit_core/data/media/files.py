@@ -6,9 +6,13 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.files import inside, read_text
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
 
 MOST_TEXT_BYTES = 2**24
 """Largest file of captions or of a condition's text. Reading a larger one, which cannot be meant, could take all memory."""
@@ -31,6 +35,19 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
         raise EnvironmentFault(
             f"{path} cannot be read because {what} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
         ) from error
+
+
+def open_container(path: Path, formats: str) -> "InputContainer":
+    """Open a file with libav, as one of some formats (libav's names, with commas).
+
+    libav also reads playlists and scripts, whatever the file's extension: a text file named clip.mp4 could refer to any other file or host.
+    So only these formats are opened, and only the file itself.
+    """
+    import av
+
+    # Tags may be in any encoding; they are not used. From PyAV 19 on they never fail, and `open` has no such argument.
+    tags: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    return av.open(str(path), options={"format_whitelist": formats, "protocol_whitelist": "file"}, **tags)
 
 
 def can_allocate(num_bytes: int) -> bool:

@@ -30,7 +30,7 @@ SHAPES = ("circle", "square", "triangle")
 def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> None:
     """Write a demo's inputs: each part into the folder of its name.
 
-    A complete folder is left alone; a partly written one is written again.
+    A complete folder is left alone, but for parts that it lacks because another version wrote it; a partly written one is written again.
 
     Args:
         folder: Folder to write to; created if needed.
@@ -45,8 +45,11 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
     folder = Path(folder)
     complete = folder / "complete"
     if complete.exists():
+        parts = {name: write for name, write in parts.items() if not (folder / name).exists()}
+    if not parts:
         return
     try:
+        complete.unlink(missing_ok=True)
         for name in parts:
             shutil.rmtree(folder / name, ignore_errors=True)
         with progress("write the demo", len(parts)) as bar:

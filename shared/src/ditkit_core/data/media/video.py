@@ -35,13 +35,7 @@ _LIBAV_BYTES = 2**31
 """What libav allocates at once, unless a program allows more."""
 _LONGEST_SHOWN = 600.0
 """Longest average display time of a frame in seconds: with damaged timestamps a file could seem days long and give millions of windows."""
-
-# libav also reads playlists and scripts, whatever the file's extension: a text file named clip.mp4 could refer to any other
-# file or host. So only real containers are opened, and only the file itself.
-_OPEN_OPTIONS = {
-    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,asf,ogg",
-    "protocol_whitelist": "file",
-}
+_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,asf,ogg"
 
 
 @contextmanager
@@ -50,8 +44,7 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
     import av
 
     try:
-        # Tags may be in any encoding; they are not used.
-        with av.open(str(path), options=dict(_OPEN_OPTIONS), metadata_errors="replace") as container:
+        with files.open_container(path, _FORMATS) as container:
             if not container.streams.video:
                 raise UserError(f"{path} has no video stream (audio only, or truncated); replace it or remove it")
             stream = container.streams.video[0]

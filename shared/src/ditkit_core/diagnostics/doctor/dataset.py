@@ -119,7 +119,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
     checkup = CheckReport(
         model=run.spec.name,
         samples=len(samples),
-        class_pictures=len(class_images),
+        class_images=len(class_images),
         fps=own.fps,
         buckets=(*data_batches.rows, *prior_batches.rows),
         files=tuple(row for row, _ in files),
@@ -144,9 +144,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     counts = Counter((sample.frames, sample.height, sample.width) for sample in samples)
     shapes = ", ".join(f"{count} of {' x '.join(map(str, shape))}" for shape, count in sorted(counts.items()))
     missing = len(run.data.dataset.excluded) + len(run.data.dataset.samples) - len(samples)
-    say(
-        f"data: {plural(len(samples), 'sample')} ({shapes}), {missing} left out; {run.spec.name}-train --check examines them"
-    )
+    say(f"data: {plural(len(samples), 'sample')} ({shapes}), {missing} left out; --check examines them")
     keys: dict[str, list[str]] = defaultdict(list)
     for each in encoded:
         keys[each.media_key].append(each.id)
@@ -161,7 +159,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     for group in groups[:_MOST_IN_BRIEF]:
         warn(one_line(group))
     if more := sum(map(len, groups[_MOST_IN_BRIEF:])):
-        warn(f"and {more} more; see {run.spec.name}-train --check")
+        warn(f"and {more} more; add --check to the command to see them")
 
 
 def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:

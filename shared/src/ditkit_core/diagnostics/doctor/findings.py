@@ -252,7 +252,7 @@ class CheckReport:
 
     model: str
     samples: int
-    class_pictures: int = 0
+    class_images: int = 0
     """Number of class images for prior preservation, not counted in `samples`."""
     fps: float
     buckets: tuple[BucketRow, ...] = ()
@@ -292,7 +292,9 @@ def check_json(checkup: CheckReport) -> dict[str, Any]:
     """The report as plain values; docs/doctor.md describes each key."""
     found = asdict(checkup)
     totals = {"kept": checkup.kept, "dropped": checkup.dropped}
-    return {"schema": SCHEMA, "trainable": checkup.trainable, **found, "frames": totals}
+    # Schema 1 has this name; without it, it would be another schema.
+    former = {"class_pictures": checkup.class_images}
+    return {"schema": SCHEMA, "trainable": checkup.trainable, **found, "frames": totals, **former}
 
 
 @runtime_checkable

@@ -128,7 +128,7 @@ def _buckets(checkup: CheckReport) -> Titled:
     epoch = f", {plural(total, 'micro-batch')} in an epoch" if total else ""
     kept, dropped = checkup.kept, checkup.dropped
     frames = f"; {kept} frames are used, {dropped} are not" if kept + dropped else ""
-    classes = f" and {plural(checkup.class_pictures, 'class image')}" if checkup.class_pictures else ""
+    classes = f" and {plural(checkup.class_images, 'class image')}" if checkup.class_images else ""
     of = f"{plural(checkup.samples, 'sample')}{classes} of {plural(len(checkup.files), 'file')}"
     title = f"{checkup.model}: {of}{epoch}{frames}"
     return title, _of_rows(checkup.buckets)

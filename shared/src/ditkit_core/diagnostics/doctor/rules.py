@@ -87,8 +87,9 @@ def check_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[
         what, _, remedy = each.reason.rpartition("; ")
         if not what:
             what, remedy = each.reason, "fix it or remove it"
-        if each.stops:
-            remedy += ', or leave it out: data.on_bad = "skip"' * ("data.on_bad" not in remedy)
+        # data.on_bad does not skip a clip that is only too short
+        if each.stops and "data.on_bad" not in remedy and "data.short_clips" not in remedy:
+            remedy += ', or leave it out: data.on_bad = "skip"'
         yield (Finding.error if each.stops else Finding.warning)(code, each.name, what, remedy)
 
 

@@ -30,7 +30,8 @@ from ditkit_core.run.context import RunContext, with_arch
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import MetaModel, check_item, check_items
+from ditkit_core.run.prepare import MetaModel
+from ditkit_core.run.train_data import check_item, check_items
 from ditkit_core.training.checkpoint import latest, load_state, save_state
 from ditkit_core.training.config import SaveConfig
 from ditkit_core.training.losses import NonFiniteLoss

@@ -101,6 +101,8 @@ class Section:
     """Samples of training, by step."""
     by_command: Sequence[SampleSet] = ()
     """Samples of the sample command, in the order of its calls."""
+    verified: Mapping[str, bool] = field(default_factory=dict)
+    """Whether the program that reads an export agreed with the trained model, by name of the export."""
     completed: int | None = None
     """Step at which the run was completed; None if it is not complete."""
 
@@ -158,6 +160,9 @@ def _read_section(path: Path, name: str) -> Section:
         environments=mappings(about.get("environments")),
         samples=_training_samples(run.samples),
         by_command=_by_command(run.samples),
+        verified={
+            str(name): _mapping(about).get("agrees") is True for name, about in (_json(run.verified) or {}).items()
+        },
         completed=run.completed_step(),
     )
 

@@ -1,6 +1,6 @@
 """The top of a run's page: what was trained, on what, and whether it helped."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +19,8 @@ def overview(section: Section) -> Html:
         "Training": _training(section),
         "Device": _device(section),
     }
+    if section.verified:
+        facts["Exports"] = _exports(section.verified)
     listed = [
         element(
             "div",
@@ -80,7 +82,22 @@ def _model(section: Section) -> list[str]:
         method += _in_brackets(config.get("adapter.rank_pattern"))
     elif method == "full":
         method = "all weights"
-    return _said(name or base, base if name else "", str(method), count)
+    return _said(name or base, base if name else "", str(method), count, *_files(config))
+
+
+def _files(config: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each setting that names adapter files."""
+    for key, what in {
+        "base.merge": "merged into the base",
+        "base.merge_low": "merged into the base of the low-noise expert",
+        "base.assistant": "in training alone, as an assistant",
+        "base.assistant_low": "in training of the low-noise expert alone, as an assistant",
+        "sample.adapter": "in samples alone",
+        "sample.adapter_low": "in samples of the low-noise expert alone",
+    }.items():
+        entries = config.get(key) or []
+        if names := [Path(str(entry)).name for entry in (entries if isinstance(entries, list) else [entries])]:
+            yield f"{', '.join(names)}: {what}"
 
 
 def _data(section: Section) -> list[str]:
@@ -109,12 +126,14 @@ def _data(section: Section) -> list[str]:
 def _training(section: Section) -> list[str]:
     config, seconds = section.config, section.series.get("seconds")
     lr, batch, times = (config.get(key) for key in ("optim.lr", "train.batch_size", "train.accumulation"))
+    share = config.get("prior.match_base")
     samples = batch * times if isinstance(batch, int) and isinstance(times, int) else 0
     per_step = fmean(seconds.values) if seconds else 0.0
     return _said(
         plural(section.step, "step"),
         f"learning rate {lr:g}{_other_rates(config)}, {config.get('optim.name')}" if isinstance(lr, float) else "",
         f"{plural(samples, 'sample')} per step" if samples and not config.get("train.batch_tokens") else "",
+        f"{share:.0%} of the steps match the base's own prediction" if isinstance(share, float) and share else "",
         f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step" if seconds else "",
     )
 
@@ -138,6 +157,14 @@ def _device(section: Section) -> list[str]:
         f"CPU, {threads} threads" if device == "cpu" and threads else device,
         f"peak memory {format_number(peak.last / GIB)} GiB" if peak else "",
         f"torch {environment['torch']}" if "torch" in environment else "",
+    )
+
+
+def _exports(verified: Mapping[str, bool]) -> list[str]:
+    wrong = [name for name, agrees in verified.items() if not agrees]
+    return _said(
+        f"{len(verified) - len(wrong)} of {len(verified)} verified",
+        *(f"{name} does not work in the program that reads it: verified.json says how" for name in wrong),
     )
 
 

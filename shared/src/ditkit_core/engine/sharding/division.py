@@ -60,7 +60,7 @@ class Division:
         for parameter in trained.values():
             self._set_grad_dtype(parameter)  # before FSDP2 takes over: it casts the sum over ranks to this dtype
         self.replicas = ranks.size // ranks.shard
-        mesh = mesh_of(device.type, self.replicas, ranks.shard)
+        mesh = mesh_of(device.type, ranks)
         self._model, self.ranks, self.group = model, ranks, mesh.get_group("shard")
         self._mesh = mesh if self.replicas > 1 else mesh["shard"]
         self._whole = [
@@ -139,8 +139,19 @@ class Division:
         return self.ranks.broadcast(values, place % self.ranks.shard, self.group)
 
 
-def mesh_of(kind: str, replicas: int, shard: int) -> DeviceMesh:
-    """Ranks by replica and by part of the weights, in groups whose exchanges wait however long, as all of a run do."""
+def mesh_of(kind: str, ranks: Ranks) -> DeviceMesh:
+    """Ranks by replica and by part of the weights, in groups whose exchanges wait however long, as all of a run do.
+
+    Made once: all ranks have to ask for it at the same time, and each group keeps its connections until the process ends.
+    """
+    key = f"{kind} {ranks.shard}"
+    if key not in ranks.meshes:
+        ranks.meshes[key] = _mesh_of(kind, ranks.size // ranks.shard, ranks.shard)
+    mesh: DeviceMesh = ranks.meshes[key]
+    return mesh
+
+
+def _mesh_of(kind: str, replicas: int, shard: int) -> DeviceMesh:
     mesh = init_device_mesh(kind, (replicas, shard), mesh_dim_names=("replicate", "shard"))
     # torch gives groups of a mesh its default limit of 30 minutes. Earlier versions have the function under another name.
     set_timeout = getattr(distributed(), "set_timeout", None) or distributed_c10d._set_pg_timeout

@@ -137,6 +137,13 @@ def _rarer(trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in trained if parameter.dtype != most]
 
 
+def keeps_wide_gradients() -> bool:
+    """Whether this torch gives gradients that were summed over ranks the parameter's `grad_dtype`. Torch 2.11 rounds them to its dtype."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return "_capture_grad_dtype_policy" in vars(FSDPParam)
+
+
 def check_reduced(model: nn.Module | StagedModel) -> None:
     """Refuse a model with a trained parameter whose gradient would be that of one rank alone.
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class Shards:
         trained: The trained parameters by name as the model has them: divided ones are DTensors.
         local: The trained parameters by name: the rows of this rank, or the whole tensor where every rank has it.
         rows: By name, which rows those are, of the divided ones.
-        for_files: The ranks, as a thread that writes files may use them while training goes on.
     """
 
     def __init__(
@@ -58,23 +57,13 @@ class Shards:
         # Samples of other ranks may have conditions whose layers those of this one do not use. torch 2.11 may not know this yet.
         if (reduce_unused := getattr(root, "set_reduce_scatter_unused_params", None)) is not None:
             reduce_unused(True)
-        for tensor in (*root.parameters(), *root.buffers()):
-            if not isinstance(tensor, DTensor):
-                tensor.data = tensor.data.to(device)  # FSDP2 moves only what it divides
+        # Also has FSDP2 take over rows that were read after it had divided the model. It pads those of a rank with fewer than others, which are in
+        # other memory from then on: in the first forward that would be too late for `local`.
+        root.to(device)
         self._root, self._ranks, self._group = root, ranks, self._division.group
-        # Files are written from the host, over a group of their own: nothing else may be exchanged on it.
-        self._mesh = mesh_of("cpu", self._division.replicas, ranks.shard)
-        self.for_files = replace(
-            ranks,
-            channel=distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT),
-            seconds_waited=0.0,
-            bytes_sent=0,
-        )
         # A block may return a part of the carry that it was given, which nothing writes into: FSDP2 warns of each.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for index, unit in enumerate(self._units):
-            unit.register_forward_pre_hook(partial(self._announce, index), prepend=True)
         self._weights = dict(model.named_parameters())
         self.trained: dict[str, Any] = {name: self._weights[path] for name, path in self._division.paths.items()}
         self.local: dict[str, nn.Parameter] = {}
@@ -85,6 +74,20 @@ class Shards:
                 self.rows[name] = self._division.rows_of(parameter)
                 self.local[name] = nn.Parameter(parameter.to_local().detach())
                 self.local[name].grad_dtype = parameter.grad_dtype
+
+    @cached_property
+    def for_files(self) -> Ranks:
+        """The ranks, as a thread that writes files may use them while training goes on; all of them ask for it at once.
+
+        Over a group of its own: nothing else may be exchanged on it.
+        """
+        channel = distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT)
+        return replace(self._ranks, channel=channel, seconds_waited=0.0, bytes_sent=0)
+
+    def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The memory that this rank has of the model's tensors: its rows, or all. What it gathered for a forward is freed."""
+        self.changed()
+        return [self._division.own(tensor) for tensor in tensors]
 
     def elements(self, name: str) -> tuple[int, int]:
         """The place of this rank's first element in the whole parameter, and the number of elements of that."""
@@ -182,11 +185,10 @@ class Shards:
 
     def _dtensor(self, rows: Tensor, shape: Sequence[int]) -> DTensor:
         stride = torch.empty(shape, device="meta").stride()
-        placements = [Replicate()] * (self._mesh.ndim - 1) + [Shard(0)]
+        mesh = mesh_of("cpu", self._ranks)
+        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         # On the host's mesh: files are read and written there.
-        return DTensor.from_local(
-            rows.cpu(), self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return DTensor.from_local(rows.cpu(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
     def _rows_of_local(self, key: str, tensor: Tensor) -> Rows | None:
         """Which rows a tensor of this rank's state has; None if it is whole, as a count of steps is."""
@@ -243,21 +245,9 @@ class Shards:
                 owner._parameters[attribute] = parameter
 
     def help(self, request: str) -> None:
-        """Take part in what the first rank does alone: gather the weights of a module for its forward, or all for a file."""
-        if request.startswith("unit "):
-            unit = self._units[int(request.removeprefix("unit "))]
-            unit.reshard()
-            unit.unshard()
-            unit.reshard()
-        else:
-            for _ in self._gather_weights(base=request == "all weights"):
-                raise AssertionError("only the first rank has them")
-
-    def _announce(self, index: int, unit: Any, given: Any) -> None:
-        """Have the other ranks take part in gathering a module's weights, where only the first rank runs a forward."""
-        if self._ranks.leads:
-            unit.reshard()
-            self._ranks.ask(f"unit {index}")
+        """Take part in what the first rank does alone: gather weights for a file."""
+        for _ in self._gather_weights(base=request == "all weights"):
+            raise AssertionError("only the first rank has them")
 
     def _gather_weights(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
         self.changed()

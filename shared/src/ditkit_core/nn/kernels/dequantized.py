@@ -34,7 +34,7 @@ def _nf4(
     first, second = tl.load(pair, mask=inside, other=0.0) * wide, tl.load(pair + 1, mask=inside, other=0.0) * wide
     both = tl.reshape(tl.join(first, second), (2 * BLOCK,))
     at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    tl.store(out + at, both.to(out.dtype.element_ty), mask=at < 2 * count)
+    tl.store(out + at, both.to(out.dtype.element_ty), mask=at < 2 * tl.cast(count, tl.int64))
 
 
 def rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -58,7 +58,8 @@ def _backward(
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
         batch, token = row // tokens, row % tokens
-        at = batch * g_batch + token * g_token + (places // HEAD) * g_head + places % HEAD
+        # 64 bits: a gradient of attention may have its heads before its tokens, so that a step to the next head is over all tokens.
+        at = batch * g_batch + token * g_token + (places // HEAD).to(tl.int64) * g_head + places % HEAD
         g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         if ROTATES:  # the rotation backwards: the complex conjugate
             cos, sin = _cosines(rotary, row, tokens, stride_table, stride_token, places, HEAD, G, W)

@@ -162,7 +162,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
-            raise UserError("optim.lr and optim.eps must be above 0, weight_decay and warmup_steps at least 0")
+            raise UserError(
+                f"optim.lr = {self.lr:g}, optim.eps = {self.eps:g}, optim.weight_decay = {self.weight_decay:g}, optim.warmup_steps = "
+                f"{self.warmup_steps}: set the first two above 0, the others to at least 0"
+            )
         if not 0 < self.loraplus_lr_ratio < math.inf:
             raise UserError(
                 f"optim.loraplus_lr_ratio = {self.loraplus_lr_ratio} must be above 0; 16 is usual, 1 is none"

@@ -1,0 +1,11 @@
+"""What the ranks do for the exhaustive part of `test_replicas.py`."""
+
+from flux2_items import Images
+
+from ditkit_core.testing.replicas import CASES, main
+
+WORLDS = (1, 2, 3, 4)
+CONTINUED = ((3, 1), (2, 4), (4, 3))
+
+if __name__ == "__main__":
+    main(Images.spec, Images.arch, Images().items(4, ragged=True), worlds=WORLDS, continued=CONTINUED, cases=[*CASES])

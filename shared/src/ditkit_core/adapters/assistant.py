@@ -1,0 +1,102 @@
+"""An assistant in layers whose DoRA is trained.
+
+A row of a DoRA's weight is f · (W + s·B·A), where a trained magnitude and the norm of that row make f. An assistant C that is merged into W
+would be scaled with it: the trained change, (f - 1) · (W + C) + f·s·B·A, would contain some of C, which samples must not have. So these layers
+keep the base's own W, and compute f · (W + s·B·A) + C, as peft does with two active adapters. All other layers have C merged into W.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.files.read import AdapterFile
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.errors import UserError
+from ditkit_core.nn.lora import ASSISTANT
+
+
+def ranks_next_to_dora(file: AdapterFile, key: str) -> dict[str, int]:
+    """The rank of an assistant's LoRA of each module.
+
+    Args:
+        file: The assistant.
+        key: The setting that names it.
+
+    Raises:
+        UserError: If it is no LoRA.
+    """
+    for module, found in file.modules.items():
+        if found.method != "lora" or found.use_dora:
+            kind = "DoRA" if found.use_dora else found.method
+            raise UserError(
+                f"{key} = {file.source.path} is a {kind} ({module}), and next to a DoRA that is trained an assistant must be a LoRA; train a "
+                "LoRA, LoKr or LoHa, or make a LoRA of the assistant: merge it with the export command's --merge, then --extract"
+            )
+    return {module: found.rank for module, found in file.modules.items()}
+
+
+def add_assistant(model: nn.Module, ranks: Mapping[str, int]) -> None:
+    """Give the layers with an adapter, on `meta`, an assistant too, of the rank of their module, if it has one."""
+    for module, layer in adapter_layers(model).items():
+        if (rank := ranks.get(module)) is not None:
+            with torch.device("meta"):
+                layer.lora_A[ASSISTANT] = nn.Linear(layer.in_features, rank, bias=False).requires_grad_(False)
+                layer.lora_B[ASSISTANT] = nn.Linear(rank, layer.out_features, bias=False).requires_grad_(False)
+
+
+def put_next_to_doras(
+    model: nn.Module, merged: list[tuple[AdapterFile, float]], key: str
+) -> tuple[AdapterFile, float] | None:
+    """Give layers with a DoRA, on `meta`, the last of the files to merge as their assistant; it is merged into the other layers alone.
+
+    Args:
+        model: The model.
+        merged: The files that are merged into the base, and their strengths.
+        key: The setting that names the assistant; empty for none.
+
+    Returns:
+        The assistant, and its strength.
+
+    Raises:
+        UserError: If it is no LoRA.
+    """
+    if not key:
+        return None
+    file, strength = merged[-1]
+    add_assistant(model, ranks_next_to_dora(file, key))
+    doras = adapter_layers(model)
+    others = {module: found for module, found in file.modules.items() if module not in doras}
+    merged[-1] = (replace(file, modules=others), strength)
+    return file, strength
+
+
+def load_assistant(
+    model: nn.Module,
+    assistant: tuple[AdapterFile, float] | None,
+    *,
+    device_of: Callable[[str], torch.device],
+    put: Callable[[nn.Module, str, Tensor], None] | None,
+) -> None:
+    """Give assistants their values, in fp32, with scale and strength in B.
+
+    Args:
+        model: The model.
+        assistant: The assistant and its strength; None if there is none.
+        device_of: The device of a module's frozen parameters, by the module's name.
+        put: Sets a parameter of which this rank keeps its rows; None if it has all.
+    """
+    if assistant is None:
+        return
+    file, strength = assistant
+    for module, layer in adapter_layers(model).items():
+        if ASSISTANT in getattr(layer, "lora_A", ()):
+            read, device = file.read(module), device_of(module)
+            up = read.up * (strength * file.modules[module].scale)
+            for child, value in ((layer.lora_A[ASSISTANT], read.down), (layer.lora_B[ASSISTANT], up)):
+                value = value.to(device, torch.float32).contiguous()
+                if put is None:
+                    child.weight = nn.Parameter(value, requires_grad=False)
+                else:
+                    put(child, "weight", value)
