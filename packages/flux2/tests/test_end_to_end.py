@@ -51,6 +51,7 @@ class TestDemo(DemoConformance):
         super().test_the_demo_is_trained_under_masks(demo, tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_diffusers_pipeline_samples_with_the_adapter_what_it_samples_with_our_weights(demo, tmp_path):
     """The adapter, loaded as a user would, against the same adapter merged into the transformer that we export."""
     from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel

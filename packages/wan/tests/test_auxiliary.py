@@ -95,6 +95,7 @@ def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> No
     assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(planned.peak, rel=0.05)
 
 
+@pytest.mark.slow
 def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = ModelPaths(base=str(checkpoint))
     whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, tiled=True)

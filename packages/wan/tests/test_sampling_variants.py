@@ -161,6 +161,7 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     assert default_shift(PRESETS["i2v-a14b"], 480, 832) == 5 and default_shift(PRESETS["t2v-14b"], 480, 832) == 5
 
 
+@pytest.mark.slow
 def test_without_a_schedulers_configuration_a_variant_is_sampled_with_its_own_shift(sampled: Any) -> None:
     ours = sampled("vace")
     alone = WanSampler(ModelPaths(vae=str(ours.folder / "vae")), CPU, arch=ours.arch)

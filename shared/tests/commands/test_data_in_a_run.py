@@ -70,6 +70,7 @@ def test_a_run_over_buckets_in_two_parts_equals_one_in_one_part(world: World) ->
     assert equal(world.adapter("whole"), world.adapter("parts"))
 
 
+@pytest.mark.slow
 def test_everything_at_once_is_resumed_bitwise_after_being_killed(world: World) -> None:
     """Buckets, a budget of tokens, captions by the line, dropout, references and a prior: each decides what a step sees."""
     for text in (world.folder / "clips").glob("*.txt"):

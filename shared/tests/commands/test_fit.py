@@ -284,6 +284,7 @@ def small_run(tmp_path):
     return [*size.split(), "--run.folder", str(tmp_path / "run")]
 
 
+@pytest.mark.slow
 def test_ranks_divide_what_does_not_fit_one_gpu(tmp_path, capsys):
     """All weights of a wide toy: 16 bytes each are more than a GPU has, and a part of them is not."""
     wide = altered(TOY, presets={"tiny": ToyArch(dim=4096, depth=3)})

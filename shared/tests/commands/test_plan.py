@@ -140,6 +140,7 @@ def test_fit_changes_how_a_run_encodes_where_its_gpu_has_no_room_for_that(tmp_pa
             assert f"encoding does not fit as configured; {said}" in err and f"# {said}" in out
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_host_memory_verifying_an_export_takes(tmp_path, capsys):
     verified, flags = altered(TOY, verify=lambda *_: "fine"), ("--gpus", "3GiB", "--sample.captions", "0")
     line = "host memory while an export is verified, in a process of its own: 0.88 GiB"

@@ -137,6 +137,7 @@ def test_one_expert_is_in_memory_at_a_time(
         assert loaded == list(NAMES)
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_the_experts_goes_on_with_the_second(
     world: TwoExperts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -360,6 +360,7 @@ def test_a_streamed_run_equals_another_bitwise(world, capsys):
     assert len(world.seen) == 2 and world.seen[0] == world.seen[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_swap_and_on_two_devices(world, capsys):
     assert world.train("changed", 1, *world.flags, "--train.swap_blocks", "[1]") == 0
     capsys.readouterr()

@@ -56,6 +56,7 @@ def daily(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return once(tmp_path_factory.getbasetemp(), "compiled_toy", lambda folder: printed(SCRIPT, "daily"))
 
 
+@pytest.mark.slow
 def test_policies_are_in_force_in_compiled_blocks_and_exact_with_dropout(daily: Any):
     check_in_force(daily["policies"], graphs=1, tolerance=2e-6)
 
@@ -66,6 +67,7 @@ def test_they_are_with_adapters_that_drop_in_bf16_and_samples_of_two_sizes():
     check_in_force(printed(SCRIPT, "adapters"), graphs=2, tolerance=0.02)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_and_new_sizes(daily: Any):
     found = daily["levers"]
     for policy in ("none", "full", "attn_only"):
@@ -81,6 +83,7 @@ def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_a
     assert "more kinds of input than the 1 that are compiled" in found["too many graphs"]
 
 
+@pytest.mark.slow
 def test_backwards_are_compiled_with_their_forwards(daily: Any):
     """In a backward, devices compile in threads of their own, and torch's compiler is not made for that."""
     assert daily["late backwards"] and not any(daily["late backwards"])

@@ -66,6 +66,7 @@ def test_no_cut_of_a_variant_changes_a_bit(policy, adapter):
             assert outcome(VARIANT, model, ITEMS, BlockEngine(policy=policy)).differences(expected) == [], cut
 
 
+@pytest.mark.slow
 def test_a_variant_trains_over_three_devices_as_on_one():
     numbers, values = train_shortly(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=LORA), ITEMS, BlockEngine())
     for devices in layouts(7).values():

@@ -136,6 +136,7 @@ FAULTS: list[tuple[Plant, StreamCase, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plant", "case", "found"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_fault_is_found(plant: Plant, case: StreamCase, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -286,6 +286,7 @@ def test_a_layer_is_as_few_launches_and_bytes_on_a_gpu_as_counted(kernels, dtype
     assert meter.kernels.total() == launches
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_wide_copies_of_compiled_layers():
     """Bytes that a forward keeps, and the peak of a step; eager layers keep much less."""
     found = printed(SUPPORT / "compiled_lora.py")

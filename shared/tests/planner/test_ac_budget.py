@@ -220,6 +220,7 @@ def test_a_compiled_run_is_planned_as_one():
     assert planned_step(run_of("full", **{"train.compile": "true"}), "cpu").job.kernels == "compiled"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 2**16)
@@ -230,6 +231,7 @@ def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
         check_training(run_of("budget(1GiB, 2GiB)"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_gpus_with_names_have_policies_of_their_own():
     run = run_of("cuda:0=full, cuda:1=none")
@@ -243,6 +245,7 @@ def test_gpus_with_names_have_policies_of_their_own():
     assert again.policy == "none" and "1.00 GiB, " in again.chosen
 
 
+@pytest.mark.slow
 def test_a_run_on_a_budget_learns_what_it_would_without(tmp_path, capsys):
     world = World(tmp_path)
     assert world.train("plain", 2) == 0

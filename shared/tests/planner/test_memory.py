@@ -82,7 +82,7 @@ def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy,
     "policy",
     [
         "attn_only(self)",
-        "full, 1-3=none",
+        pytest.param("full, 1-3=none", marks=pytest.mark.slow),
         *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in ("none", "full", "attn_only")),
     ],
 )

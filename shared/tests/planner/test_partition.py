@@ -166,7 +166,9 @@ def unloaded_of(run):
     [
         {},
         {"train__reserve": (0.005, 0.01), "train__swap_blocks": (1, 2)},
-        {"train__accumulation": 3, "train__pipelined": True, "train__batch_size": 6},
+        pytest.param(
+            {"train__accumulation": 3, "train__pipelined": True, "train__batch_size": 6}, marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")

@@ -30,6 +30,7 @@ def test_an_assistant_next_to_a_dora_is_planned_for():
 
 
 # Pairs of values rather than all combinations: each case is a step of all blocks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "cuts", "streamed"),
     [
@@ -50,6 +51,7 @@ def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
     agree(toy_job(policy=policy, **SMALL), cuts, streamed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "optimizer", "cuts", "streamed"),
     [
@@ -130,6 +132,7 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
         agree(of, (3,), (1, 3, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "policy", "cuts"),
     [

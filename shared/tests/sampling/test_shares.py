@@ -19,6 +19,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [table["samples"] for table in run_ranks_once(SCRIPT, base=tmp_path_factory.getbasetemp())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["both", "first", "divided"])
 @pytest.mark.parametrize("name", list(SIZES))
 def test_what_ranks_write_is_bitwise_what_one_process_writes(tables: list[Any], name: str, case: str) -> None:

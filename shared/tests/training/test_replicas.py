@@ -10,7 +10,7 @@ from ditkit_core.testing.conformance_replicas import ReplicaConformance, index_o
 from ditkit_core.testing.replicas import CASES
 
 
-class TestReplicas(ReplicaConformance):
+class ReplicasOfToy(ReplicaConformance):
     script = Path(__file__).parents[1] / "support" / "replicas_of_toy.py"
     worlds = WORLDS[:3]
     continued = DAILY
@@ -42,11 +42,16 @@ class TestReplicas(ReplicaConformance):
             assert index_of(folder / f"{name} on 1 of 2") == index_of(folder / f"{name} on 2 of 2"), name
 
 
+@pytest.mark.slow
+class TestReplicas(ReplicasOfToy):
+    """A few cases on one to three ranks."""
+
+
 @pytest.mark.exhaustive
-class TestEveryReplicas(TestReplicas):
+class TestEveryReplicas(ReplicasOfToy):
     """Every case on up to four ranks, and each change of their number."""
 
-    script = TestReplicas.script.with_name("every_replicas_of_toy.py")
+    script = ReplicasOfToy.script.with_name("every_replicas_of_toy.py")
     worlds = WORLDS
     continued = EVERY
     elsewhere = tuple(CASES)

@@ -114,6 +114,7 @@ def values_of(path: Path, **settings: object) -> State:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_scaled_file_is_planned_as_it_is_held(tmp_path, capsys):
     codes, scales, values = scaled(original("official"))

@@ -203,6 +203,7 @@ def test_a_value_that_the_library_reads_only_in_use_is_found_when_loading(
         loaded(vae=str(tmp_path / "vae"))
 
 
+@pytest.mark.slow
 def test_decoding_goes_on_where_memory_lacks(
     narrow_vae: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

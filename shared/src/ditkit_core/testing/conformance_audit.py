@@ -95,7 +95,7 @@ class AuditChecks(ModelChecks):
         assert findings.seconds > 0 and findings.peak_bytes > 0
 
     @pytest.mark.usefixtures("few_places")
-    @pytest.mark.parametrize("quantize", ["none", "nf4"])
+    @pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
     def test_division_and_streaming_change_no_number(self, quantize: str) -> None:
         """Over a base in bf16 or in 4 bits, samples of several sizes in the batch."""
 

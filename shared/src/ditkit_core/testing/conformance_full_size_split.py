@@ -49,7 +49,7 @@ class FullSizeSplitConformance:
 
     @pytest.mark.parametrize(
         "policy",
-        [pytest.param(policy, marks=[pytest.mark.exhaustive] if policy != "full" else []) for policy in POLICIES],
+        [pytest.param(each, marks=pytest.mark.slow if each == "full" else pytest.mark.exhaustive) for each in POLICIES],
     )
     def test_a_step_over_four_devices_sends_each_carry_once(self, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         arch = replace(self.spec.architecture.presets[self.preset], **self.few)

@@ -192,6 +192,7 @@ def test_times_wait_for_the_devices_of_the_model_alone(monkeypatch):
     assert waited == [one]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
     """Alone they err by the rounding to that format; every other place is measured without them, as over the same base stored alone."""

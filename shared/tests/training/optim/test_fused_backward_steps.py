@@ -313,6 +313,7 @@ def check_eight_bits_streamed():
     assert_same(steps(optim, streams=True, **given), plain)
 
 
+@pytest.mark.slow
 def test_eight_bit_states_are_streamed_bitwise():
     with torch.compiler.set_stance("force_eager"):
         check_eight_bits_streamed()
