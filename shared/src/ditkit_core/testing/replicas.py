@@ -267,9 +267,6 @@ def _rank(rank: int, num: int, work: Callable[[Ranks], Any], folder: Path) -> No
     for stream in (1, 2):
         os.dup2(output, stream)
     faulthandler.enable()  # where it is, if C++ aborts
-    # torch replaces its parent's thread pool in the first thread that sets a number, without a lock: autograd starts eight at once where
-    # a fake tensor was ever on "cuda", one finds no pool, and C++ aborts ("Invalid thread pool!", pytorch issue 178535).
-    torch.set_num_threads(torch.get_num_threads())
     with joined(rank, num, folder) if num > 1 else nullcontext():
         found = work(CountedRanks(rank, num) if num > 1 else Ranks())
         (folder / f"{rank}.json").write_text(json.dumps(found))

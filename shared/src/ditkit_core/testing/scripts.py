@@ -63,7 +63,12 @@ def output_of(script: Path, *arguments: str, seconds: float = 280.0) -> str:
 
 
 def _run(command: list[str], environment: Mapping[str, str], streams: tuple[str, str]) -> None:
-    """In the copy: what Python does with a script."""
+    """In the copy: what Python does with a script, and a thread pool for each process that the script forks."""
+    import torch
+
+    # A fork's first thread that sets a number of threads replaces the parent's pool, without a lock. Autograd starts eight at once where a
+    # fake tensor was ever on "cuda": one finds no pool, and C++ aborts ("Invalid thread pool!", pytorch issue 178535).
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
     for stream, file in enumerate(streams, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
