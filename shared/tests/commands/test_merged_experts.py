@@ -1,14 +1,16 @@
 """`base.merge` and `base.merge_low`: adapters that each of two experts is trained and sampled with."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_world import equal
+from toy_world import World, equal
 from two_experts import BOUNDARY, EXPERTS, TwoExperts
 
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import official_name
 
 NAMES = tuple(expert.name for expert in EXPERTS)
@@ -48,3 +50,23 @@ def test_each_expert_has_its_own_merged_files(world: TwoExperts, capsys: pytest.
         index = int(level < BOUNDARY)
         up, down = sorted(load_file(files[index]).values(), key=len, reverse=True)  # B [out, rank], A [rank, in]
         torch.testing.assert_close(weight, world.base[NAMES[index]][official_name("embed.patch.weight")] + up @ down)
+
+
+def test_files_for_the_second_of_two_experts_are_refused_where_only_the_weights_say_that_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A demo's weights are written after the first checks, and those of a hub id are fetched after them."""
+    monkeypatch.chdir(tmp_path)
+    world = World(tmp_path)
+    (tmp_path / "demo.toml").write_text("")
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        shutil.copy(tmp_path / "toy.safetensors", folder)
+
+    presets = {"tiny": world.spec.architecture.presets["tiny"]}
+    world.spec = altered(world.spec, config=tmp_path / "demo.toml", write=write, presets=presets)
+    weights = ("--model.preset", "", "--model.transformer", "run/inputs/toy.safetensors")
+    assert world.train("run", 1, "--demo", *weights, "--base.merge_low", '["a.safetensors"]') == 1
+    assert "add its files to base.merge" in capsys.readouterr().err
+    assert (world.media.loads, world.text.loads) == (0, 0)

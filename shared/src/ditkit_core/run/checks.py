@@ -50,8 +50,13 @@ def check_settings(run: RunContext) -> None:
         size_step=run.spec.data.size_step,
         takes_references=run.spec.data.reference_size is not None,
     )
+    _check_adapter_files(run)
+
+
+def _check_adapter_files(run: RunContext) -> None:
+    """Refuse files of [base] and [sample] that are missing or of another model or expert, as far as the architecture is known."""
     if run.arch is not None:
-        check_merges(base, run.experts, trains=run.expert)
+        check_merges(run.config.base, run.experts, trains=run.expert)
     check_sample_adapters(run)
 
 
@@ -293,7 +298,7 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
     """
     # Asking for each is the check: making one finds its files and its libraries, and loads no weights.
     assert run.auxiliary.encoders
-    check_sample_adapters(run)  # their modules: the architecture may have been unknown before
+    _check_adapter_files(run)  # the architecture may have been unknown before
     assert run.auxiliary.conditioning or not run.auxiliary.columns
     # Faults of single samples are left to encoding, which may skip those samples; what concerns all of them is raised here.
     if run.auxiliary.conditioning is not None:
