@@ -43,6 +43,11 @@ def test_what_is_trained_is_the_memory_that_the_model_runs_with(ranks: list[dict
     assert [each["full"]["apart"] for each in ranks] == [[]] * len(ranks)
 
 
+def test_a_model_that_has_run_has_the_weights_of_a_save_in_its_next_forward(ranks: list[dict[str, Any]]) -> None:
+    """As `--init-from` loads one after the model has generated class images."""
+    assert all(each["lora in fp32"]["restored"] for each in ranks)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if "merged" not in name])
 def test_all_ranks_together_read_the_file_once(ranks: list[dict[str, Any]], name: str) -> None:
     """But for nf4 where a block of weights with one scale has rows of two ranks: 96 columns are one and a half blocks."""

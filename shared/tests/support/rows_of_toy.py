@@ -19,15 +19,21 @@ from ditkit_core.engine.placement import place_blocks
 from ditkit_core.engine.sharding.division import Division
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
+from ditkit_core.run.config import RunConfig
 from ditkit_core.run.model import give_dtypes
 from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights, loaded_dtype
+from ditkit_core.run.restore import load_trained
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.replicas import forked
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, toy_items
+from ditkit_core.testing.world import make_model
+from ditkit_core.training.checkpoint import State, save_state
+from ditkit_core.training.config import SaveConfig
 
 CPU = torch.device("cpu")
 ARCH = ToyArch(dim=96, depth=2, heads=4)
@@ -43,6 +49,7 @@ LORA, FULL, DORA = AdapterConfig(rank=4), AdapterConfig(method="full"), AdapterC
 FP32, BF16 = torch.float32, torch.bfloat16
 CASES = {
     "lora": (LORA, BaseConfig(), BF16),
+    "lora in fp32": (LORA, BaseConfig(), FP32),
     "lokr": (AdapterConfig(method="lokr", rank=4), BaseConfig(), BF16),
     "full": (FULL, BaseConfig(), FP32),
     "full in bf16": (FULL, BaseConfig(), BF16),
@@ -125,7 +132,7 @@ def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> di
     differ += [path for path, each in parameters.items() if each.requires_grad != wanted[path].requires_grad]
     differ += [name for name, rows in shards.local.items() if not torch.equal(rows, own[division.paths[name]])]
     if unloaded.precision.matmul == FP32:  # in bf16, the layers of `RARER` have two dtypes, which only loading bears
-        run_once_together(found.model)
+        forward(found.model)  # the first one, in which FSDP2 takes over what has changed since it divided the model
     trained = {name: local(parameters[path]) for name, path in division.paths.items()}
     apart = [
         name for name, rows in shards.local.items() if rows.numel() and rows.data_ptr() != trained[name].data_ptr()
@@ -141,6 +148,8 @@ def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> di
     return {
         "differ": differ,
         "apart": apart,
+        "restored": name != "lora in fp32"
+        or restored(folder, expected, replace(found, shards=shards, trainable=shards.local)),
         "read": sum(sizes),
         "file": num_bytes,
         "largest": max(torch.Size(each.shape).numel() for each in file.values()),
@@ -152,10 +161,19 @@ def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> di
 
 
 @torch.no_grad()
-def run_once_together(model: Any) -> None:
-    """The first forward, in which FSDP2 takes over what has changed since it divided the model."""
+def forward(model: Any) -> Tensor:
     (item,) = toy_items(1)
-    model(TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0))
+    made: Tensor = model(TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0))[0]
+    return made
+
+
+def restored(folder: Path, whole: LoadedModel, divided: LoadedModel) -> bool:
+    """Whether a model that has run already has the weights of a save in its next forward. What is in no block stays whole after a forward."""
+    run = RunFolder(folder / "run")
+    for prepared in (whole, divided):
+        load_trained(prepared, run)
+    assert any(name.startswith("head.") for name in divided.trainable)
+    return torch.equal(forward(whole.model), forward(divided.model))
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -174,6 +192,7 @@ def write(folder: Path) -> None:
     torch.manual_seed(0)
     weights = ToyModel(ARCH, Precision(matmul=FP32)).state_dict()
     save_file(in_form(weights, "diffusers"), folder / "toy.safetensors")
+    save(folder)
     module = next(name.removesuffix(".weight") for name, each in weights.items() if each.shape == (96, 96))
     flat = module.replace(".", "_")
     save_file(
@@ -184,6 +203,16 @@ def write(folder: Path) -> None:
         },
         folder / "lora.safetensors",
     )
+
+
+def save(folder: Path) -> None:
+    """The save of a run that trained a LoRA."""
+    run = RunFolder(folder / "run")
+    run.path.mkdir()
+    run.store(RunConfig(adapter=LORA))
+    trained = trainable_parameters(make_model(SPEC, ARCH, adapter=LORA))
+    tensors = {"trainable": {name: torch.randn(each.shape) for name, each in trained.items()}}
+    save_state(run.state, State(step=1, tensors=tensors, values={"optimizer": {}}), SaveConfig())
 
 
 if __name__ == "__main__":

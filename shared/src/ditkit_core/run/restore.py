@@ -69,9 +69,11 @@ def load_trained(
             if stored.ema.decay:
                 used |= {name: value for name, value in state.tensors.get("ema", {}).items() if name in used}
         copy_values(parameters, used)
-    # Blocks that are on a device already have the old values.
+    # Blocks that are on a device already have the old values, and so has what was gathered for a forward.
     if prepared.streamer is not None:
         prepared.streamer.host_changed()
+    if shards is not None:
+        shards.changed()
     return state.step
 
 
