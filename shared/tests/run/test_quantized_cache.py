@@ -24,6 +24,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.run import prepare
 from ditkit_core.run.prepare import build_meta_model, load_weights
+from ditkit_core.run.quantized_cache import QuantizedCache
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -199,3 +200,19 @@ def test_of_two_processes_that_find_no_file_one_converts_and_the_other_waits_and
     assert len(converted) == 1 and waits.is_set()
     assert lines == [f"base.quantized_cache: the quantized base is read from {kept(base)[0]}"]
     assert equal(models[0].values, models[1].values)
+
+
+def test_ranks_that_divide_a_base_look_for_its_file_once(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run writes it while they look. One of them that read it now would wait in an exchange for the others, which convert."""
+    cache, work = QuantizedCache(base.parent, "0"), list[str]()
+
+    def missing(*given: Any, **named: Any) -> bool:
+        work.append("look")
+        cache.file.touch()
+        return False
+
+    monkeypatch.setattr(QuantizedCache, "_read", missing)
+    monkeypatch.setattr(QuantizedCache, "_write", lambda *given: work.append("write"))
+    given: Any = {"device_of": None, "dtype_of": lambda name: torch.float32, "say": None}
+    cache.load(nn.Module(), lambda: work.append("convert"), division=object(), **given)
+    assert work == ["look", "convert", "write"]

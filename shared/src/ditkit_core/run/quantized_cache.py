@@ -97,7 +97,8 @@ class QuantizedCache:
         if read():
             return
         with alone_with(self.file) if division is None else nullcontext():  # ranks that divide it convert together
-            if self._written() != found and read():
+            # Of these ranks one could see the file of another run a moment before the others, and wait for them to read it.
+            if division is None and self._written() != found and read():
                 return
             convert()
             self._write(_entries(model, dtype_of), division, say)
