@@ -198,6 +198,16 @@ def test_the_same_command_generates_the_class_images_that_one_rank_could_not(fol
     assert samples(folder, "class images again") == samples(folder, "alone")
 
 
+def test_class_images_that_ranks_do_not_share_are_refused(folder):
+    """Each rank writes its own: with folders of their own, ranks would train on other images, and wait for each other where they count more."""
+    (line,) = lines(folder, "apart")
+    assert "is not the folder of that name that rank 0 has; set prior.folder to one that all machines share" in line
+    assert not list(folder.glob("**/classes apart/*")), "before any is generated"
+    (line,) = lines(folder, "old list")
+    assert "has another set of class images" in line
+    assert saves(folder, "apart") == saves(folder, "old list") == []
+
+
 def test_a_rank_without_room_to_decode_takes_tiles_and_the_list_of_samples_says_so(folder):
     """Of each preview and of the samples at the end, where the second rank tries the whole sample again."""
     name = "no room to decode"

@@ -29,7 +29,7 @@ from ditkit_core.models.encoders import Decoding
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.previews import exchange
-from ditkit_core.run import quantized_cache
+from ditkit_core.run import data, quantized_cache
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
@@ -157,6 +157,17 @@ def cannot_generate_a_class_image() -> None:
     ToySampler.decode = lambda sampler, latents: decode(sampler, latents) * float("nan")  # type: ignore[method-assign]
 
 
+def is_in_another_folder() -> None:
+    """As a machine that does not share a disk, to which a relative path is a folder of its own."""
+    Path("elsewhere").mkdir()
+    os.chdir("elsewhere")
+
+
+def sees_an_old_list() -> None:
+    """Of the folder of class images, as over a network."""
+    data.count_media = lambda folder: 0  # type: ignore[attr-defined]
+
+
 def has_no_room_to_decode() -> None:
     VaeSampler.lacks_memory = True
 
@@ -186,6 +197,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "experts of one": (lacks_an_expert, 1),
     "no room to decode": (has_no_room_to_decode, 1),
     "no class image": (cannot_generate_a_class_image, 1),
+    "apart": (is_in_another_folder, 1),
+    "old list": (sees_an_old_list, 1),
     **dict.fromkeys(
         (
             "sampled again",
@@ -211,8 +224,9 @@ MORE = {
     "adapter alone": ADAPTER,
     "adapter": (*ADAPTER, "--ranks.shard", "2", "--ranks.context", "2"),
     **dict.fromkeys(
-        ("alone", "plain", "cannot sample", "sampled again", "no class image", "class images again"), CLASS
+        ("alone", "plain", "cannot sample", "sampled again", "no class image", "class images again", "old list"), CLASS
     ),
+    "apart": (*CLASS, "--prior.folder", "classes apart"),
     "experts divided": (*FEW, "--prior.folder", CLASSES, "--ranks.shard", "2"),
     **{
         name: (*FEW, "--prior.folder", f"classes of {name}", "--base.quantized_cache", f"bases of {name}")
@@ -264,9 +278,9 @@ def work(folder: Path, name: str) -> None:
     log_conversions(folder / f"{name}.conversions")
     if name == "experts divided":
         parks_a_cpu()
+    os.chdir(folder)
     if rank == whose:
         trouble()
-    os.chdir(folder)
     world = EXPERTS[folder] if name.startswith("experts") else WORLDS[folder]
     if name == "no room to decode":
         decodes = lambda paths, device, matmul, decodings: VaeSampler(folder / "vae.safetensors", decodings)

@@ -211,6 +211,7 @@ def _encode_all(run: RunContext, num_images: int) -> Encoded:
     check_components(run, run.data.dataset.samples, sampling=num_images > 0)
     if num_images:
         check_class_prompt(run)
+        check_shared(run.data.prior_folder, "prior.folder", current_ranks())
     check_shared(run.data.cache.folder, "encode.cache", current_ranks())
     return encode_all(run, run.config.prior.prompt if num_images else "")
 

@@ -14,7 +14,7 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say
-from ditkit_core.io.files import write_text
+from ditkit_core.io.files import json_hash, write_text
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.previews.generate import guided_by, text_conditions, with_adapters
@@ -157,9 +157,17 @@ def _write(path: Path, pixels: Tensor, prompt: str) -> None:
 
 
 def encoded_class_images(run: RunContext, stages: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
-    """Generate class images and encode them; all ranks call it, and each does its share of both."""
-    generate_class_images(run, stages, count, class_conditions(run), SampleShares.of(current_ranks()))
-    return encode_prior(run)
+    """Generate class images and encode them; all ranks call it, and each does its share of both.
+
+    Raises:
+        UserError: As `generate_class_images`; or if a rank finds other images in the folder.
+    """
+    ranks = current_ranks()
+    generate_class_images(run, stages, count, class_conditions(run), SampleShares.of(ranks))
+    encoded = encode_prior(run)
+    # The file system of another machine may list the folder as it was before.
+    ranks.check_same({"set of class images": json_hash({sample.id: sample.keys for sample in encoded})})
+    return encoded
 
 
 def _image_path(folder: Path, seed: int) -> Path:
