@@ -104,6 +104,8 @@ def test_what_it_is_made_of_is_its_name(base, tmp_path):
     states = [prepared(base, "int8").state_dict()]
     states.append(prepared(base, "int8", merge=(str(lora),)).state_dict())
     states.append(prepared(base, "int8", merge=(f"{lora}@0.5",)).state_dict())
+    states.append(prepared(base, "int8", merge=(f"{lora}@0",)).state_dict())
+    assert equal(states.pop(), states[0]) and len(kept(base)) == 3, "nothing is merged"
     prepared(base, "int8", precision=FP32)
     prepared(base, "fp8")
     assert len(kept(base)) == 5

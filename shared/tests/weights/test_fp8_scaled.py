@@ -22,7 +22,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
-from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, toy_items
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, official_name, toy_items
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
 FP8 = torch.float8_e4m3fn
@@ -232,6 +232,10 @@ def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
             assert torch.equal(merged.original(name, tuple(plain[name].shape)), plain[name])
         else:
             assert torch.equal(layer.dequantize(), plain[name]), name
+    lines.clear()
+    unchanged = quantized_weights(prepared(path, merge=(f"{file}@0",), say=lines.append).model)
+    assert "base.merge" not in lines[0], "nothing is changed at strength 0, which says that an expert has no file"
+    assert all(torch.equal(layer.weight, codes[official_name(name)]) for name, layer in unchanged.items())
 
 
 def test_a_full_fine_tune_of_it_is_refused(tmp_path):

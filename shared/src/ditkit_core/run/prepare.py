@@ -161,7 +161,7 @@ def build_meta_model(
     merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in files)]
     adapter, start = _started_from_file(adapter, open_file, say)
     if keeps_codes:
-        _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)
+        _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merged, say=say)
     if base.compute != "dtype":
         say(compute_in_8_bits(model, base.compute))
     # after quantization, so that the adapters are added to the layers that the model ends up with
@@ -207,13 +207,13 @@ def _quantize_blocks(
     source: SafetensorsSource,
     mapping: Mapping[str, tuple[TensorSlice, ...]],
     precision: Precision,
+    merged: list[tuple[AdapterFile, float]],
     *,
-    merges: bool,
     say: Callable[[str], None],
 ) -> None:
     """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks for."""
     if kind in ("none", "fp8") and num_scaled(source):
-        say(_hold_as_stored(spec, model, source, mapping, precision, merges=merges))
+        say(_hold_as_stored(spec, model, source, mapping, precision, merges=bool(merge_into(merged))))
     if kind == "none":
         return
     if kind != "fp8" and num_scaled(source):

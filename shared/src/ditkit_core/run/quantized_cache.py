@@ -269,6 +269,7 @@ def find_cache(
     merges = [
         (file.source.fingerprint(), strength, [(name, m.rank, m.scale, m.use_dora) for name, m in file.modules.items()])
         for file, strength in merged
+        if strength and file.modules
     ]
     layers = [
         (name, entry.shape, str(entry.dtype), getattr(entry.owner, "kind", ""))

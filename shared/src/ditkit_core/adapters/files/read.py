@@ -348,8 +348,8 @@ def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
 
 
 def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable[[Tensor], None]]:
-    """The `edits` of `load_into` that merge adapter files, each at a strength, into the base's weights."""
-    modules = {module for file, _ in files for module in file.modules}
+    """The `edits` of `load_into` that merge adapter files, each at a strength, into the base's weights; none for a strength of 0."""
+    modules = {module for file, strength in files if strength for module in file.modules}
 
     def edit(module: str) -> Callable[[Tensor], None]:
         def change(weight: Tensor) -> None:
