@@ -1,6 +1,7 @@
 """Exports are verified at every save, however the model that trains is divided, and the run is the same run."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from toy_world import World, equal
 
 from ditkit_core.adapters.files.read import initial_adapter, open_adapter
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
+from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.verification.exported import Exported, Result, unverified
 from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.errors import UserError
@@ -205,18 +207,23 @@ def test_an_export_whose_save_is_gone_does_not_wait(world: World) -> None:
 def test_a_result_counts_as_long_as_its_export_is_there_unchanged(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """For the run, and on its page."""
     world.spec = altered(world.spec, verify=refusing(("run-step-000002.safetensors", "run.safetensors")))
     assert world.train("run", 2, *FOUR) == 1
     folder = RunFolder(world.folder / "run")
     run: Any = None  # nothing is compared
     with pytest.raises(UserError, match="export it again"):
         Verifier(run, folder, apart=False).wait()
+    (of_save,) = (section.verified.keys() - {"run.safetensors"} for section in read_sections(folder.path))
     (folder.exports / "run.safetensors").unlink()
     capsys.readouterr()
     verifier = Verifier(run, folder, apart=False)
     verifier.wait()
     verifier._give_up("it crashed when it was done")
     assert not capsys.readouterr().err
+    assert [section.verified for section in read_sections(folder.path)] == [dict.fromkeys(of_save, False)]
+    os.utime(folder.exports / "run-step-000002.safetensors")
+    assert of_save and [section.verified for section in read_sections(folder.path)] == [{}]
 
 
 def test_an_old_export_that_is_open_elsewhere_stays_until_the_next_save(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.config.toml import flatten, read_toml
+from ditkit_core.diagnostics.verification.exported import current_results
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, sample_number
 
@@ -160,9 +161,7 @@ def _read_section(path: Path, name: str) -> Section:
         environments=mappings(about.get("environments")),
         samples=_training_samples(run.samples),
         by_command=_by_command(run.samples),
-        verified={
-            str(name): _mapping(about).get("agrees") is True for name, about in (_json(run.verified) or {}).items()
-        },
+        verified={name: result.agrees for name, result in current_results(run).items()},
         completed=run.completed_step(),
     )
 

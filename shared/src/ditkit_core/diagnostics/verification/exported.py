@@ -92,6 +92,16 @@ def read_results(folder: RunFolder) -> dict[str, Result]:
         return {}
 
 
+def current_results(folder: RunFolder) -> dict[str, Result]:
+    """The results of the exports as they are: one stays in the file after its export was removed or replaced."""
+    outdated = {result_name(folder, each) for each in unverified(folder)}
+    return {
+        name: result
+        for name, result in read_results(folder).items()
+        if name not in outdated and (folder.exports / name).exists()
+    }
+
+
 def write_result(folder: RunFolder, export: Exported, result: Result) -> None:
     """Add a result, and forget those of exports that are gone."""
     results = {name: each for name, each in read_results(folder).items() if (folder.exports / name).exists()}

@@ -9,7 +9,13 @@ from typing import Self
 
 import torch
 
-from ditkit_core.diagnostics.verification.exported import is_finished, read_results, result_name, unverified
+from ditkit_core.diagnostics.verification.exported import (
+    current_results,
+    is_finished,
+    read_results,
+    result_name,
+    unverified,
+)
 from ditkit_core.diagnostics.verification.verify import verify_waiting
 from ditkit_core.errors import Interrupted, UserError, printable
 from ditkit_core.io.console import say, warn
@@ -104,11 +110,8 @@ class Verifier:
                 self.look()
                 if self._worker is None:  # another export may have come after it looked for the last time
                     self.start()
-        # A result stays in the file after its export was removed or replaced.
-        outdated = {result_name(self._folder, each) for each in unverified(self._folder)}
-        for name, result in self._said.items():
-            is_current = name not in outdated and (self._folder.exports / name).exists()
-            if is_current and not result.agrees and is_finished(self._folder, name):
+        for name, result in current_results(self._folder).items():
+            if not result.agrees and is_finished(self._folder, name):
                 raise UserError(result.line)
 
     def _left(self) -> list[str]:
