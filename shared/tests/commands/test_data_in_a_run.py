@@ -304,3 +304,31 @@ def test_a_plan_has_the_memory_of_masks(world: World, capsys: pytest.CaptureFixt
     mask(world.folder / "clips" / "0-mask.png", (16, 16))
     masked, more = planned()
     assert masked == bucket.replace(" (", " with loss masks (", 1) and more > activations
+
+
+@pytest.mark.parametrize("key", ["metadata", "references", "masks"])
+def test_what_belongs_to_the_data_may_be_moved_with_it(
+    world: World, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """The record has its content, so that other content is refused."""
+    old, new = world.folder / "old", world.folder / "new"
+    picture(old / "0.png", (16, 16), "white")
+    path = ""
+    if key == "metadata":
+        path = "list.jsonl"
+        rows = [{"file_name": f"{name}.png", "text": f"picture {name}"} for name in range(5)]
+        (old / path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--sample.captions", "0", f"--data.{key}")
+    assert world.train("run", 1, *flags, str(old / path)) == 0
+    shutil.copytree(old, new)
+    if path:
+        (old / path).write_text((old / path).read_text().replace("picture 3", "another caption"))
+    else:
+        picture(old / "0.png", (16, 16), "black")
+    assert world.train("run", 2, *flags, str(old / path)) == 1
+    assert f"1 changed, first {'3' if path else '0'!r}" in capsys.readouterr().err
+    assert world.train("run", 2, *flags, str(new / path)) == 0
+    assert (
+        f'changed since the last part of this run: data.{key} "{old / path}" -> "{new / path}"'
+        in capsys.readouterr().out
+    )

@@ -21,13 +21,14 @@ class DataConfig:
     """The `[data]` section: the clips and captions to train on, and how clips are extracted from files."""
 
     folder: str = setting("", resume="stated", holds="path")
-    """Folder of videos, images and captions. A run continues where it has the same samples: a dataset may be moved."""
+    """Folder of videos, images and captions. A run continues where it has the same samples: a dataset may be moved, with its metadata,
+    references, controls and masks."""
     folders: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Several such folders instead of `folder`; with more than one, sample ids begin with the folder's name."""
     repeats: tuple[float, ...] = setting((), resume="refused")
     """How often each sample of a folder is used per epoch: one number above 0 for each folder. With 1.5 a sample is used once in every
     epoch and a second time in every other epoch."""
-    metadata: str = setting("", resume="refused", holds="path")
+    metadata: str = setting("", resume="stated", holds="path")
     """A .jsonl, .csv or .json file that lists media and captions, relative to the folder; or videos.txt or images.txt that lists media,
     with prompts.txt next to it. Empty: metadata.jsonl, metadata.csv or metadata.json if the folder has one, otherwise a .txt or .caption
     file next to each media file, or such lists if no media file has one."""
@@ -70,13 +71,13 @@ class DataConfig:
     """Number of tags at the beginning that are not shuffled."""
     tag_variants: int = setting(4, resume="refused")
     """Number of tag orders per caption; the first is the written order. Each is encoded once."""
-    references: str = setting("", resume="refused", holds="path")
+    references: str = setting("", resume="stated", holds="path")
     """Folder of reference images for editing: `cat.png` of the dataset uses `cat.png` here, or `cat_0.png`, `cat_1.png`, … Metadata may
     name them instead, in a column `references`."""
-    controls: tuple[str, ...] = setting((), resume="refused", holds="path")
+    controls: tuple[str, ...] = setting((), resume="stated", holds="path")
     """Folders of further conditions, as `column=folder`: `cat.mp4` of the dataset uses the file named `cat` there. Metadata may
     name the files instead, in a column of that name."""
-    masks: str = setting("", resume="refused", holds="path")
+    masks: str = setting("", resume="stated", holds="path")
     """Folder of loss masks: `cat.png` of the dataset uses the image or video named `cat` there; white is learnt, and train.mask_weight
     is the weight of the rest. Without metadata `cat-mask.png` next to `cat.png` is its mask, too; metadata has a column `mask`."""
     seed: int = setting(0, resume="refused")
