@@ -27,6 +27,7 @@ from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.sampling import WanSampler, default_shift
 from ditkit_wan.spec import WAN
+from ditkit_wan.variants import experts
 
 FRAMES, SIDE = 5, 64
 ASKED = {
@@ -159,6 +160,10 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
         default_shift(PRESETS["wantodance-14b"], 480, 320) == default_shift(PRESETS["wantodance-14b"], 1280, 720) == 5
     )
     assert default_shift(PRESETS["i2v-a14b"], 480, 832) == 5 and default_shift(PRESETS["t2v-14b"], 480, 832) == 5
+    pairs = [arch for arch in PRESETS.values() if experts(arch)]
+    for arch in pairs:  # `denoiser_stages`: ranks that divide them take each step of samples of several sizes together
+        assert len({default_shift(arch, height, height) for height in (64, 480, 1280)}) == 1
+    assert len(pairs) == 2
 
 
 @pytest.mark.slow
