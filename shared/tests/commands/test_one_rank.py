@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -106,6 +107,17 @@ def test_ranks_that_divide_experts_sample_as_one(folder):
     }
 
 
+class Exports(NamedTuple):
+    """Two files of the same names, dtypes, shapes and metadata."""
+
+    configs: tuple[dict, dict]
+    """But for `[ranks]`."""
+    same: bool
+    """Bitwise."""
+    apart: float
+    """Distance of their values, relative."""
+
+
 def exported(path: Path) -> tuple[dict, dict, bytes]:
     """What an export has besides tensors; name, dtype, shape and place of each tensor; and their bytes."""
     content = path.read_bytes()
@@ -114,23 +126,55 @@ def exported(path: Path) -> tuple[dict, dict, bytes]:
     return tensors.pop("__metadata__"), tensors, content[end:]
 
 
+def compared(alone: Path, two: Path) -> Exports:
+    """The export of one process, and that of two ranks that divide the weights."""
+    (about, tensors, values), (about_two, tensors_two, values_two) = exported(alone), exported(two)
+    assert tensors == tensors_two and len(tensors) > 4
+    configs = tomllib.loads(about.pop("ditkit.config")), tomllib.loads(about_two.pop("ditkit.config"))
+    assert about == about_two and about["ditkit.step"]
+    assert [config.pop("ranks")["shard"] for config in configs] == [1, 2]
+    both = (load(path.read_bytes()) for path in (alone, two))
+    one, other = (torch.cat([found[key].double().flatten() for key in tensors]) for found in both)
+    return Exports(configs, values == values_two, float((one - other).norm() / one.norm()))
+
+
 def test_ranks_that_divide_weights_export_what_one_process_exports(folder):
     """The save of one process bitwise. The steps after it add gradients in another order, by which bf16 rounds a number the other way."""
     alone, two = (folder / name / "low_noise" / "exports" for name in ("experts alone", "experts divided"))
     names = sorted(path.name for path in alone.iterdir())
     assert sorted(path.name for path in two.iterdir()) == names and len(names) == 3
     for name in names:
-        (about, tensors, values), (about_two, tensors_two, values_two) = exported(alone / name), exported(two / name)
-        assert tensors == tensors_two and len(tensors) > 4
-        config, config_two = tomllib.loads(about.pop("ditkit.config")), tomllib.loads(about_two.pop("ditkit.config"))
-        assert about == about_two and about["ditkit.step"]
-        assert config.pop("ranks")["shard"] == 1 and config_two.pop("ranks")["shard"] == 2
-        assert config["base"].pop("quantized_cache") and not config_two["base"].pop("quantized_cache")
-        assert config == config_two, "but for the flags of the two cases"
-        assert values == values_two or "000002" not in name
-        both = (load((exports / name).read_bytes()) for exports in (alone, two))
-        one, other = (torch.cat([found[key].double().flatten() for key in tensors]) for found in both)
-        assert (one - other).norm() < 4e-3 * one.norm()
+        found = compared(alone / name, two / name)
+        one, other = (config["base"].pop("quantized_cache") for config in found.configs)
+        assert one and not other and found.configs[0] == found.configs[1], "but for the flags of the two cases"
+        assert found.same or "000002" not in name
+        assert found.apart < 4e-3
+
+
+@pytest.mark.parametrize("name", ["full divided", "full divided later", "merged divided later"])
+def test_ranks_that_divide_weights_export_the_transformer_of_one_process(folder, name):
+    """After each of their saves within the limit of divided training; that of a save of one process bitwise. Both forms, in fp32."""
+    whole = f"{name.split()[0]} alone"
+    assert result(folder, whole) == result(folder, name) == {"codes": {}}, lines(folder, name)
+    alone, two = (folder / each / "exports" for each in (whole, name))
+    files = sorted(path.relative_to(alone) for path in alone.rglob("transformer_*/*"))
+    assert files == sorted(path.relative_to(two) for path in two.rglob("transformer_*/*"))
+    transformers = [path for path in files if path.suffix == ".safetensors"]
+    assert len(transformers) == 4, "two forms, of the save in the middle and of the finished run"
+    for path in transformers:
+        found = compared(alone / path, two / path)
+        assert [config["run"].pop("folder") for config in found.configs] == [whole, name]
+        assert found.configs[0] == found.configs[1]
+        assert found.same or not name.endswith("later") or "step-000002" not in path.parts
+        assert found.apart < 1e-4
+
+
+def test_a_transformer_is_gathered_tensor_by_tensor(folder):
+    """The host of the first rank has one whole weight, and the next one: the last is kept for forms that split it."""
+    rows = [tuple(map(int, line.split())) for line in (folder / "full divided.gathered").read_text().splitlines()]
+    exports = [exported(path) for path in (folder / "full alone" / "exports").rglob("*.safetensors")]
+    assert sum(size for _, size in rows) >= 0.99 * sum(len(values) for *_, values in exports)
+    assert max(alive for alive, _ in rows) <= 2 * max(size for _, size in rows)
 
 
 def test_previews_that_one_rank_cannot_generate_are_left_out_on_both_in_one_line(folder):

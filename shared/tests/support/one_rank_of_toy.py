@@ -18,11 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.reductions import StorageWeakRef
 from toy_world import World
 from two_experts import TwoExperts
 
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
+from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import Decoding
@@ -182,12 +184,28 @@ def has_a_fast_clock() -> None:
     trainer.time = SimpleNamespace(monotonic=lambda: float(next(hours)), perf_counter=time.perf_counter)  # type: ignore[attr-defined]
 
 
+def logs_what_is_gathered() -> None:
+    """For each weight that the first rank gathers: bytes of all that are alive, and of this one."""
+    gather, alive = Shards._gather, list[tuple[StorageWeakRef, int]]()
+
+    def logged(*given: Any) -> Any:
+        if (found := gather(*given)) is not None:
+            alive[:] = [each for each in alive if not each[0].expired()]
+            alive.append((StorageWeakRef(found.untyped_storage()), found.nbytes))
+            with Path("full divided.gathered").open("a") as log:
+                log.write(f"{sum(size for _, size in alive)} {found.nbytes}\n")
+        return found
+
+    Shards._gather = logged  # type: ignore[method-assign]
+
+
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "alone": (lambda: None, 0),
     "plain": (lambda: None, 0),
     "stopped": (is_stopped, 1),
     "no memory": (has_no_memory, 1),
     "not finite": (is_not_finite, 1),
+    "full divided": (logs_what_is_gathered, 0),
     "cannot save": (cannot_save, 0),
     "cannot read": (cannot_read, 1),
     "cannot sample": (cannot_sample, 1),
@@ -208,6 +226,10 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
             "experts alone",
             "experts",
             "experts divided",
+            "full alone",
+            "full divided later",
+            "merged alone",
+            "merged divided later",
         ),
         (lambda: None, 0),
     ),
@@ -219,6 +241,13 @@ CLASSES = "classes of experts alone"
 FEW = (*CLASS, "--sample.steps", "2", "--base.quantize", "int8")
 """One step of each expert."""
 ADAPTER = (*CLASS, "--sample.adapter", "alone/exports/alone.safetensors")
+WHOLE = (
+    *("--train.accumulation", "4", "--optim.lr", "0.001"),
+    *("--save.every_steps", "2", "--sample.prompts", "[]", "--sample.captions", "0"),
+    *("--export.dtype", "fp32", "--export.forms", '["official", "diffusers"]'),
+)
+FULL = (*WHOLE, "--adapter.method", "full")
+MERGED = (*WHOLE, "--adapter.use_dora", "true", "--export.merged", "true")
 MORE = {
     **dict.fromkeys(UNSAVED, ()),
     "adapter alone": ADAPTER,
@@ -228,6 +257,10 @@ MORE = {
     ),
     "apart": (*CLASS, "--prior.folder", "classes apart"),
     "experts divided": (*FEW, "--prior.folder", CLASSES, "--ranks.shard", "2"),
+    "full alone": FULL,
+    **dict.fromkeys(("full divided", "full divided later"), (*FULL, "--ranks.shard", "2")),
+    "merged alone": MERGED,
+    "merged divided later": (*MERGED, "--ranks.shard", "2"),
     **{
         name: (*FEW, "--prior.folder", f"classes of {name}", "--base.quantized_cache", f"bases of {name}")
         for name in ("experts of one", "experts alone", "experts")
@@ -267,6 +300,14 @@ def previews_again(folder: Path, before: str, name: str) -> None:
     for path in (*run.rglob("complete.json"), *run.rglob("samples"), run / "low_noise" / "state" / "step-000004"):
         if path.parent.name != "high_noise" or path.name == "samples":
             rmtree(path) if path.is_dir() else path.unlink()
+
+
+def exports_again(folder: Path, before: str, name: str) -> None:
+    """A copy of a finished run that goes on from its first save, whose exports are gone."""
+    run = copytree(folder / before, folder / name)
+    for path in (run / "exports", run / "state" / "step-000004"):
+        rmtree(path)
+    (run / "complete.json").unlink()
 
 
 def work(folder: Path, name: str) -> None:
@@ -326,5 +367,7 @@ if __name__ == "__main__":
             copytree(into / AGAIN[each], into / each)
         if each == "experts divided":
             previews_again(into, "experts alone", each)
+        if each.endswith(" divided later"):
+            exports_again(into, f"{each.split()[0]} alone", each)
         made[each] = launch(work, into, each, num=1 if "alone" in each else 2)
     (into / "cases.json").write_text(json.dumps(made))

@@ -137,14 +137,14 @@ def _export(
 def _export_transformer(
     prepared: LoadedModel, spec: ModelSpec, folder: Path, config: ExportConfig, metadata: Mapping[str, str]
 ) -> list[Path]:
-    with prepared.readable():
+    with prepared.readable_one_by_one() as original:
         return export_merged(
             prepared.model,
             spec,
             folder,
             config,
             metadata=metadata,
-            original=prepared.original,
+            original=original,
             config_json=prepared.config_json,
         )
 

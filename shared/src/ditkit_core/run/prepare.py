@@ -4,8 +4,8 @@ Build on `meta`; match every name and shape; inject adapters on `meta`; stream t
 its devices and dtypes; initialise the adapters. Nothing is allocated twice, and nothing later may move or cast the model.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ditkit_core.adapters.files.read import (
     open_adapter,
     parse_merge,
 )
-from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
+from ditkit_core.adapters.inject import canonical_name, initialise, inject, is_adapter_name, trainable_parameters
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.placement import Placement
@@ -37,6 +37,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.models.state_dict import TensorSlice
+from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.run.quantized_cache import find_cache
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 from ditkit_core.weights.frozen import at_most_parameters
@@ -99,6 +100,19 @@ class LoadedModel:
         if self.shards is not None:
             return self.shards.readable(base=base)
         return self.streamer.on_host() if base and self.streamer is not None else nullcontext()
+
+    @contextmanager
+    def readable_one_by_one(self) -> Iterator[Callable[[str, tuple[int, ...]], Tensor]]:
+        """Inside the block adapters can be read, and base parameters with the function, by name and shape; what is not on `meta` and not quantized
+        can be read in the model as well. Of weights that ranks divide, no host has more than one whole."""
+        if self.shards is None:
+            with self.readable():
+                yield self.original
+            return
+        coarse = quantized_weights(self.model)
+        paths = {canonical_name(path): path for path, _ in self.model.named_parameters()}
+        with self.shards.one_by_one(is_adapter_name) as gathered:
+            yield lambda name, shape: self.original(name, shape) if name in coarse else gathered(paths[name])
 
 
 @dataclass(frozen=True, kw_only=True)

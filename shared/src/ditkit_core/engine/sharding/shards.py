@@ -6,7 +6,7 @@ clipping, saves) would have to know of DTensors, so it gets the rows themselves,
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -231,8 +231,38 @@ class Shards:
         The first rank calls it in work that the others help with (`Ranks.on_first`).
         """
         self._ranks.ask("all weights" if base else "trained weights")
+        with self._given(self._gather_weights(base=base)):
+            yield
+
+    @contextmanager
+    def one_by_one(self, is_small: Callable[[str], bool]) -> Iterator[Callable[[str], Tensor]]:
+        """Inside the block the first rank's model has its small weights whole on the host, and the shapes of its other ones, on `meta`.
+
+        It yields a function that gathers a weight by its path: no host has more than one of the large ones. As `readable`, the first rank calls it
+        in work that the others help with.
+
+        Args:
+            is_small: Whether a weight of this path is one of an adapter.
+        """
+
+        def gathered(path: str) -> Tensor:
+            self._ranks.ask(_ONE + path)
+            found = self._gather_weight(path)
+            assert found is not None
+            return found
+
+        divided = {path: weight for path, weight in self._weights.items() if isinstance(weight, DTensor)}
+        with self._given(
+            (path, gathered(path) if is_small(path) else torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+            for path, weight in divided.items()
+        ):
+            yield gathered
+
+    @contextmanager
+    def _given(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+        """Inside the block the model has these weights in place of divided ones."""
         before = []
-        for path, found in self._gather_weights(base=base):
+        for path, found in values:
             module, _, attribute = path.rpartition(".")
             owner = self._root.get_submodule(module)
             divided = owner._parameters[attribute]
@@ -246,14 +276,27 @@ class Shards:
 
     def help(self, request: str) -> None:
         """Take part in what the first rank does alone: gather weights for a file."""
+        if request.startswith(_ONE):
+            self._gather_weight(request.removeprefix(_ONE))
+            return
         for _ in self._gather_weights(base=request == "all weights"):
             raise AssertionError("only the first rank has them")
 
     def _gather_weights(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
-        self.changed()
         trained = {id(parameter) for parameter in self.trained.values()}
         for path, weight in self._weights.items():
             if isinstance(weight, DTensor) and (base or id(weight) in trained):
-                found = self._gather(weight.to_local().detach(), self._division.rows_of(weight))
-                if found is not None and self._ranks.is_first:
+                found = self._gather_weight(path)
+                if found is not None:
                     yield path, found
+
+    def _gather_weight(self, path: str) -> Tensor | None:
+        """A whole weight, on the first rank's host; None on others."""
+        self.changed()
+        weight = self._weights[path]
+        assert isinstance(weight, DTensor)
+        return self._gather(weight.to_local().detach(), self._division.rows_of(weight))
+
+
+_ONE = "weight "
+"""What the request for one weight begins with; its path follows."""
