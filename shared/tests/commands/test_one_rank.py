@@ -225,6 +225,25 @@ def test_what_one_rank_cannot_do_is_one_line_that_names_it(folder, name, rank, s
     assert saves(folder, name) == [2], "the save before it stays"
 
 
+def test_a_held_out_loss_that_is_not_finite_on_one_rank_ends_both(folder):
+    """Both have the loss of all clips, so that either of them says it."""
+    (line,) = lines(folder, "cannot measure")
+    assert re.match(
+        r"error: rank [01] of 2 on \S+ in step 4: the loss after step 4 is not finite at held-out clip", line
+    )
+    assert line.removeprefix("error: ") in result(folder, "cannot measure")["said"]
+    assert saves(folder, "cannot measure") == [2] and "step-000002: lower optim.lr, and resume from it" in line
+
+
+def test_of_a_killed_rank_the_other_one_says_what_to_do_and_saves_nothing(folder):
+    """torchrun's summary has the signal, and sends SIGTERM to the rank that is left, which is no wish to save."""
+    (line,) = lines(folder, "killed")
+    said = r"error: rank 0 of 2 on \S+ in step 3: the connection to another rank broke .*; the same command continues from the last save"
+    assert re.fullmatch(said, line)
+    assert result(folder, "killed")["codes"]["1"] == -9 and "SIGKILL" in result(folder, "killed")["said"]
+    assert saves(folder, "killed") == [2]
+
+
 def test_the_same_command_generates_the_preview_that_one_rank_could_not(folder):
     """A sample of it is there, and its list is not."""
     assert not list((folder / "cannot sample").glob("samples/step-000002.json"))
@@ -277,3 +296,12 @@ def test_ranks_with_other_settings_are_refused_before_anything_is_written(folder
     assert re.search(r"rank 1 on \S+ has another configuration \(\w+\) than rank 0 on", line)
     assert line.removeprefix("error: ") in result(folder, "other flags")["said"]
     assert not (folder / "other flags").exists()
+
+
+@pytest.mark.parametrize("name", ["data", "base", "torch version", "ditkit version"])
+def test_ranks_with_something_else_are_refused_before_weights_are_read(folder, name):
+    (line,) = lines(folder, f"other {name}")
+    assert re.search(
+        rf"rank 1 on \S+ has another {name} \(another\) than rank 0 on \S+ \(\S+\); start every rank with", line
+    )
+    assert line.removeprefix("error: ") in result(folder, f"other {name}")["said"]

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from shutil import copytree, rmtree
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toy_world import World
 from two_experts import TwoExperts
 
+import ditkit_core
+from ditkit_core.commands import stage, train
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
 from ditkit_core.engine.sharding.shards import Shards
@@ -35,7 +38,7 @@ from ditkit_core.run import data, quantized_cache
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
-from ditkit_core.training import checkpoint, train_step, trainer
+from ditkit_core.training import checkpoint, train_step, trainer, validation
 from ditkit_core.weights.frozen import FrozenModule
 
 STEPS = 4
@@ -126,6 +129,17 @@ def is_not_finite() -> None:
     at_step(3, lambda: broken.append(True))
 
 
+def cannot_measure() -> None:
+    """The loss of the clip that is measured after the last step; the second of two ranks has it."""
+    errors, broken = validation.velocity_errors, list[bool]()
+    validation.velocity_errors = lambda *given: errors(*given) * (float("nan") if broken else 1)  # type: ignore[attr-defined]
+    at_step(3, lambda: broken.append(True))
+
+
+def is_killed() -> None:
+    at_step(3, lambda: os.kill(os.getpid(), 9))
+
+
 def cannot_save() -> None:
     def fail(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -199,6 +213,24 @@ def logs_what_is_gathered() -> None:
     Shards._gather = logged  # type: ignore[method-assign]
 
 
+def has_another(name: str) -> None:
+    """Something that all ranks must have alike; none of them may then read weights."""
+
+    def fail(*given: Any) -> None:
+        raise AssertionError("weights are read")
+
+    train._load = fail  # type: ignore[assignment]
+    if name == "data":
+        train.json_hash = lambda keys: "another"  # type: ignore[attr-defined]
+    elif name == "base":
+        SafetensorsSource.fingerprint = lambda source: "another"  # type: ignore[method-assign]
+    elif name == "torch version":
+        stage.torch = SimpleNamespace(__version__="another", set_num_threads=torch.set_num_threads)  # type: ignore[attr-defined]
+    else:
+        ditkit_core.__version__ = "another"
+
+
+OTHERS = ("data", "base", "torch version", "ditkit version")
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "alone": (lambda: None, 0),
     "plain": (lambda: None, 0),
@@ -206,6 +238,9 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "no memory": (has_no_memory, 1),
     "not finite": (is_not_finite, 1),
     "full divided": (logs_what_is_gathered, 0),
+    "cannot measure": (cannot_measure, 1),
+    "killed": (is_killed, 1),
+    **{f"other {name}": (partial(has_another, name), 1) for name in OTHERS},
     "cannot save": (cannot_save, 0),
     "cannot read": (cannot_read, 1),
     "cannot sample": (cannot_sample, 1),
