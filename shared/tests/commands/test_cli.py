@@ -160,6 +160,25 @@ def test_a_mistake_that_a_stage_meets_is_one_line_and_exit_status_1(
     assert capsys.readouterr().err == "error: clip a.mp4 is empty\\nreplace it\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [("train", ("--plan",)), ("train", ("--check",)), ("sample", ()), ("encode", ()), ("export", ())],
+    ids=lambda given: " ".join(given) if isinstance(given, tuple) else given,
+)
+def test_only_training_runs_in_several_processes(
+    stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    command: str, flags: tuple[str, ...],
+) -> None:  # fmt: skip
+    """What else torchrun starts is refused before any work."""
+    monkeypatch.setattr(cli, "launched", lambda: SimpleNamespace(rank=0, size=2))
+    given = ["--run", str(tmp_path)] if command in ("sample", "export") else ["--data.folder", str(tmp_path)]
+    assert cli.run(TOY, command, [*given, *flags]) == 2
+    assert capsys.readouterr().err == (
+        f"error: only training runs in several processes; start {TOY.name}-{command} with these options without torchrun\n"
+    )
+    assert stages.called is None
+
+
 def test_an_interrupt_is_one_line_and_exit_status_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

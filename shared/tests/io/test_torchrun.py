@@ -9,7 +9,7 @@ import torch
 
 from ditkit_core.errors import UserError
 from ditkit_core.io import torchrun
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks
 
 
 class Store:
@@ -123,3 +123,19 @@ def test_two_ranks_do_not_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"started 2 processes on \S+, which has 1 GPUs; set --nproc-per-node 1"):
         torchrun._refuse_shared_gpus(launch)
+
+
+def test_gpus_without_nccl_are_refused_with_what_works(monkeypatch):
+    """As on Windows; replicas on a CPU need gloo alone."""
+    launch, started = torchrun._Launch(rank=0, size=2, local=0, num_local=2), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda backend, **given: started.append((backend, given["timeout"]))
+    )
+    with pytest.raises(UserError, match=r"this torch has no NCCL, .* train on one GPU, or set train.device = cpu"):
+        torchrun._connect(launch, Store(), on_gpus=True)
+    assert not started
+    torchrun._connect(launch, Store(), on_gpus=False)
+    assert started == [("gloo", WITHOUT_LIMIT)], "a rank may encode, compile or generate samples for hours"

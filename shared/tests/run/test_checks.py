@@ -8,6 +8,7 @@ import torch
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.config.resolve import resolve
+from ditkit_core.encoding.config import EncodeConfig
 from ditkit_core.engine.sharding import fsdp
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks, RanksConfig
@@ -17,12 +18,25 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.config import TrainConfig
-from ditkit_core.training.optim.optimizers import OptimConfig
+from ditkit_core.training.optim.optimizers import OPTIMIZERS, OptimConfig
 
 
 def run(*, context: int = 2, **sections: object):
     config = RunConfig(**{"train": TrainConfig(accumulation=2), "ranks": RanksConfig(context=context)} | sections)
     return create_run(TOY, config, ToyArch())
+
+
+WHOLE = ("adafactor", "muon", "prodigy", "adamw8bit")
+"""Optimizers that `ranks.shard` cannot have, of all that there are."""
+
+
+def test_every_other_optimizer_is_taken():
+    """Rows are enough for these; replicas and context groups have whole weights, and take each."""
+    assert set(OPTIMIZERS) >= set(WHOLE)
+    for name in OPTIMIZERS:
+        check_ranks(run(optim=OptimConfig(name=name, lr=1.0)), 2)
+        if name not in WHOLE:
+            check_ranks(run(ranks=RanksConfig(shard=2), optim=OptimConfig(name=name, lr=1.0)), 2)
 
 
 @pytest.mark.parametrize("context, size", [(1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8)])
@@ -39,11 +53,16 @@ def test_sizes_that_fit_are_taken(context, size):
         (run(train=TrainConfig(compile=True)), 2, r"compiled blocks .*; leave train.compile out"),
         (run(ranks=RanksConfig(shard=3)), 4, r"ranks.shard = 3 does not divide this run's 4 processes; .* set ranks.shard to 1 or 2 or 4"),
         (run(ranks=RanksConfig(shard=8)), 1, r"ranks.shard = 8 does not divide this run's 1 process; start a multiple of it"),
-        (run(ranks=RanksConfig(shard=2), optim=OptimConfig(name="adafactor")), 2, r"adafactor needs whole weights .* use adamw or schedule"),
+        *((run(ranks=RanksConfig(shard=2), optim=OptimConfig(name=name, lr=1.0)), 2, rf"{name} needs whole weights .* use adamw or schedule") for name in WHOLE),
         (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, compile=True)), 2, r"train.compile .* set it to false"),
         (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, swap_blocks=(1,))), 2, r"train.swap_blocks streams whole weights"),
         (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, clip_by="block")), 2, r"train.clip_by = block needs whole gradients"),
         (run(ranks=RanksConfig(shard=2), train=TrainConfig(accumulation=2, checkpointing="budget(20GiB)")), 2, r"name a policy, such as full"),
+        (run(context=1, train=TrainConfig(accumulation=2, devices=("cuda:0", "cuda:1"))), 2, r"train.devices = .* each on one GPU; leave it out"),
+        (run(context=1, train=TrainConfig(accumulation=2, device="cuda:1")), 2, r"train.device = 'cuda:1' is one GPU, .* leave it out"),
+        (run(context=1, train=TrainConfig(accumulation=2, pipelined=True)), 2, r"train.pipelined overlaps the devices .* leave it out"),
+        (run(context=1, encode=EncodeConfig(device="cuda:1")), 2, r"encode.device = 'cuda:1' is one GPU, .* set it to auto or cpu"),
+        (run(context=1, optim=OptimConfig(fused_backward=True)), 2, r"optim.fused_backward updates weights before .* set it to false"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_would(given, size, said):
