@@ -23,6 +23,10 @@ GIVEN_NAMES = {
     ),
 }
 """Names that several modules define because something else calls each of them by it."""
+RANKS = ("io/ranks", "io/torchrun", "engine/sharding/", "training/sharded_checkpoint", "testing/")
+"""Modules and folders of the core that use torch.distributed."""
+PLACES_OF_RANKS = ("commands/", "encoding/", "engine/devices", "io/torchrun", "previews/", "run/", "testing/")
+"""Those that ask which of the ranks this process is. All others are given that as a value, or do not know of ranks."""
 LIBRARY_ERRORS = "ditkit_core/errors"
 """The one module that catches every exception: what a library raises at a foreign file, or a service behind it (`given_to_library`)."""
 
@@ -102,6 +106,38 @@ def test_library_code_does_nothing_forbidden():
     assert found == []
     (only,) = allowed
     assert "broad except" in only
+
+
+def uses_ranks(node: ast.AST) -> str:
+    """Whether a node uses torch.distributed, or asks which rank this process is."""
+    match node:
+        case ast.ImportFrom(module="ditkit_core.io.torchrun"):
+            return "asks"
+        case ast.Constant(value="WORLD_SIZE" | "LOCAL_RANK" | "LOCAL_WORLD_SIZE"):
+            return "asks"
+        case ast.Call(func=ast.Name(id="distributed")) | ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+            return "uses"
+        case ast.ImportFrom(module=str(module)) if module.startswith("torch.distributed"):
+            return "uses"
+        case ast.Import(names=names) if any(name.name.startswith("torch.distributed") for name in names):
+            return "uses"
+        case _:
+            return ""
+
+
+def test_few_modules_know_ranks_and_no_model_does():
+    """A model declares its streams of tokens; the training loop takes its ranks as a value."""
+    found: dict[str, set[str]] = {"asks": set(), "uses": set()}
+    for file in SOURCES:
+        path = file.relative_to(ROOT).with_suffix("").as_posix().partition("/src/")[2]
+        for kind in {uses_ranks(node) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))} - {""}:
+            found[kind].add(path)
+    for kind, places in (("uses", RANKS), ("asks", PLACES_OF_RANKS)):
+        assert len(found[kind]) > 5
+        known = tuple(f"ditkit_core/{place}" for place in places)
+        assert [path for path in sorted(found[kind]) if not path.startswith(known)] == []
+    guilty = "import torch.distributed as dist\nfrom torch.distributed.tensor import DTensor\ntorch.distributed.get_rank()\ndistributed()"
+    assert [uses_ranks(node) for node in ast.walk(ast.parse(guilty))].count("uses") == 4
 
 
 def test_no_file_outgrows_its_subject():
