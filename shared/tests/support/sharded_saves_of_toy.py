@@ -36,6 +36,7 @@ def train(folder: Path, ranks: Ranks, *, name: str = NAME, shard: int = 2, steps
 
 def plain(folder: Path, ranks: Ranks) -> list[tuple[int, float]]:
     """Ranks in each process group that this rank made, and seconds that an exchange in it may take; the group of the test is none of them."""
+    ranks.grouped(2)  # as for `ranks.context`
     train(folder, ranks)
     groups = set(distributed_c10d._world.pg_map) - {distributed_c10d._get_default_group()}
     of_cpu = torch.device("cpu")

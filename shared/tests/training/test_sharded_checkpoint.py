@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -60,6 +61,22 @@ def test_every_row_is_written_once(made: dict[str, Any]) -> None:
     assert max(written) < 0.5 * whole
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_a_save_is_complete_with_the_digest_of_every_part(made: dict[str, Any], tmp_path: Path, rank: int) -> None:
+    """One that lacks a part, or has another number in it, is not used; its index knows all four."""
+    saves = Path(copytree(state_of(made, "plain"), tmp_path / "state"))
+    newest, warned = saves / "step-000006", list[str]()
+    part = sorted(newest.glob("shard-*.safetensors"))[rank]
+    known = json.loads((newest / "state.json").read_text())["files"]
+    assert set(known) == {path.name for path in newest.glob("*.safetensors")} and len(known) == 4
+    content = part.read_bytes()
+    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), None):
+        part.unlink() if damaged is None else part.write_bytes(damaged)
+        found = latest(saves, warned.append)
+        assert found is not None and found.name == "step-000003"
+        assert f"{part.name} is missing or damaged" in warned.pop() and not warned
+
+
 def test_a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_one_before(made: dict[str, Any]) -> None:
     for message in made["full disk"]:
         assert message.startswith("rank 1 cannot write its part of") and "No space left on device" in message
@@ -76,6 +93,6 @@ def test_a_rank_killed_inside_a_save_leaves_the_one_before(made: dict[str, Any])
 
 
 def test_every_group_of_ranks_waits_however_long(made: dict[str, Any]) -> None:
-    """Those of replicas and of parts of the weights, to which torch gives 30 minutes, and that of what writes saves."""
+    """Those of replicas, of parts of the weights and of tokens, to which torch gives 30 minutes, and that of what writes saves."""
     limit = WITHOUT_LIMIT.total_seconds()
-    assert made["plain"] == [[[2, limit], [2, limit], [4, limit]]] * 4
+    assert made["plain"] == [[[2, limit], [2, limit], [2, limit], [4, limit]]] * 4
