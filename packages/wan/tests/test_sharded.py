@@ -13,6 +13,7 @@ class TestSharded(ShardedConformance):
     script = Path(__file__).parent / "support" / "sharded_of_wan.py"
     sharded = WORLDS
     cases = CASES
+    shares_exactly = True
 
 
 @pytest.mark.exhaustive
@@ -22,6 +23,7 @@ class TestShardedVace(ShardedConformance):
     script = TestSharded.script.with_name("sharded_of_wan_vace.py")
     sharded = BOTH
     cases = FEW
+    shares_exactly = True
 
 
 @pytest.mark.exhaustive
@@ -31,3 +33,4 @@ class TestShardedReference(ShardedConformance):
     script = TestSharded.script.with_name("sharded_of_wan_reference.py")
     sharded = BOTH
     cases = FEW
+    shares_exactly = True
