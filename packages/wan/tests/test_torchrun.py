@@ -176,9 +176,14 @@ def test_a_signal_to_one_rank_ends_all_with_a_save(tmp_path):
 @pytest.mark.exhaustive
 @IN_PROC
 def test_a_rank_that_stops_is_named_and_ends_the_run(tmp_path):
+    """The other rank ends within the timeout and ten seconds; torchrun then waits half a minute for the one that cannot end."""
     with started(tmp_path, "--ranks.timeout", "3") as (process, rank):
         os.kill(rank, signal.SIGSTOP)
+        end = time.monotonic() + 3 + 10
         try:
+            while process_of_rank(0, process.pid) is not None:
+                assert time.monotonic() < end
+                time.sleep(0.05)
             assert process.wait(100) == 1
         finally:
             with suppress(ProcessLookupError):
