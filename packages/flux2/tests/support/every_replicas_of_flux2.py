@@ -5,7 +5,7 @@ from flux2_items import Images
 from ditkit_core.testing.replicas import CASES, main
 
 WORLDS = (1, 2, 3, 4)
-CONTINUED = ((3, 1), (2, 4), (4, 3))
+CONTINUED = tuple((first, second) for first in WORLDS for second in WORLDS)
 
 if __name__ == "__main__":
     main(Images.spec, Images.arch, Images().items(4, ragged=True), worlds=WORLDS, continued=CONTINUED, cases=[*CASES])
