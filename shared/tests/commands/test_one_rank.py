@@ -64,6 +64,9 @@ def test_two_ranks_save_measure_and_sample_as_one(folder):
     assert len(previews) == 5, "three samples, their list, and the image of all"
     assert len([path for path in samples(folder, "plain") if path.parent.name == "prior"]) == 6, "with their captions"
     assert (folder / "plain 1.log").read_text() == ""
+    files = [sorted((folder / name / "exports").glob("*.safetensors")) for name in ("alone", "plain")]
+    assert [path.name.replace("alone", "plain") for path in files[0]] == [path.name for path in files[1]] and files[0]
+    assert all(exported(one)[1:] == exported(two)[1:] for one, two in zip(*files, strict=True)), "names and bytes"
 
 
 def test_ranks_that_divide_weights_and_tokens_sample_as_one_with_an_adapter_for_samples(folder):
