@@ -13,7 +13,6 @@ class TestSharded(ShardedConformance):
     script = Path(__file__).parent / "support" / "sharded_of_wan.py"
     sharded = WORLDS
     cases = CASES
-    shares_exactly = True
 
 
 @pytest.mark.exhaustive
@@ -23,7 +22,6 @@ class TestShardedVace(ShardedConformance):
     script = TestSharded.script.with_name("sharded_of_wan_vace.py")
     sharded = BOTH
     cases = FEW
-    shares_exactly = True
 
 
 @pytest.mark.exhaustive
@@ -33,4 +31,3 @@ class TestShardedReference(ShardedConformance):
     script = TestSharded.script.with_name("sharded_of_wan_reference.py")
     sharded = BOTH
     cases = FEW
-    shares_exactly = True

@@ -19,7 +19,6 @@ class TestSharded(ShardedConformance):
     script = Path(__file__).parents[1] / "support" / "sharded_of_toy.py"
     cases = DAILY
     sharded = WORLDS
-    shares_exactly = True
 
     def test_a_layer_that_one_rank_alone_uses_is_trained_by_all(self, folder):
         """Its gradient reaches both ranks' rows, and no exchange waits for the rank that has none."""

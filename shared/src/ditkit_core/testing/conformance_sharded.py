@@ -27,9 +27,9 @@ class Limits(NamedTuple):
 
 EXACT = Limits(1e-5, 1e-5, 1e-4)
 """In fp32. Sums over ranks are taken in another order, which is some 1e-7."""
-ROUNDED = Limits(4e-3, 1e-2, 3e-3)
+ROUNDED = Limits(1e-2, 3e-2, 1e-2)
 """In bf16, where a weight that is rounded the other way differs by 4e-3; and where a number is rounded to another of 255 codes, once sums differ
-in their last bits."""
+in their last bits. Measured on one CPU: 1.1e-3, 4.9e-3 and 1.4e-3; which numbers are rounded the other way is each CPU's own."""
 
 
 class ShardedConformance:
@@ -41,8 +41,6 @@ class ShardedConformance:
     cases: ClassVar[Sequence[str]] = tuple(SHARDED)
     seconds: ClassVar[int] = 280
     """That the script may take."""
-    shares_exactly: ClassVar[bool] = False
-    """Whether outputs are bitwise those of one process where ranks also share tokens: where a matmul of a part of them has the same bits."""
 
     @pytest.fixture
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,9 +54,11 @@ class ShardedConformance:
             assert len(expected) == STEPS
             for world in (world for world in self.sharded if name in world.cases(self.cases)):
                 run = folder / f"{name} on {world}"
-                exact = case.dtype == torch.float32 and "computed" not in case.quantize
-                found, limits = losses(run), EXACT if exact else ROUNDED
-                if world.context == 1 or (self.shares_exactly and exact):
+                rounded = case.dtype == torch.bfloat16 or "computed" in case.quantize
+                # nf4 multiplies in bf16, and a CPU's kernels may sum a part of the tokens in another order
+                rounded = rounded or (world.context > 1 and case.quantize != "none")
+                found, limits = losses(run), ROUNDED if rounded else EXACT
+                if world.context == 1:
                     assert found[0][0] == expected[0][0], "the first loss is of the same weights"
                 for step, (one, other) in enumerate(zip(expected, found, strict=True)):
                     assert other == pytest.approx(one, rel=limits.losses), (name, run.name, step)
