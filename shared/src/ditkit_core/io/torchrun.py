@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import complain, mute
 from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, RanksConfig, distributed, reason_of
+from ditkit_core.io.signals import Interrupts
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -102,7 +103,8 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         ranks.barrier()  # nor while one exports or samples: torchrun ends a run whose processes end far apart
         finished = True
     except UserError as error:
-        watch.report(str(error), is_consequence=isinstance(error, RankLost))
+        with Interrupts():  # torchrun's SIGTERM, because another rank ended, must not replace the line that says so
+            watch.report(str(error), is_consequence=isinstance(error, RankLost))
         mute()
         raise
     except (RuntimeError, MemoryError) as error:
