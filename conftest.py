@@ -140,6 +140,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in of_check:
             if item not in chosen:
                 item.add_marker(pytest.mark.exhaustive)
+            elif getattr(kind, "slow", False):
+                item.add_marker(pytest.mark.slow)
     for item in items:
         if item.get_closest_marker("exhaustive"):  # one case of a slow test, which `-m slow` would run else
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]

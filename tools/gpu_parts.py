@@ -192,18 +192,26 @@ def bitwise(device: torch.device, tiny: bool) -> Rows:
         )
         yield {"name": f"{policy}{' swapped' if swap else ''}{', late' if delay else ''}", "ok": same}
     if device.type == "cuda":
-        torch.use_deterministic_algorithms(True)
-        q, k, v = (
-            torch.randn(1, 4096, 16, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        )
-        with block_settings(BlockSettings(backend="sdpa_flash")):
+        yield _repeated(device, "sdpa_flash", 4096)
+
+
+def _repeated(device: torch.device, backend: str, tokens: int) -> dict[str, Any]:
+    """Whether five backwards of attention are equal with the deterministic kernels."""
+    q, k, v = (
+        torch.randn(1, tokens, 16, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        with block_settings(BlockSettings(backend=backend)):
             runs = [
                 torch.autograd.grad(attend(q, k, v, name="self").float().square().mean(), (q, k, v)) for _ in range(5)
             ]
-        yield {
-            "name": "deterministic flash, five backwards",
-            "ok": all(all(map(torch.equal, run, runs[0])) for run in runs),
-        }
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return {
+        "name": f"deterministic {backend}, five backwards",
+        "ok": all(all(map(torch.equal, run, runs[0])) for run in runs),
+    }
 
 
 def quantized(device: torch.device, tiny: bool) -> Rows:

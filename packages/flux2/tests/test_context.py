@@ -12,6 +12,7 @@ class ContextOfFlux2(ContextConformance):
     outputs = 2e-6
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 class TestContext(ContextOfFlux2):
     """Under some policies."""

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import pytest
+
 from ditkit_core.testing.conformance_plans import KeptBytesConformance
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
@@ -16,5 +18,5 @@ class TestKeptBytes(KeptBytesConformance):
     size = (1, 256, 256)
     wider: ClassVar = {"dim": 512, "axes": (64, 64, 64, 64)}
     larger = (1, 512, 512)
-    daily = ("attn_only, 1-3=full",)
+    daily = (pytest.param("attn_only, 1-3=full", marks=pytest.mark.slow),)
     nightly = ("none", "full", "attn_only", "ops(matmul, attention)")

@@ -9,6 +9,7 @@ import replicas_of_flux2 as few
 from ditkit_core.testing.conformance_replicas import ReplicaConformance
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 class TestReplicas(ReplicaConformance):
     script = Path(few.__file__)

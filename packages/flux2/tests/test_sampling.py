@@ -144,7 +144,7 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
         assert (ours - theirs).abs().max() / theirs.std() < 1e-4
     assert (latents - seen[0]).abs().max() > 0.5
 
-    pixels = sampler.decode(latents)
+    pixels = sampler.decoder.decode(latents)
     assert pixels.shape == (3, 1, HEIGHT, WIDTH)
     torch.testing.assert_close(pixels, picture, atol=1e-4, rtol=0)
 
@@ -225,7 +225,7 @@ def test_bf16_decodes_almost_what_fp32_does_and_takes_over_where_memory_lacks(
 ) -> None:
     paths, latents = ModelPaths(vae=str(vae_folder)), torch.randn(16, 1, 8, 8, generator=generator("latents"))
     exact, rounded = (
-        Flux2Sampler(paths, CPU, decodings=[Decoding(dtype)]).decode(latents)
+        Flux2Sampler(paths, CPU, decodings=[Decoding(dtype)]).decoder.decode(latents)
         for dtype in (torch.float32, torch.bfloat16)
     )
     error = (exact - rounded).abs()
@@ -240,4 +240,4 @@ def test_bf16_decodes_almost_what_fp32_does_and_takes_over_where_memory_lacks(
 
     monkeypatch.setattr(vae, "decode_image", decode)
     sampler = Flux2Sampler(paths, CPU, decodings=decodings_of("auto", tiled=False))
-    assert torch.equal(sampler.decode(latents), rounded) and not failures
+    assert torch.equal(sampler.decoder.decode(latents), rounded) and not failures

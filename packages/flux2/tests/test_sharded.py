@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sharded_of_flux2 import CASES, WORLDS
 
-from ditkit_core.testing.conformance_sharded import ShardedConformance
+from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 
 
 @pytest.mark.exhaustive
@@ -13,3 +13,7 @@ class TestSharded(ShardedConformance):
     script = Path(__file__).parent / "support" / "sharded_of_flux2.py"
     sharded = WORLDS
     cases = CASES
+
+
+class TestEverySharded(EverySharded):
+    script = TestSharded.script.with_name("every_sharded_of_flux2.py")

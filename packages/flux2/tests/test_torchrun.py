@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ditkit_core.commands import cli
+from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_flux2.spec import FLUX2
 
 STEPS = 4
@@ -32,3 +33,7 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, divided):
     assert two["held_out"] == pytest.approx(one["held_out"], rel=1e-4) and one["held_out"]
     if not divided:
         assert two == one
+
+
+class TestTwoDevices(TwoDevicesConformance):
+    module = "ditkit_flux2.train"

@@ -12,6 +12,7 @@ class TestWan(Clips, Conformance):
 
 class TestImageToVideo(Images, Conformance):
     one_in = 23
+    slow = True
 
 
 class TestFirstAndLastFrame(Images, CoreChecks):

@@ -47,6 +47,7 @@ class _Items:
 
 
 class TestReferenceInFront(_Items, Conformance):
+    slow = True
     arch = WanArch(**SIZES, in_channels=8, image_dim=8, ref_conv=True)
 
     def item(self, number, size, random):
@@ -67,6 +68,7 @@ class TestCamera(_Items, CoreChecks, SplitChecks):
 class TestWanToDance(_Items, Conformance):
     """Drawn between keyframes; the second of two ragged clips is of keyframes, which have another embedding and another head."""
 
+    slow = True
     arch = WanArch(
         **SIZES, in_channels=8, image_dim=8, ref_conv=True,
         music=MusicArch(layers=(0,), features=5, width=8, heads=2, ffn_dim=12, skipped=1),

@@ -9,12 +9,18 @@ from ditkit_wan.model.carry import token_streams
 from ditkit_wan.presets import PRESETS
 
 
-class TestContext(ContextConformance):
+class ContextOfWan(ContextConformance):
     script = Path(__file__).parent / "support" / "context_of_wan.py"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestContext(ContextOfWan):
+    """Under some policies."""
+
+
 @pytest.mark.exhaustive
-class TestContextOfEveryPolicy(TestContext):
+class TestContextOfEveryPolicy(ContextOfWan):
     scope = "all"
 
 

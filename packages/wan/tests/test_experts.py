@@ -186,7 +186,8 @@ def test_both_experts_are_trained_verified_and_sampled_with(trained: Path) -> No
     assert list((trained / "samples").glob("step-000003-0-*.mp4"))
 
 
-@pytest.mark.parametrize("with_adapters", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("with_adapters", [False, True])
 def test_a_sample_over_the_boundary_is_that_of_diffusers(
     trained: Path, checkpoints: dict[str, Path], with_adapters: bool
 ) -> None:

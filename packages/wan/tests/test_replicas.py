@@ -8,6 +8,7 @@ import pytest
 from ditkit_core.testing.conformance_replicas import ReplicaConformance
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 class TestReplicas(ReplicaConformance):
     script = Path(__file__).parent / "support" / "replicas_of_wan.py"

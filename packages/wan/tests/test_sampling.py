@@ -73,7 +73,7 @@ def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any,
     assert (latents - expected).abs().max() / expected.std() < 1e-4
     assert (latents - noise[0]).abs().max() > 0.5
 
-    pixels = sampler.decode(latents)
+    pixels = sampler.decoder.decode(latents)
     video = torch.from_numpy(pipeline(**arguments, latents=noise, output_type="np").frames[0]).permute(3, 0, 1, 2)
     assert pixels.shape == (3, 5, 32, 48) and pixels.device == CPU
     torch.testing.assert_close(pixels, video, atol=1e-4, rtol=0)

@@ -106,6 +106,7 @@ def test_a_video_from_images_is_that_of_diffusers(sampled: Any, tmp_path: Path, 
     agree(latents, theirs)
 
 
+@pytest.mark.slow
 def test_a_video_from_a_clean_first_frame_is_that_of_diffusers(sampled: Any, tmp_path: Path) -> None:
     ours = sampled("ti2v")
     picture = image_file(tmp_path / "a.png", 1, SIDE, SIDE)

@@ -13,7 +13,7 @@ from ditkit_core.adapters.assistant import load_assistant, put_next_to_doras, ra
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import DORA_METADATA
 from ditkit_core.adapters.files.read import AdapterFile, open_adapter
-from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.adapters.inject import adapter_layers, trainable_parameters
 from ditkit_core.errors import UserError
 from ditkit_core.nn.quantized_linear import dense_weight
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -185,7 +185,9 @@ def test_only_a_lora_is_an_assistant_next_to_a_dora(tmp_path: Path) -> None:
     model = make_model(TOY, ToyArch(), adapter=AdapterConfig(rank=4, use_dora=True, targets=("qkv",))).eval()
     shapes = shapes_of(make_model(TOY, ToyArch()))
     with pytest.raises(UserError, match=r"base.assistant = .*dora.safetensors is a DoRA \(layers.0.qkv\)"):
-        ranks_next_to_dora(written(tmp_path / "dora.safetensors", shapes, 1, "merged"), "base.assistant")
+        dora = written(tmp_path / "dora.safetensors", shapes, 1, "merged")
+        ranks_next_to_dora(dora, adapter_layers(model), "base.assistant")
+    assert ranks_next_to_dora(dora, [name for name in shapes if name not in dora.modules], "base.assistant") == {}
     file = written(tmp_path / "lora.safetensors", shapes, 1)
     trained, x = set(trainable_parameters(model)), torch.randn(5, shapes["layers.0.qkv"][1])
     merged, layer = [(file, 0.5)], model.get_submodule("layers.0.qkv")

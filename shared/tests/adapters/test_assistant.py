@@ -82,6 +82,23 @@ def test_a_run_that_goes_on_is_bitwise_that_at_once_and_its_files_are_for_the_ba
     torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-2)  # magnitudes in bf16
 
 
+def test_next_to_layers_without_a_dora_an_assistant_is_of_any_method(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is merged there, as next to any other adapter, and refused by a plan and a run where a DoRA is trained."""
+    flags = ("--optim.lr", "0.05", "--sample.captions", "0")
+    loha = (*flags, "--adapter.dropout", "0", "--adapter.method", "loha", "--adapter.targets", '["mlp.0"]')
+    assert world.train("donor", 2, *loha) == 0
+    dora = (*flags, "--adapter.use_dora", "true", "--base.assistant", "donor/exports/donor.safetensors")
+    for run, targets, code in (("run", '["qkv"]', 0), ("refused", '["qkv", "mlp.0"]', 1)):
+        for mode in (("--plan",), ()):
+            assert world.train(run, 1, *dora, "--adapter.targets", targets, *mode) == code, capsys.readouterr()
+    error = capsys.readouterr().err
+    assert error.count("is a loha (layers.0.mlp.0)") == 2 and "leave its layers out of adapter.targets" in error
+    assert world.train("bare", 1, *dora, "--adapter.targets", '["qkv"]', "--base.assistant", "") == 0
+    assert not equal(world.adapter("run"), world.adapter("bare"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lever",

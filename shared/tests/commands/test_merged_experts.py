@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from toy_world import World, equal
 from two_experts import BOUNDARY, EXPERTS, TwoExperts
 
@@ -50,6 +50,29 @@ def test_each_expert_has_its_own_merged_files(world: TwoExperts, capsys: pytest.
         index = int(level < BOUNDARY)
         up, down = sorted(load_file(files[index]).values(), key=len, reverse=True)  # B [out, rank], A [rank, in]
         torch.testing.assert_close(weight, world.base[NAMES[index]][official_name("embed.patch.weight")] + up @ down)
+
+
+def test_an_adapter_that_cannot_be_trained_is_to_be_merged_with_the_key_of_its_expert(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = f"diffusion_model.{official_name('embed.patch')}"
+    shape = world.base["low_noise"][f"{official_name('embed.patch')}.weight"].shape
+    assert len(shape) == 2
+    parts = {"lokr_w1": torch.ones(1, shape[1]), "lokr_w2": torch.ones(shape[0], 1)}
+    save_file({f"{key}.{part}": tensor for part, tensor in parts.items()}, "lokr.safetensors")
+    low = ("--experts.train", "low_noise", "--sample.captions", "0", "--adapter.dropout", "0")
+    assert world.train("run", 1, *low) == 0
+    for flags, says in (
+        (("--adapter.init", "lokr.safetensors"), "makes its factors; merge it with base.merge_low"),
+        (("--adapter.init", "lokr.safetensors", "--plan"), "makes its factors; merge it with base.merge_low"),
+        (("--adapter.init", "lokr.safetensors", "--adapter.method", "loha"), "or merge the file with base.merge_low"),
+        (("--adapter.init", "lokr.safetensors", "--adapter.method", "full"), "add it to base.merge_low"),
+        (("--init-from", "run", "--adapter.rank", "3"), 'build on it with base.merge_low = ["'),
+    ):
+        capsys.readouterr()
+        assert world.train("other", 1, *low, *flags) == 1
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
 
 
 def test_files_for_the_second_of_two_experts_are_refused_where_only_the_weights_say_that_there_is_one(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 import tomllib
 from pathlib import Path
@@ -18,6 +19,7 @@ STEPS = 4
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.ranks,
     pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform == "win32", reason="ranks are forked"),
 ]
@@ -238,13 +240,35 @@ def test_a_held_out_loss_that_is_not_finite_on_one_rank_ends_both(folder):
     assert saves(folder, "cannot measure") == [2] and "step-000002: lower optim.lr, and resume from it" in line
 
 
-def test_of_a_killed_rank_the_other_one_says_what_to_do_and_saves_nothing(folder):
-    """torchrun's summary has the signal. It sends SIGTERM to the rank that is left, which is no wish to save, and does not replace its line."""
-    (line,) = lines(folder, "killed")
-    said = r"error: rank 0 of 2 on \S+ in step 3: the connection to another rank broke .*; the same command continues from the last save"
-    assert re.fullmatch(said, line)
-    assert result(folder, "killed")["codes"]["1"] == -9 and "SIGKILL" in result(folder, "killed")["said"]
-    assert saves(folder, "killed") == [2]
+@pytest.mark.parametrize("name", ["killed", "killed divided", "killed elsewhere"])
+def test_a_killed_rank_is_named_by_the_other_one_and_in_the_summary(folder, name):
+    """torchrun sends SIGTERM to the rank that is left, which is no wish to save, and does not replace its line. Exchanges may be FSDP2's own."""
+    (line,) = lines(folder, name)
+    host = "elsewhere" if name.endswith("elsewhere") else socket.gethostname()
+    assert line.startswith(f"error: rank 1 of 2 on {host} in step 3: it was killed or crashed (")
+    assert line.endswith("; the same command continues from the last save")
+    ended = result(folder, name)
+    assert ended["codes"] in ({"1": -9}, {"0": 1}), "torchrun names the process that it saw end first"
+    assert f"traceback : {line.removeprefix('error: ')}\n" in ended["said"]
+    assert saves(folder, name) == [2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the other rank finds the stopped one in /proc")
+def test_a_stopped_rank_is_named_and_ended_by_the_other_one(folder):
+    """torchrun would send SIGTERM, which waits until the process runs again, and kill it half a minute later."""
+    (line,) = lines(folder, "stopped for ever")
+    assert re.match(r"error: rank 1 of 2 on \S+ in step [23]: no heartbeat for 4 s \(ranks.timeout\): it hangs", line)
+    assert result(folder, "stopped for ever")["killed"] == []
+    assert f"traceback : {line.removeprefix('error: ')}\n" in result(folder, "stopped for ever")["said"]
+
+
+def test_a_bug_on_one_rank_is_one_line_before_its_traceback(folder):
+    """Python prints the traceback where nothing takes the exception. Which of both torchrun's summary has depends on the second of the clock."""
+    line, first = lines(folder, "bug")
+    assert re.match(r"error: rank 1 of 2 on \S+ in step 3: unexpected ValueError: a bug; the traceback says", line)
+    assert first == "Traceback (most recent call last):"
+    assert (folder / "bug 1.log").read_text().endswith("\nValueError: a bug\n")
+    assert result(folder, "bug")["codes"] in ({"1": 1}, {"0": 1}), "torchrun names the process that it saw end first"
 
 
 def test_the_same_command_generates_the_preview_that_one_rank_could_not(folder):

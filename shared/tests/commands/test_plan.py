@@ -383,6 +383,17 @@ def test_a_plan_of_ranks_is_of_one_of_them_and_says_what_it_sends(tmp_path, caps
     assert time["step"] == pytest.approx(found["seconds_per_step"] + time["exposed"]) and 0 < time["efficiency"] < 1
 
 
+def test_each_rank_of_a_machine_has_encoders_of_its_own(tmp_path, capsys, monkeypatch):
+    """Of 1 GiB of weights; on the host, each has a part of what is free."""
+    flags = ("--nproc", "4", "--nodes", "2", "--train.accumulation", "8")
+    out = plan(tmp_path, capsys, "--gpus", "24GiB", *flags, *SIZE, spec=WITH_AUXILIARY)[1]
+    assert "each rank: up to 1.00 GiB of weights, 4.00 GiB for all 4 of a machine" in out
+    monkeypatch.setattr(auxiliary_plan, "free_memory_bytes", lambda device: 2**40)
+    for given, available in (((), 2**40), (flags, 2**38)):
+        _, found = auxiliary_rows(tmp_path, capsys, "--train.device", "cpu", "--encode.device", "cpu", *given)
+        assert {row["available"] for row in found["auxiliary"] if row["stage"] == "encode"} == {available}
+
+
 def test_a_plan_of_ranks_refuses_what_a_run_of_ranks_refuses(tmp_path, capsys):
     for flags, words in (
         (("--nproc", "4"), "train.accumulation"),

@@ -33,6 +33,7 @@ def begun(case: dict[str, Any]) -> Counter[str]:
     return Counter(item for _, item in case["log"])
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_processes_divide_the_work_and_encode_nothing_twice(cases: dict[str, Any]) -> None:
     one, two = cases["one"], cases["two"]
@@ -42,6 +43,7 @@ def test_processes_divide_the_work_and_encode_nothing_twice(cases: dict[str, Any
     assert len(by_process) == 2 and min(by_process.values()) > 1
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two", "killed in encode", "killed in write"])
 def test_the_cache_is_that_of_one_process(cases: dict[str, Any], name: str) -> None:
@@ -53,6 +55,7 @@ def test_the_cache_is_that_of_one_process(cases: dict[str, Any], name: str) -> N
     assert several["claims"] == one["claims"] == []
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["killed in encode", "killed in write"])
 def test_of_a_killed_process_one_item_is_encoded_again(cases: dict[str, Any], name: str) -> None:

@@ -179,7 +179,7 @@ class Recording(ToySampler):
         self.loaded = True
         return super().decode(latents)
 
-    def release(self) -> None:
+    def unload(self) -> None:
         self.loaded = False
 
 

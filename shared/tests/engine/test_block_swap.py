@@ -276,6 +276,7 @@ def test_buffers_go_with_the_swap():
 # A plan's run
 
 
+@pytest.mark.slow
 def test_fake_weights_stream_and_are_counted():
     """What a planner runs: another device than the host, whose peak has two blocks of weights where it had all."""
     peaks, streamed_bytes = [], 0

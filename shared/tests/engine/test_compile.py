@@ -1,6 +1,7 @@
 """Compiled blocks: every policy is in force, numbers are those of compiled blocks that keep everything, and what cannot work is refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,16 @@ def test_the_first_look_at_a_block_needs_nothing_of_the_kernel(monkeypatch, poli
     with counted_calls(calls):
         outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, backend="varlen", compile="aot_eager"))
     assert [each.kind for _, each in calls.traced] == [policy]
+
+
+def test_what_kernels_fuse_in_eager_blocks_is_left_to_the_compiler_in_compiled_ones(monkeypatch):
+    """It fuses those passes itself, and cannot look into a kernel."""
+    given = []
+    monkeypatch.setattr(compiled, "traced_settings", lambda settings: given.append(settings) or nullcontext())
+    monkeypatch.setattr(compiled, "_compiled", lambda *described: lambda *given: None)  # as if it were disabled
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
+    outcome(TOY, model, toy_items(1), BlockEngine(compile="aot_eager", kernels="triton"))
+    assert [settings.kernels for settings in given] == ["torch"] * len(model.blocks())
 
 
 def test_a_model_that_is_spread_over_ranks_is_refused():

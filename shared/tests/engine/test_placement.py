@@ -179,7 +179,9 @@ def test_cuts_that_divide_nothing_are_refused(devices, cuts, says):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
+@pytest.mark.parametrize(
+    "policy", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "full")), "attn_only"]
+)
 def test_a_run_over_two_devices_equals_one_on_one_bitwise(world, capsys, policy):
     flags = (
         "--held_out.clips",

@@ -54,6 +54,7 @@ def test_the_variant_hands_on_what_it_says():
         check_carry(carry)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "adapter"), every_value(POLICIES, ("full", "lora")))
 def test_no_cut_of_a_variant_changes_a_bit(policy, adapter):
     adapter = {"full": None, "lora": LORA}[adapter]

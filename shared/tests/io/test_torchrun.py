@@ -1,7 +1,11 @@
 """The heartbeat by which ranks know that another one has stopped, in rounds of its own and not in seconds of a clock; and GPUs that do not suffice."""
 
-import socket
-import sys
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +13,11 @@ import torch
 
 from ditkit_core.errors import UserError
 from ditkit_core.io import torchrun
-from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks
+from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, lost_in
+from ditkit_core.io.siblings import Process
+
+ENDED = Process(2**22 + 1, "")
+"""Linux gives no process this number."""
 
 
 class Store:
@@ -55,35 +63,23 @@ class Ended(Exception):
     """The process ended."""
 
 
-class Summary:
-    """What torchrun's summary gets."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def get_error_handler(self) -> "Summary":
-        return self
-
-    def record_exception(self, error: Exception) -> None:
-        self.said.append(str(error))
+@pytest.fixture
+def summary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], str]:
+    """What torchrun's summary has of this process."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    return lambda: json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
 
 
 @pytest.fixture
-def summary() -> Summary:
-    return Summary()
-
-
-@pytest.fixture
-def heartbeat(monkeypatch: pytest.MonkeyPatch, summary: Summary) -> Any:
+def heartbeat(monkeypatch: pytest.MonkeyPatch, summary: Callable[[], str]) -> Any:
     def end(status: int) -> None:
         raise Ended
 
     monkeypatch.setattr(torchrun.os, "_exit", end)
-    # In place of a module that takes seconds to import.
-    monkeypatch.setitem(sys.modules, "torch.distributed.elastic.multiprocessing.errors", summary)
 
-    def make(store: Store, timeout: float, rounds: Rounds) -> Any:
-        made = torchrun._Heartbeat(store, torchrun._Launch(rank=0, size=2, local=0, num_local=2), timeout)
+    def make(store: Store, timeout: float, rounds: Rounds, size: int = 2) -> Any:
+        made = torchrun._Heartbeat(store, torchrun._Launch(rank=0, size=size, local=0, num_local=2), timeout)
         made._ended, made.ranks = rounds, Ranks(0, 2, step=8)
         return made
 
@@ -99,9 +95,9 @@ def test_a_rank_that_stops_ends_the_run_within_its_timeout_and_ten_seconds(heart
     assert timeout < rounds.number * made._interval <= timeout + 10
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        f"error: rank 0 of 2 on {socket.gethostname()} in step 8: rank 1 of 2 on elsewhere in step 12 sent no heartbeat for {timeout:g} s"
+        f"error: rank 1 of 2 on elsewhere in step 12: no heartbeat for {timeout:g} s (ranks.timeout)"
     )
-    assert summary.said == [line.removeprefix("error: ")]
+    assert summary() == line.removeprefix("error: ")
     assert store.get("alive/0").endswith(b" 8"), "this rank's own heartbeat has its step"
 
 
@@ -114,6 +110,89 @@ def test_a_rank_that_beats_or_has_left_may_take_any_time(heartbeat, capsys):
 
     heartbeat(store, 1.0, Rounds(act)).run()
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_of_another_machine_that_is_lost_is_named(heartbeat, summary, capsys):
+    """It sends no heartbeat after the exchange with it broke; rank 1 does."""
+
+    class Beating(Store):
+        def multi_get(self, names: list[str]) -> list[bytes]:
+            self.set("alive/1", f"{time.monotonic()} 8")
+            return super().multi_get(names)
+
+    made = heartbeat(Beating(alive_1="1 8", alive_2="7 8", here_2="elsewhere"), 1.0, Rounds(), size=3)
+    assert isinstance(made.explain(lost_in(RuntimeError("closed"))), RankLost)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 2 of 3 on elsewhere in step 8: it was killed or crashed (")
+    assert line.endswith("the same command continues from the last save") and summary() == line.removeprefix("error: ")
+
+
+def test_a_rank_that_says_why_it_ends_is_not_taken_for_lost(heartbeat, summary, capsys):
+    store = Store(alive_1="1 8")
+    made = heartbeat(store, 1.0, Rounds())
+    made.siblings = {1: ENDED}
+    store.set("failed", "1:rank 1 of 2 on elsewhere in step 8: no luck")
+    assert isinstance(made.explain(lost_in(RuntimeError("closed"))), RankLost)
+    assert capsys.readouterr().err == "" and summary() == "rank 1 of 2 on elsewhere in step 8: no luck"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection reset by peer"), torch.distributed.DistError("x")],
+)
+def test_of_a_broken_exchange_of_torch_the_lost_rank_is_said_and_no_traceback(heartbeat, capsys, error):
+    made = heartbeat(Store(here_1="here"), 1.0, Rounds())
+    made.siblings = {1: ENDED}
+    assert isinstance(made.explain(error), RankLost)
+    assert capsys.readouterr().err.startswith("error: rank 1 of 2 on here in step 8: it was killed or crashed")
+
+
+def test_one_of_several_ranks_says_which_one_is_lost(heartbeat, summary, capsys):
+    """All of them find the same."""
+    store = Store(here_1="here", alive_0="1 8", alive_2="1 8", alive_3="1 8")
+    for rank in (0, 2, 3):
+        made = heartbeat(store, 1.0, Rounds(), size=4)
+        made._launch.rank, made.siblings = rank, {1: ENDED}
+        assert isinstance(made.explain(lost_in(RuntimeError("closed"))), RankLost)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 1 of 4 on here in step 8: it was killed") and line.endswith(summary())
+
+
+def test_a_bug_keeps_its_traceback_on_the_rank_that_had_it_first(heartbeat, summary, capsys):
+    store = Store()
+    assert heartbeat(store, 1.0, Rounds()).explain(ValueError("a bug")) is None
+    line = capsys.readouterr().err.strip()
+    assert re.match(r"error: rank 0 of 2 on \S+ in step 8: unexpected ValueError: a bug; the traceback", line)
+    assert isinstance(heartbeat(store, 1.0, Rounds()).explain(ValueError("after it")), UserError)
+    assert capsys.readouterr().err == "" and summary() == line.removeprefix("error: ")
+    other = heartbeat(Store(), 1.0, threading.Event())
+    try:
+        raise KeyError("of a kind that nobody catches")
+    except KeyError:
+        other.end(finished=False)
+    assert "in step 8: unexpected KeyError: 'of a kind that nobody catches'; the traceback" in summary()
+
+
+def test_the_summary_of_a_rank_that_is_killed_names_its_step_and_nothing_is_left_of_one_that_ends_well(
+    heartbeat, summary, tmp_path
+):
+    made = heartbeat(Store(), 1.0, Rounds())
+    made.summarize_loss(1000)
+    made.summarize_loss(9)
+    assert re.match(r"rank 0 of 2 on \S+ in step 9: it was killed or crashed", summary())
+    made.report("no luck")
+    made.summarize_loss(10)
+    assert summary().endswith(" in step 8: no luck")
+    other = heartbeat(Store(), 1.0, threading.Event())
+    other.summarize_loss(0)
+    other.end(finished=True)
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_a_line_of_any_length_fits_into_the_summary(summary):
+    for line in ("é" * 5000, '"' * 5000, "x"):
+        Process.this().summarize(line)
+        assert summary() and line.startswith(summary())
 
 
 def test_two_ranks_do_not_share_a_gpu(monkeypatch):

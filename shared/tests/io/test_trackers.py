@@ -76,8 +76,10 @@ def rows_of(library: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def wandb_rows(folder: Path) -> list[dict[str, Any]]:
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # `finish` does not wait until its process has written the end of the file
     rows = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         assert file.stem == f"run-{id_of(folder, 'wandb')}"

@@ -25,8 +25,7 @@ from ditkit_core.training.train_step import StepContext, training_step
 @pytest.mark.parametrize(
     ("policy", "method"),
     [
-        ("full", "lora"),
-        pytest.param("attn_only", "full", marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("full", "lora"), ("attn_only", "full"))),
         *(
             pytest.param(policy, method, marks=pytest.mark.exhaustive)
             for policy in POLICIES
@@ -81,8 +80,7 @@ def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy,
 @pytest.mark.parametrize(
     "policy",
     [
-        "attn_only(self)",
-        pytest.param("full, 1-3=none", marks=pytest.mark.slow),
+        *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("attn_only(self)", "full, 1-3=none")),
         *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in ("none", "full", "attn_only")),
     ],
 )

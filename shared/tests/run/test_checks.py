@@ -5,17 +5,20 @@ from random import Random
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.config.resolve import resolve
 from ditkit_core.encoding.config import EncodeConfig
 from ditkit_core.engine.sharding import fsdp
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks, RanksConfig
+from ditkit_core.models.precision import Precision
 from ditkit_core.models.token_streams import TokenStreams
 from ditkit_core.run.checks import check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.config import TrainConfig
 from ditkit_core.training.optim.optimizers import OPTIMIZERS, OptimConfig
@@ -86,6 +89,21 @@ def test_weights_in_bf16_are_not_divided_by_a_torch_that_rounds_their_gradients(
     ):
         check_ranks(run(**given), 2)
     check_ranks(run(**given | {"adapter": AdapterConfig()}), 2)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_base_of_integers_is_not_divided_by_a_torch_that_shards_none(monkeypatch, kind):
+    given = {"ranks": RanksConfig(shard=2), "base": BaseConfig(quantize=kind)}
+    assert fsdp.shards_integers() == (torch.__version__ >= (2, 12)), "by the versions that were tried"
+    monkeypatch.setattr(fsdp, "shards_integers", lambda: True)
+    check_ranks(run(**given), 2)
+    monkeypatch.setattr(fsdp, "shards_integers", lambda: False)
+    with pytest.raises(UserError, match=rf"base.quantize = {kind}: this torch, .* set base.quantize to fp8 or none$"):
+        check_ranks(run(**given), 2)
+    check_ranks(run(**given | {"base": BaseConfig(quantize="fp8")}), 2)
+    model = make_quantized(TOY, ToyArch(dim=64), kind, adapter=AdapterConfig(rank=4))
+    with pytest.raises(UserError, match="cannot shard a base in int8 or nf4; update it, or use one in fp8"):
+        fsdp.divide(model, Precision(), DeviceMesh.__new__(DeviceMesh))
 
 
 def test_random_tables_train_or_are_refused_in_one_line(tmp_path):

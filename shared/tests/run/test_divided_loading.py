@@ -10,7 +10,7 @@ from rows_of_toy import CASES, RARER
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
 
-pytestmark = pytest.mark.slow  # ranks of their own
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rows_of_toy.py"
 WORLDS = (2, 5)
@@ -64,6 +64,15 @@ def test_a_host_never_has_more_than_its_shard_and_a_tensor(ranks: list[dict[str,
     copies = 6 if "nf4" in name else 2 if "dora" in name else 1
     for each in ranks:
         assert each[name]["shard"] <= each[name]["peak"] <= each[name]["shard"] + copies * 4 * each[name]["largest"]
+
+
+@pytest.mark.parametrize("name", [name for name, (adapter, *_) in CASES.items() if adapter.method == "lora"])
+def test_an_adapter_is_exported_with_one_whole_weight_at_a_time(ranks: list[dict[str, Any]], name: str) -> None:
+    """A DoRA's magnitudes over the norm of the base's rows need that. The last one is kept until the next one is gathered."""
+    found = ranks[0][name]["exported"]
+    assert found["same"]
+    assert 0 < found["most"] <= found["trained"] + 2 * found["largest"]
+    assert 4 * found["largest"] < ranks[0][name]["whole"] - found["trained"], "or the base would fit into it"
 
 
 def test_what_stays_whole_is_of_the_rarer_dtype(ranks: list[dict[str, Any]]) -> None:

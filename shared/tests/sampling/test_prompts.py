@@ -18,7 +18,7 @@ from ditkit_core.data.media import image as still
 from ditkit_core.data.media.clip import probe
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
-from ditkit_core.models.encoders import Denoiser, GenerationRequest
+from ditkit_core.models.encoders import Decoder, Denoiser, GenerationRequest
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec, SampleDefaults
 from ditkit_core.sampling.config import SampleConfig
@@ -46,6 +46,10 @@ class RecordingSampler:
         self.value: float | None = None
         self.loaded = False
 
+    @property
+    def decoder(self) -> Decoder:
+        return self
+
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         self.jobs.append(job)
         for step in range(job.steps):
@@ -58,7 +62,7 @@ class RecordingSampler:
         self.loaded = True
         return latents
 
-    def release(self) -> None:
+    def unload(self) -> None:
         self.loaded = False
 
 
@@ -302,6 +306,7 @@ def test_a_sample_that_is_not_finite_names_its_prompt(tmp_path: Path) -> None:
     sampler.value = float("nan")
     with pytest.raises(UserError, match="the sample of 'a cat' is not finite"):
         draw(tmp_path, [scene("a cat")], sampler)
+    assert not sampler.loaded
 
 
 def test_images_of_different_sizes_are_in_the_middle_of_equal_cells() -> None:

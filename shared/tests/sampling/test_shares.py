@@ -19,6 +19,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [table["samples"] for table in run_ranks_once(SCRIPT, base=tmp_path_factory.getbasetemp())]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["both", "first", "divided"])
 @pytest.mark.parametrize("name", list(SIZES))

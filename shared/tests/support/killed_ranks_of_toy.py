@@ -13,7 +13,8 @@ from pathlib import Path
 from threading import Event, Thread
 
 import torch
-from one_rank_of_toy import FLAGS, WORLDS, launch, prepare
+from cases_at_once import launch
+from one_rank_of_toy import FLAGS, WORLDS, prepare
 
 FLAGS_OF_KILLS = (
     *FLAGS, "--save.every_steps", "2", "--save.keep_last", "2", "--held_out.clips", "0", "--sample.prompts", "[]", "--sample.captions", "0",

@@ -3,11 +3,14 @@
 The agent forks the ranks from this process, which has imported everything.
 """
 
+import gc
 import itertools
 import json
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from cases_at_once import launch, run_cases
+from gathered import log_gathered
 from safetensors.torch import save_file
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.multiprocessing.reductions import StorageWeakRef
 from toy_world import World
 from two_experts import TwoExperts
 
@@ -27,8 +29,8 @@ import ditkit_core
 from ditkit_core.commands import stage, train
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
-from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.errors import UserError
+from ditkit_core.io import run_dir, torchrun
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import Decoding
 from ditkit_core.models.state_dict import StateDictNames
@@ -140,6 +142,25 @@ def is_killed() -> None:
     at_step(3, lambda: os.kill(os.getpid(), 9))
 
 
+def is_killed_on_another_machine() -> None:
+    """The second of two machines, which know no processes of each other."""
+    torchrun.siblings = lambda places: {}  # type: ignore[attr-defined]
+    if os.environ["RANK"] == "1":
+        torchrun.socket = SimpleNamespace(gethostname=lambda: "elsewhere")  # type: ignore[attr-defined]
+        is_killed()
+
+
+def is_stopped_for_ever() -> None:
+    at_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def has_a_bug() -> None:
+    def fail() -> None:
+        raise ValueError("a bug")
+
+    at_step(3, fail)
+
+
 def cannot_save() -> None:
     def fail(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -174,7 +195,8 @@ def cannot_generate_a_class_image() -> None:
 
 
 def is_in_another_folder() -> None:
-    """As a machine that does not share a disk, to which a relative path is a folder of its own."""
+    """As a machine that does not share a disk, to which a relative path is a folder of its own; it waits less long for the other's file."""
+    run_dir._SEEN_SECONDS = 1.0
     Path("elsewhere").mkdir()
     os.chdir("elsewhere")
 
@@ -199,18 +221,11 @@ def has_a_fast_clock() -> None:
 
 
 def logs_what_is_gathered() -> None:
-    """For each weight that the first rank gathers: bytes of all that are alive, and of this one."""
-    gather, alive = Shards._gather, list[tuple[StorageWeakRef, int]]()
+    def log(alive: int, size: int) -> None:
+        with Path("full divided.gathered").open("a") as file:
+            file.write(f"{alive} {size}\n")
 
-    def logged(*given: Any) -> Any:
-        if (found := gather(*given)) is not None:
-            alive[:] = [each for each in alive if not each[0].expired()]
-            alive.append((StorageWeakRef(found.untyped_storage()), found.nbytes))
-            with Path("full divided.gathered").open("a") as log:
-                log.write(f"{sum(size for _, size in alive)} {found.nbytes}\n")
-        return found
-
-    Shards._gather = logged  # type: ignore[method-assign]
+    log_gathered(log)
 
 
 def has_another(name: str) -> None:
@@ -230,6 +245,7 @@ def has_another(name: str) -> None:
         ditkit_core.__version__ = "another"
 
 
+BOTH = 2
 OTHERS = ("data", "base", "torch version", "ditkit version")
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "alone": (lambda: None, 0),
@@ -240,6 +256,10 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "full divided": (logs_what_is_gathered, 0),
     "cannot measure": (cannot_measure, 1),
     "killed": (is_killed, 1),
+    "killed divided": (is_killed, 1),
+    "killed elsewhere": (is_killed_on_another_machine, BOTH),
+    "stopped for ever": (is_stopped_for_ever, 1),
+    "bug": (has_a_bug, 1),
     **{f"other {name}": (partial(has_another, name), 1) for name in OTHERS},
     "cannot save": (cannot_save, 0),
     "cannot read": (cannot_read, 1),
@@ -292,6 +312,9 @@ MORE = {
     ),
     "apart": (*CLASS, "--prior.folder", "classes apart"),
     "experts divided": (*FEW, "--prior.folder", CLASSES, "--ranks.shard", "2"),
+    "killed divided": (*SAVED, "--ranks.shard", "2"),
+    "killed elsewhere": (*SAVED, "--ranks.timeout", "6"),
+    "stopped for ever": (*SAVED, "--ranks.timeout", "4"),
     "full alone": FULL,
     **dict.fromkeys(("full divided", "full divided later"), (*FULL, "--ranks.shard", "2")),
     "merged alone": MERGED,
@@ -355,33 +378,33 @@ def work(folder: Path, name: str) -> None:
     if name == "experts divided":
         parks_a_cpu()
     os.chdir(folder)
-    if rank == whose:
+    if whose in (rank, BOTH):
         trouble()
     world = EXPERTS[folder] if name.startswith("experts") else WORLDS[folder]
     if name == "no room to decode":
         decodes = lambda paths, device, matmul, decodings: VaeSampler(folder / "vae.safetensors", decodings)
         world.spec = altered(world.spec, sampler=decodes)
-    sys.exit(world.train(name, STEPS, *FLAGS, *MORE.get(name, SAVED)))
+    try:
+        code = world.train(name, STEPS, *FLAGS, *MORE.get(name, SAVED))
+    except ValueError:
+        traceback.print_exc()  # as Python does at the end of a process; in a forked one, torchrun's agent takes the exception instead
+        raise
+    sys.exit(code)
 
 
-AGAIN = {"sampled again": "cannot sample", "class images again": "no class image"}
-"""Cases that go on with the run of another one."""
+AGAIN = ("sampled again", "class images again")
+"""Cases that go on with the run of another one as it is."""
+AFTER = {
+    "sampled again": "cannot sample",
+    "class images again": "no class image",
+    "experts divided": "experts alone",
+    "full divided later": "full alone",
+    "merged divided later": "merged alone",
+    **dict.fromkeys(("adapter alone", "adapter"), "alone"),
+}
+"""Cases that read what another one has written."""
 WORLDS: dict[Path, World] = {}
 EXPERTS: dict[Path, World] = {}
-
-
-def launch(what: Callable[..., None], folder: Path, name: str, *, num: int = 2, restarts: int = 0) -> dict[str, Any]:
-    """Run a case: which ranks torchrun says have failed, and the message that it has of the first."""
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num, run_id=name, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=restarts, start_method="fork", monitor_interval=0.05, local_addr="localhost",
-    )  # fmt: skip
-    try:
-        elastic_launch(config, what)(folder, name)
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return {"codes": {each: found.exitcode for each, found in error.failures.items()}, "said": str(failure.message)}
-    return {"codes": {}}
 
 
 def prepare(folder: Path) -> None:
@@ -390,19 +413,29 @@ def prepare(folder: Path) -> None:
     make_model(TOY, ToyArch(), adapter=ADAPTERS["lora"])  # imports peft
     WORLDS[folder] = World(folder)
     save_file({"weight": torch.eye(4)}, folder / "vae.safetensors")
+    # Each stage of a run collects garbage: in the ranks that was half of all time, looking through what this process has imported.
+    gc.collect()
+    gc.freeze()
+
+
+def run_case(folder: Path, name: str) -> None:
+    """Start the ranks of a case, and write how they ended."""
+    if name in AGAIN:
+        copytree(folder / AFTER[name], folder / name)
+    if name == "experts divided":
+        previews_again(folder, AFTER[name], name)
+    if name.endswith(" divided later"):
+        exports_again(folder, AFTER[name], name)
+    ended = launch(work, folder, name, num=1 if "alone" in name else 2)
+    (folder / f"{name}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":
-    into, chosen = Path(sys.argv[1]), sys.argv[2:] or CASES
+    into = Path(sys.argv[1])
     prepare(into)
     EXPERTS[into] = TwoExperts(into)
-    made = {}
-    for each in chosen:
-        if each in AGAIN:
-            copytree(into / AGAIN[each], into / each)
-        if each == "experts divided":
-            previews_again(into, "experts alone", each)
-        if each.endswith(" divided later"):
-            exports_again(into, f"{each.split()[0]} alone", each)
-        made[each] = launch(work, into, each, num=1 if "alone" in each else 2)
-    (into / "cases.json").write_text(json.dumps(made))
+    chosen = sys.argv[2:] or list(CASES)
+    run_cases(partial(run_case, into), chosen, AFTER, at_once=2)
+    (into / "cases.json").write_text(
+        json.dumps({each: json.loads((into / f"{each}.json").read_text()) for each in chosen})
+    )

@@ -11,7 +11,8 @@ from random import Random
 from typing import Any
 
 import torch.distributed as dist
-from one_rank_of_toy import WORLDS, launch, prepare
+from cases_at_once import launch
+from one_rank_of_toy import WORLDS, prepare
 
 from ditkit_core.commands import train
 from ditkit_core.config.resolve import resolve

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gathered import log_gathered
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import canonical_name, trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.engine.sharding.division import Division
+from ditkit_core.engine.sharding.fsdp import shards_integers
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
@@ -63,6 +66,12 @@ CASES = {
     "dora next to an assistant": (DORA, BaseConfig(assistant="lora.safetensors"), BF16),
     "merged into nf4": (LORA, BaseConfig(quantize="nf4", merge=("lora.safetensors",)), BF16),
 }
+CASES = {name: case for name, case in CASES.items() if shards_integers() or case[1].quantize not in ("int8", "nf4")}
+"""Torch 2.11 shards no integers, and the command refuses them."""
+
+
+GATHERED: list[tuple[int, int]] = []
+"""Bytes of all gathered weights that are alive, and of the last one, on the first rank."""
 
 
 class PeakBytes(LiveBytes):
@@ -111,7 +120,26 @@ def built(folder: Path, name: str, cache: str = "") -> MetaModel:
 
 def loaded(folder: Path, whole: Mapping[str, LoadedModel], ranks: Ranks) -> dict[str, Any]:
     ranks.shard = ranks.size
+    log_gathered(lambda alive, size: GATHERED.append((alive, size)))
     return {name: compared(folder, name, expected, ranks) for name, expected in whole.items()}
+
+
+def exported(whole: LoadedModel, divided: LoadedModel, folder: Path) -> dict[str, Any]:
+    """The adapter, over the norm of the base's rows if it has one, of both models: whether the files are the same, and what was gathered for it."""
+    GATHERED.clear()
+    files = []
+    for name, prepared in (("whole", whole), ("divided", divided)):
+        given = {"metadata": {}, "whole_in": prepared.whole_in}
+        with prepared.readable():
+            files += export_adapter(prepared.model, SPEC, folder, name, ExportConfig(dtype="fp32"), **given)
+    one, other = (path.read_bytes() for path in files)
+    trained = sum(parameter.nbytes for parameter in whole.trainable.values())
+    return {
+        "same": one == other,
+        "most": max(alive for alive, _ in GATHERED),
+        "trained": trained,
+        "largest": max(size for _, size in GATHERED),
+    }
 
 
 def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> dict[str, Any]:
@@ -145,11 +173,13 @@ def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> di
         kept = SafetensorsSource.open(Path(read or line.partition("is written to ")[2])).tensors
         # The first rank checks what it has written.
         num_bytes = sum(each.num_bytes for each in kept.values()) + (0 if is_read else num_bytes)
+    result = replace(found, shards=shards, trainable=shards.local)
+    files = partial(exported, expected, result, folder / f"{name} on {ranks.size}")
     return {
         "differ": differ,
         "apart": apart,
-        "restored": name != "lora in fp32"
-        or restored(folder, expected, replace(found, shards=shards, trainable=shards.local)),
+        "restored": name != "lora in fp32" or restored(folder, expected, result),
+        "exported": CASES[name][0].method == "lora" and ranks.on_first(files, shards.help),
         "read": sum(sizes),
         "file": num_bytes,
         "largest": max(torch.Size(each.shape).numel() for each in file.values()),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.killed import Killed
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyMediaEncoder, ToyTextEncoder, official_name
 from ditkit_core.testing.world import make_model
@@ -66,10 +67,6 @@ class World:
 
     def adapter(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name / "exports" / f"{Path(name).name}.safetensors")
-
-
-class Killed(BaseException):
-    """Stands in for a kill."""
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from ordinary_user import ordinary_user
 
 from ditkit_core.errors import UserError
+from ditkit_core.testing.killed import Killed
 from ditkit_core.training import checkpoint
 from ditkit_core.training.checkpoint import State, best, check_save, latest, load_state, save_state
 from ditkit_core.training.config import SaveConfig
@@ -231,10 +232,6 @@ def test_a_save_replaces_a_damaged_one_of_its_step(tmp_path):
     save_state(tmp_path, state(2), SaveConfig())
     assert names(tmp_path) == ["step-000001", "step-000002"]
     assert latest(tmp_path, silent).name == "step-000002"
-
-
-class Killed(BaseException):
-    """Stands for the end of the process: nobody handles it."""
 
 
 CALLS = [(checkpoint, "save_file"), (os, "fsync"), (os, "rename"), (builtins, "open"), (shutil, "rmtree")]

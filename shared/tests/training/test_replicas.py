@@ -42,6 +42,7 @@ class ReplicasOfToy(ReplicaConformance):
             assert index_of(folder / f"{name} on 1 of 2") == index_of(folder / f"{name} on 2 of 2"), name
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 class TestReplicas(ReplicasOfToy):
     """A few cases on one to three ranks."""

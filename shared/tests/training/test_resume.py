@@ -14,6 +14,7 @@ from toy_training import Calls, toy_run
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
+from ditkit_core.testing.killed import Killed
 from ditkit_core.testing.scripts import output_of, start
 from ditkit_core.training.checkpoint import latest, load_state
 from ditkit_core.training.config import EMAConfig, SaveConfig
@@ -80,9 +81,6 @@ def test_a_torn_newest_save_is_as_if_it_had_not_been(tmp_path):
 
 
 def test_a_run_that_is_killed_before_its_first_save_measures_step_0_once(tmp_path):
-    class Killed(BaseException):
-        pass
-
     def kill(step):
         raise Killed
 

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from sharded_of_toy import BOTH, DAILY, EVERY, WORLDS
+from sharded_of_toy import BOTH, DAILY, UNUSED, WORLDS
 
-from ditkit_core.testing.conformance_sharded import ShardedConformance
+from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 
 
 def found_by(folder, rank):
@@ -14,17 +14,20 @@ def found_by(folder, rank):
     return json.loads((folder / "two" / f"{rank}.json").read_text())
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 class TestSharded(ShardedConformance):
     script = Path(__file__).parents[1] / "support" / "sharded_of_toy.py"
     cases = DAILY
     sharded = WORLDS
 
+    @pytest.mark.skipif(not UNUSED, reason="torch 2.11 cannot sum gradients that some ranks lack; docs/limitations.md")
     def test_a_layer_that_one_rank_alone_uses_is_trained_by_all(self, folder):
         """Its gradient reaches both ranks' rows, and no exchange waits for the rank that has none."""
         for rank in range(2):
             assert found_by(folder, rank)["gradient"] > 0
 
+    @pytest.mark.skipif(not UNUSED, reason="reads those of the test above")
     def test_whole_weights_that_are_read_are_still_the_trained_ones(self, folder):
         whole = dict(found_by(folder, 0)["whole"])
         assert whole["embed.extra.weight"] == [32, 32] and len(whole) > 20
@@ -47,11 +50,6 @@ class TestSharded(ShardedConformance):
             )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1000)
-class TestEverySharded(ShardedConformance):
-    """Every case in every world."""
-
-    script = Path(__file__).parents[1] / "support" / "every_sharded_of_toy.py"
-    sharded = (*EVERY, *BOTH)
-    seconds = 900
+class TestEverySharded(EverySharded):
+    script = TestSharded.script.with_name("every_sharded_of_toy.py")
+    sharded = (*EverySharded.sharded, *BOTH)

@@ -14,7 +14,7 @@ from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
 from ditkit_core.training.checkpoint import latest, load_state
 
-pytestmark = pytest.mark.slow  # ranks of their own
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_saves_of_toy.py"
 

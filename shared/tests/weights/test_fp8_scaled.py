@@ -224,7 +224,7 @@ def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
     (file,) = export_adapter(model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={})
     lines: list[str] = []
     merged = prepared(path, merge=(str(file),), say=lines.append)
-    assert "those that base.merge changes are rounded to 8 bits once more" in lines[0]
+    assert "those that a merged adapter changes are rounded to 8 bits once more" in lines[0]
     expected, plain = (values_of(dense, quantize=q, merge=(str(file),)) for q in ("fp8", "none"))
     for name, layer in quantized_weights(merged.model).items():
         if "qkv" in name:

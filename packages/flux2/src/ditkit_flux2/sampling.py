@@ -4,10 +4,8 @@ from collections.abc import Generator, Sequence
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Decoding, Denoiser, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
@@ -31,7 +29,7 @@ class Flux2Sampler:
         Raises:
             UserError: If it is missing.
         """
-        self._vae = VaeEncoder(components, device, decodings=decodings)
+        self.decoder = VaeEncoder(components, device, decodings=decodings)
         self._device = device
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
@@ -50,9 +48,9 @@ class Flux2Sampler:
         Returns:
             fp32 [channels, 1, height, width] on the sampler's device.
         """
-        height, width = job.height // self._vae.stride, job.width // self._vae.stride
+        height, width = job.height // self.decoder.stride, job.width // self.decoder.stride
         assert job.frames == 1, f"{job.frames} frames"
-        noise = torch.randn((self._vae.channels, 1, height, width), generator=generator(job.seed, "sample"))
+        noise = torch.randn((self.decoder.channels, 1, height, width), generator=generator(job.seed, "sample"))
         latents = noise.to(self._device)
         references = [reference.to(self._device) for reference in job.references]
 
@@ -76,17 +74,3 @@ class Flux2Sampler:
             # The difference of two levels is taken in fp64: neighbours are close, and fp32 would lose digits.
             latents = latents + (following - sigma).float() * guided
         return latents
-
-    def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:
-        """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
-        return self._vae.decode(latents)
-
-    @property
-    def decoded(self) -> str:
-        """How the last sample was decoded, in words."""
-        return self._vae.decoded
-
-    def release(self) -> None:
-        """Free the VAE."""
-        self._vae.unload()
-        release_memory()

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.io.files import read_json_object
-from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Decoding, Denoiser, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
@@ -65,7 +64,7 @@ class WanSampler:
             UserError: If the VAE is missing or belongs to another model, or the configuration is damaged.
         """
         channels = arch.out_channels if arch else None
-        self._vae = vae_class(arch)(components, device, channels=channels, decodings=decodings)
+        self.decoder = vae_class(arch)(components, device, channels=channels, decodings=decodings)
         self._device, self._arch = device, arch
         self._scheduler_config = _scheduler_config(components)
 
@@ -105,11 +104,11 @@ class WanSampler:
         return latents[:, in_front:]
 
     def _noise(self, job: GenerationRequest, in_front: int) -> Float[Tensor, "channels f h w"]:
-        frames_per_latent, pixels_per_latent = self._vae.strides
+        frames_per_latent, pixels_per_latent = self.decoder.strides
         assert job.frames % frames_per_latent == 1, f"{job.frames} frames"
         frames = job.frames // frames_per_latent + 1 + in_front
         size = (frames, job.height // pixels_per_latent, job.width // pixels_per_latent)
-        noise = torch.randn((1, self._vae.channels, *size), generator=generator(job.seed, "sample"))
+        noise = torch.randn((1, self.decoder.channels, *size), generator=generator(job.seed, "sample"))
         return noise[0].to(self._device)
 
     def _velocity(
@@ -124,20 +123,6 @@ class WanSampler:
         """The model's velocity, with inputs made as in training; `negative` also skips the block that a variant's guidance skips."""
         inputs = make_inputs([latents], sigma, [{**conditions, "latents": latents}], 1.0)
         return denoiser(inputs._replace(skips=negative))[0].to(self._device, torch.float32)
-
-    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
-        """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
-        return self._vae.decode(latents)
-
-    @property
-    def decoded(self) -> str:
-        """How the last sample was decoded, in words."""
-        return self._vae.decoded
-
-    def release(self) -> None:
-        """Free the VAE."""
-        self._vae.unload()
-        release_memory()
 
     def _scheduler(self, job: GenerationRequest) -> Any:
         from diffusers import UniPCMultistepScheduler

@@ -29,9 +29,8 @@ RANK = 32
 @pytest.mark.parametrize(
     ("preset", "policy"),
     [
-        ("t2v-14b", "none"),
-        ("vace-14b", "full"),
         ("ti2v-5b", "attn_only"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("t2v-14b", "none"), ("vace-14b", "full"))),
         *(
             pytest.param(preset, policy, marks=pytest.mark.exhaustive)
             for preset, policy in [

@@ -5,7 +5,7 @@ would be scaled with it: the trained change, (f - 1) · (W + C) + f·s·B·A, wo
 keep the base's own W, and compute f · (W + s·B·A) + C, as peft does with two active adapters. All other layers have C merged into W.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,24 +17,26 @@ from ditkit_core.errors import UserError
 from ditkit_core.nn.lora import ASSISTANT
 
 
-def ranks_next_to_dora(file: AdapterFile, key: str) -> dict[str, int]:
-    """The rank of an assistant's LoRA of each module.
+def ranks_next_to_dora(file: AdapterFile, doras: Collection[str], key: str) -> dict[str, int]:
+    """The rank of an assistant's LoRA of each module whose DoRA is trained.
 
     Args:
         file: The assistant.
+        doras: Those modules.
         key: The setting that names it.
 
     Raises:
-        UserError: If it is no LoRA.
+        UserError: If it has anything but a LoRA there.
     """
-    for module, found in file.modules.items():
+    both = {module: found for module, found in file.modules.items() if module in doras}
+    for module, found in both.items():
         if found.method != "lora" or found.use_dora:
             kind = "DoRA" if found.use_dora else found.method
             raise UserError(
                 f"{key} = {file.source.path} is a {kind} ({module}), and next to a DoRA that is trained an assistant must be a LoRA; train a "
-                "LoRA, LoKr or LoHa, or make a LoRA of the assistant: merge it with the export command's --merge, then --extract"
+                "LoRA, LoKr or LoHa or leave its layers out of adapter.targets, or make a LoRA of the assistant: merge it with the export command's --merge, then --extract"
             )
-    return {module: found.rank for module, found in file.modules.items()}
+    return {module: found.rank for module, found in both.items()}
 
 
 def add_assistant(model: nn.Module, ranks: Mapping[str, int]) -> None:
@@ -60,13 +62,12 @@ def put_next_to_doras(
         The assistant, and its strength.
 
     Raises:
-        UserError: If it is no LoRA.
+        UserError: If it has anything but a LoRA in a layer with a DoRA.
     """
     if not key:
         return None
-    file, strength = merged[-1]
-    add_assistant(model, ranks_next_to_dora(file, key))
-    doras = adapter_layers(model)
+    (file, strength), doras = merged[-1], adapter_layers(model)
+    add_assistant(model, ranks_next_to_dora(file, doras, key))
     others = {module: found for module, found in file.modules.items() if module not in doras}
     merged[-1] = (replace(file, modules=others), strength)
     return file, strength

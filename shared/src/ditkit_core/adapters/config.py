@@ -44,6 +44,10 @@ class BaseConfig:
         """What is merged into each transformer for good, after the key that names it."""
         return [("base.merge", self.merge), ("base.merge_low", self.merge_low)]
 
+    def merge_key(self, component: str) -> str:
+        """The key that names what is merged into a transformer for good; the component as for `files`."""
+        return self.merges[component == "transformer_2"][0]
+
     @property
     def assistants(self) -> list[tuple[str, str]]:
         """The assistant of each transformer, after the key that names it; empty for none."""

@@ -7,7 +7,7 @@ peft renames the layers that it wraps (`q.weight` becomes `q.base_layer.weight`)
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,15 @@ def target_modules(
     Raises:
         UserError: If a target fits none; the message lists the layers and sets.
     """
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return chosen_of(
+        [name for name, module in model.named_modules() if isinstance(module, nn.Linear)], targets, named_sets
+    )
+
+
+def chosen_of(
+    linears: Iterable[str], targets: Sequence[str], named_sets: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """As `target_modules`, from the names of the model's Linear layers."""
     chosen: set[str] = set()
     for target in targets or tuple(named_sets)[:1]:
         endings = named_sets.get(target, (target,))

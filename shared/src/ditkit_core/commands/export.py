@@ -16,7 +16,6 @@ from ditkit_core.adapters.files.export import (
     export_adapter,
     export_merged,
     loaded_by,
-    needs_base,
     read_by,
     whole_forms,
     why_unverified,
@@ -125,7 +124,7 @@ def _export(
                 say(f"{target / f'transformer_{form}'}: diffusers {limit}")
     else:
         stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
-        with prepared.readable(base=needs_base(wanted, config.adapter)):
+        with prepared.readable():
             files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
         for form, file in zip(wanted.forms, files, strict=True):
             if read := read_by(spec, form, prepared.model):
@@ -240,9 +239,12 @@ class Exporter(Callback):
 
     # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
     def _export_adapter(self, name: ExportName, step: int) -> list[Path]:
-        run, model, folder = self._run, self._prepared.model, self._folder.exports
-        with self._prepared.readable(base=needs_base(run.config.export, self._prepared.adapter)):
-            return export_adapter(model, run.spec, folder, name.stem, run.config.export, metadata=self._metadata(step))
+        run, prepared, folder = self._run, self._prepared, self._folder.exports
+        config, metadata = run.config.export, self._metadata(step)
+        with prepared.readable():
+            return export_adapter(
+                prepared.model, run.spec, folder, name.stem, config, metadata=metadata, whole_in=prepared.whole_in
+            )
 
     def _export_transformer(self, folder: Path, step: int) -> None:
         run = self._run

@@ -43,6 +43,7 @@ from ditkit_core.previews.class_images import (
 )
 from ditkit_core.previews.exchange import samples_in_place
 from ditkit_core.previews.manager import Previews, generate_left, previews_of
+from ditkit_core.previews.queue import queued
 from ditkit_core.previews.stages import denoiser_stages, generate_trained
 from ditkit_core.run.checks import check_components, check_preview_device, check_ranks, check_run, check_training
 from ditkit_core.run.config import RunConfig
@@ -60,7 +61,15 @@ from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, load_divided, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
-from ditkit_core.run.train_data import base_steps, check_data, check_items, check_listed, check_samples, training_data
+from ditkit_core.run.train_data import (
+    base_steps,
+    check_data,
+    check_items,
+    check_listed,
+    check_samples,
+    store_moved_data,
+    training_data,
+)
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.metrics import log_left_samples
 from ditkit_core.training.train_model import TrainModel
@@ -91,9 +100,10 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
             not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts)
         ):
             # Someone who set another data.folder expects it to be trained on.
-            changes = [str(each) for own in whole.experts or [whole.run] for each in _stated(own)]
-            for change in dict.fromkeys(changes):
-                warn(f"not used, because the run is complete: {change}")
+            changes = [each for own in whole.experts or [whole.run] for each in _stated(own)]
+            if not (ranks.is_first and queued(folder.pending) and _takes_moved_data(whole, folder, changes)):
+                for change in dict.fromkeys(map(str, changes)):
+                    warn(f"not used, because the run is complete: {change}")
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
             if ranks.is_first:
                 generate_left(whole.run, folder, write_report)
@@ -148,6 +158,18 @@ def _check(whole: ComponentRuns) -> None:
 def _stated(run: RunContext) -> list[ConfigChange]:
     """The stated changes of a component's settings since its last save; refused ones are an error."""
     return run.config.run_folder.check(run.given.config)
+
+
+def _takes_moved_data(whole: ComponentRuns, folder: RunFolder, changes: Sequence[ConfigChange]) -> bool:
+    """Whether all that changed of a complete run is where its data is, which previews in the queue may need."""
+    if not changes or not all(each.key.startswith("data.") for each in changes):
+        return False
+    try:
+        store_moved_data(whole.run, folder, [each.config.run_folder for each in whole.experts])
+    except UserError as error:
+        warn(str(error))
+        return False
+    return True
 
 
 def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:

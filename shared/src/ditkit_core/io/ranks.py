@@ -67,7 +67,7 @@ class Ranks:
     bytes_sent: int = 0
     """Given to exchanges so far."""
     step: int = 0
-    """The step that is being trained, counted from 1, for messages of a failure; 0 outside of training."""
+    """The step that is being trained, counted from 1, for messages of a failure; 0 outside of training. `begin_step` sets it."""
     leads: bool = False
     """Whether this is the first rank in work of its own that the others help with: `on_first`."""
     context: int = 1
@@ -76,6 +76,8 @@ class Ranks:
     """torch's process group of this rank's context group; `grouped` makes it."""
     meshes: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """torch's meshes of these ranks by kind of device and `shard`; `engine/sharding/division.py: mesh_of` makes them."""
+    on_step: Callable[[int], None] | None = field(default=None, repr=False, compare=False)
+    """Called with each step before it is trained."""
     channel: Any = field(default=None, repr=False, compare=False)
     """torch's process group of all ranks that `all_reduce` and exchanges of objects go over; None for the one of training."""
 
@@ -98,6 +100,12 @@ class Ranks:
     def place(self) -> int:
         """The number of this rank within its context group, from 0; the one at 0 contributes what only one of a group may."""
         return self.rank % self.context
+
+    def begin_step(self, step: int) -> None:
+        """Set the step that is being trained; 0 after training."""
+        self.step = step
+        if self.on_step is not None:
+            self.on_step(step)
 
     def grouped(self, context: int) -> "Ranks":
         """These ranks in context groups of so many; all ranks call it at once.
@@ -289,10 +297,7 @@ class Ranks:
 
             if is_out_of_memory(error):
                 raise
-            raise RankLost(
-                f"the connection to another rank broke ({reason_of(error)}): that process ended, its own message or torchrun's summary says "
-                "why; the same command continues from the last save"
-            ) from error
+            raise lost_in(error) from error
         self.seconds_waited += time.perf_counter() - began
         self.bytes_sent += 0 if tensor is None else tensor.nbytes
 
@@ -301,6 +306,19 @@ def world() -> Ranks | None:
     """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`engine/sharding/fsdp.py`)."""
     dist = distributed()
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+
+
+def is_broken_exchange(error: Exception) -> bool:
+    """Whether an exchange of torch's own failed, such as those of FSDP2, which do not go through `Ranks`."""
+    return isinstance(error, distributed().DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def lost_in(error: Exception) -> RankLost:
+    """What the failure of an exchange means."""
+    return RankLost(
+        f"the connection to another rank broke ({reason_of(error)}): that process ended, its own message or torchrun's summary says why; "
+        "the same command continues from the last save"
+    )
 
 
 def reason_of(error: Exception) -> str:

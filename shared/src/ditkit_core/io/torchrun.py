@@ -3,6 +3,9 @@
 What ranks exchange on the host goes over gloo, with no time limit: a rank may encode, compile or generate samples for hours. What ends
 a run is a rank that stops: every process writes a heartbeat into torchrun's store, and a thread ends the process when `ranks.timeout`
 seconds pass without that of another.
+
+Whatever ends a run, one line names the rank, its machine, the step and what to do. The others print it of a rank that was killed; torchrun's
+summary has what every rank has written in advance for that.
 """
 
 import json
@@ -20,7 +23,17 @@ from typing import TYPE_CHECKING, cast
 
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import complain, mute
-from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, RanksConfig, distributed, reason_of
+from ditkit_core.io.ranks import (
+    WITHOUT_LIMIT,
+    RankLost,
+    Ranks,
+    RanksConfig,
+    distributed,
+    is_broken_exchange,
+    lost_in,
+    reason_of,
+)
+from ditkit_core.io.siblings import Process, siblings
 from ditkit_core.io.signals import Interrupts
 
 if TYPE_CHECKING:
@@ -30,6 +43,10 @@ _START_SECONDS = 300.0
 """Seconds that ranks have to start: most import torch from a disk that all of them read."""
 _GRACE = 5.0
 """Seconds that a process has to end by itself once another one has failed, before its thread ends it."""
+_LOST = (
+    "it was killed or crashed (torchrun's summary has its exit code; -9 often means that its machine ran out of memory); the same command "
+    "continues from the last save"
+)
 
 
 @dataclass
@@ -82,17 +99,18 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
     if (launch := launched()) is None:
         yield Ranks()
         return
-    from ditkit_core.io.memory import is_out_of_memory
-
     dist, store = distributed(), _store(launch)
     watch, finished = _Heartbeat(store, launch, config.timeout), False
+    watch.summarize_loss(0)
     watch.start()
     if launch.rank:
         mute()
     try:
         _connect(launch, store, on_gpus=device != "cpu")
-        ranks = _present = Ranks(launch.rank, launch.size, shard=config.shard)
+        ranks = _present = Ranks(launch.rank, launch.size, shard=config.shard, on_step=watch.summarize_loss)
         ranks.check_same(about)
+        own = Process.this()
+        watch.siblings = siblings(ranks.all_gather_object((own.pid, own.error_file)))
         ranks = _present = watch.ranks = ranks.grouped(config.context)
         try:
             yield ranks
@@ -102,21 +120,21 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
             raise
         ranks.barrier()  # nor while one exports or samples: torchrun ends a run whose processes end far apart
         finished = True
-    except UserError as error:
+    except (UserError, RuntimeError, MemoryError) as error:
         with Interrupts():  # torchrun's SIGTERM, because another rank ended, must not replace the line that says so
-            watch.report(str(error), is_consequence=isinstance(error, RankLost))
-        mute()
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+            failure = watch.explain(error)
+        if failure is None:
             raise
-        failure = UserError(
-            f"out of memory ({(str(error) or type(error).__name__).splitlines()[0][:120]}); without torchrun, --plan shows what needs it and "
-            "--fit finds settings of one rank that fit"
-        )
-        watch.report(str(failure))
         mute()
+        if failure is error:
+            raise
         raise failure from error
+    except KeyboardInterrupt:
+        with Interrupts():
+            # torchrun's SIGTERM comes wherever a rank is, also where it exchanges nothing.
+            if (lost := watch.ended_sibling()) is not None and watch.report(_LOST, of=lost):
+                mute()
+        raise
     finally:
         _present = Ranks()
         watch.end(finished=finished)
@@ -234,6 +252,9 @@ class _Heartbeat(threading.Thread):
         self._ended = threading.Event()
         self.ranks = Ranks()
         """Of which the step is read, once they are connected."""
+        self.siblings: dict[int, Process] = {}
+        """The other ranks that torchrun started on this machine, once they are connected."""
+        self._process, self._reason = Process.this(), ""
 
     def run(self) -> None:
         """Write and read heartbeats until `end`."""
@@ -244,7 +265,9 @@ class _Heartbeat(threading.Thread):
             try:
                 self._own.set(f"alive/{self._launch.rank}", f"{count} {self.ranks.step}")
                 signs = self._own.multi_get([f"alive/{rank}" for rank in others])
-                failed += self._interval if self._own.check(["failed"]) else 0.0
+                if self._own.check(["failed"]):
+                    failed += self._interval
+                    self._follow(self._own.get("failed").decode().partition(":")[2])
             except RuntimeError as error:
                 self._end_process(f"torchrun's store cannot be reached ({reason_of(error)})")
                 return
@@ -255,61 +278,140 @@ class _Heartbeat(threading.Thread):
                 silent[rank] = 0.0 if sign in (b"left", b"") or sign != known[rank] else silent[rank] + self._interval
                 known[rank] = sign
                 if silent[rank] > self._timeout:
-                    host = self._own.get(f"here/{rank}").decode()
+                    self._own.set("silent", str(rank))
                     self._end_process(
-                        f"rank {rank} of {self._launch.size} on {host}{_in_step(int(sign.split()[-1]))} sent no heartbeat for {self._timeout:g} s (ranks.timeout): it "
-                        "hangs or is stopped; look at that machine, the same command continues from the last save"
+                        f"no heartbeat for {self._timeout:g} s (ranks.timeout): it hangs or is stopped; look at that machine, the same command "
+                        "continues from the last save",
+                        of=rank,
+                        step=int(sign.split()[-1]) or None,  # ranks go through steps together
                     )
 
-    def _end_process(self, message: str) -> None:
+    def _follow(self, line: str) -> None:
+        """Let torchrun's summary have why the run ends, whatever ends this process; and end a silent rank of this machine.
+
+        torchrun would wait half a minute for a process that cannot take its SIGTERM.
+        """
+        self._summarize(line)
+        if self._own.check(["silent"]) and (silent := self.siblings.get(int(self._own.get("silent")))) is not None:
+            silent.summarize(line)
+            silent.kill()
+
+    def _end_process(self, message: str, *, of: int | None = None, step: int | None = None) -> None:
         """End the process from this thread: the main one waits for something that will not come."""
         if not self._ended.is_set():
-            self.report(message)
+            self.report(message, of=of, step=step)
+            with suppress(RuntimeError):
+                self._follow(self._reason)
             sys.stderr.flush()
             os._exit(1)
 
-    def report(self, message: str, *, is_consequence: bool = False) -> bool:
-        """Print why the process ends and on which rank, unless another rank has failed before, and give it to torchrun's summary.
+    def explain(self, error: Exception) -> UserError | None:
+        """Print why an exception ends the process.
+
+        Returns:
+            What is left to raise; None for the exception itself, whose traceback says more if no other rank failed before.
+        """
+        from ditkit_core.io.memory import is_out_of_memory
+
+        message = (str(error) or type(error).__name__).splitlines()[0][:120]
+        failure: UserError | None = None
+        if isinstance(error, UserError):
+            failure = error
+        elif is_out_of_memory(error):
+            failure = UserError(
+                f"out of memory ({message}); without torchrun, --plan shows what needs it and --fit finds settings of one rank that fit"
+            )
+        elif is_broken_exchange(error):
+            failure = lost_in(error)
+        unexpected = f"unexpected {type(error).__name__}: {message}; the traceback says where, and the same command continues from the last save"
+        printed = self.report(str(failure or unexpected), is_consequence=isinstance(failure, RankLost))
+        return failure or (None if printed else UserError(self._reason))
+
+    def report(
+        self, message: str, *, of: int | None = None, step: int | None = None, is_consequence: bool = False
+    ) -> bool:
+        """Print why the process ends and which rank failed, unless another rank has failed before, and give it to torchrun's summary.
 
         The summary shows the process that ended first, which need not be the one that failed first: every rank gives it the same line.
 
         Args:
             message: What happened, and what to do.
-            is_consequence: Whether another rank probably caused it; that one gets the time to say so.
+            of: The rank that failed; this one by default.
+            step: The step that it was in; that of this rank by default, since ranks go through steps together.
+            is_consequence: Whether another rank probably caused it; that one gets the time to say so, and is named if it ends without.
 
         Returns:
             Whether it was printed.
         """
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        if is_consequence:
-            self._wait_for_cause()
-        here = f"{socket.gethostname()}{_in_step(self.ranks.step)}"
-        line = f"rank {self._launch.rank} of {self._launch.size} on {here}: {message}"
-        first = self._first_to_fail(line)
-        if first == line:
+        if is_consequence and (lost := self._wait_for_cause()) is not None:
+            of, message = lost, _LOST
+        line = self._line(message, self._launch.rank if of is None else of, self.ranks.step if step is None else step)
+        first, is_own = self._first_to_fail(line)
+        if is_own:
             complain(f"error: {line}")
-        get_error_handler().record_exception(UserError(first))
-        return first == line
+        self._summarize(first)
+        return is_own
 
-    def _first_to_fail(self, line: str) -> str:
-        """The line of the rank that failed first: this one's, unless another rank has failed before."""
+    def _line(self, message: str, rank: int, step: int) -> str:
+        host = socket.gethostname()
+        if rank != self._launch.rank:
+            with suppress(RuntimeError):
+                host = self._own.get(f"here/{rank}").decode()
+        return f"rank {rank} of {self._launch.size} on {host}{_in_step(step)}: {message}"
+
+    def _summarize(self, line: str) -> None:
+        if line != self._reason:
+            self._reason = line
+            self._process.summarize(line)
+
+    def summarize_loss(self, step: int) -> None:
+        """Leave for torchrun's summary what it should show if this process is killed, which can then say nothing."""
+        if not self._reason:
+            self._process.summarize(self._line(_LOST, self._launch.rank, step))
+
+    def ended_sibling(self) -> int | None:
+        """A rank of this machine that runs no more; None if all of them run."""
+        return next((rank for rank, process in self.siblings.items() if process.has_ended), None)
+
+    def _first_to_fail(self, line: str) -> tuple[str, bool]:
+        """Why the run ends, and whether this rank is the one that says so; each rank can have the same line of one that is lost."""
+        own = f"{self._launch.rank}:{line}"
         try:
-            return self._own.compare_set("failed", "", line).decode()
-        except RuntimeError:
-            return line  # the store is gone, so that nobody else can be asked
+            found = self._own.compare_set("failed", "", own).decode()
+        except RuntimeError:  # the store is gone, so that nobody else can be asked
+            return line, True
+        return found.partition(":")[2], found == own
 
-    def _wait_for_cause(self) -> None:
-        end = time.monotonic() + _GRACE / 2
+    def _wait_for_cause(self) -> int | None:
+        """Wait until a rank has said why it ends; if none does, the rank that was lost, where that can be known.
+
+        A rank of this machine is lost if its process has ended, one of another machine if it writes no heartbeat.
+        """
+        others = [rank for rank in range(self._launch.size) if rank != self._launch.rank and rank not in self.siblings]
+        names = [f"alive/{rank}" for rank in others]
+        end = time.monotonic() + max(_GRACE / 2, 2 * self._interval + 0.5)
         with suppress(RuntimeError):
-            while time.monotonic() < end and not self._own.check(["failed"]):
+            before = self._own.multi_get(names) if names else []
+            while time.monotonic() < end:
+                if self._own.check(["failed"]):
+                    return None
+                if (lost := self.ended_sibling()) is not None:
+                    return lost
                 time.sleep(0.05)
+            signs = self._own.multi_get(names) if names else []
+            return next((rank for rank, *both in zip(others, before, signs, strict=True) if both[0] == both[1]), None)
+        return None
 
     def end(self, *, finished: bool) -> None:
         """Stop the heartbeat, and record that the process has finished, or failed: then the other ranks need not report it."""
         self._ended.set()
         if self.is_alive():
             self.join(_GRACE)
+        if not self._reason:
+            if not finished and isinstance(bug := sys.exc_info()[1], Exception):
+                self.explain(bug)
+            else:
+                self._process.forget()
         if not finished:
             self._first_to_fail(f"rank {self._launch.rank} of {self._launch.size} on {socket.gethostname()} failed")
         else:

@@ -135,9 +135,31 @@ class Denoiser:
         self._current = None
 
 
+class Decoder(Protocol):
+    """Makes pixels of latents, with weights that are loaded when they are needed."""
+
+    def decode(self, latents: Tensor) -> Float[Tensor, "3 frames height width"]:
+        """Pixels in [0, 1] on the CPU."""
+        ...
+
+    @property
+    def decoded(self) -> str:
+        """How the last sample was decoded: a `Decoding.mode`, perhaps on the CPU; empty before the first."""
+        ...
+
+    def unload(self) -> None:
+        """Free the weights."""
+        ...
+
+
 @runtime_checkable
 class Sampler(Protocol):
     """Generates samples with our transformers and the family's scheduler and VAE."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """Makes pixels of its latents."""
+        ...
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         """Generate one sample step by step; the caller disables gradients.
@@ -151,18 +173,13 @@ class Sampler(Protocol):
         """
         ...
 
-    def decode(self, latents: Tensor) -> Float[Tensor, "3 frames height width"]:
-        """Pixels in [0, 1] on the CPU."""
-        ...
 
-    @property
-    def decoded(self) -> str:
-        """How the last sample was decoded: a `Decoding.mode`, perhaps on the CPU; empty before the first."""
-        ...
+@dataclass(frozen=True)
+class DecodedBy:
+    """A `Sampler` whose latents another decoder makes pixels of."""
 
-    def release(self) -> None:
-        """Free the models that decoding loaded; they are loaded again when needed."""
-        ...
+    denoise: Callable[[GenerationRequest], Generator[float, Denoiser, Tensor]]
+    decoder: Decoder
 
 
 LayerContext = Callable[[str], AbstractContextManager[nn.Module]]

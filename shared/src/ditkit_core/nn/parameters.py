@@ -1,10 +1,25 @@
-"""What modules have inside a `with` block alone: other values of parameters, copied in place, and other switches."""
+"""Layers of a class by their weights' names, and what modules have inside a `with` block alone: other values of parameters, copied in place,
+and other switches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from ditkit_core.models.protocol import StagedModel
+
+T = TypeVar("T")
+
+
+def by_weight(model: nn.Module | StagedModel, kind: type[T]) -> dict[str, T]:
+    """The layers of a class, by their weight's name in files: without the `base_layer` that peft inserts."""
+    return {
+        f"{name}.weight".replace(".base_layer.", "."): module
+        for name, module in model.named_modules()
+        if isinstance(module, kind)
+    }
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ditkit_core.nn.eight_bit_products import LARGEST_CODE, compiled_product, di
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
-from ditkit_core.nn.parameters import switched
+from ditkit_core.nn.parameters import by_weight, switched
 
 _FP8 = torch.float8_e4m3fn
 BLOCK, _GROUP = 64, 256
@@ -202,12 +202,8 @@ def dense_weight(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLinear]:
-    """The quantized layers, by their weight's name in files: without the `base_layer` that peft inserts."""
-    return {
-        f"{name}.weight".replace(".base_layer.", "."): module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantizedLinear)
-    }
+    """The quantized layers, by their weight's name in files."""
+    return by_weight(model, QuantizedLinear)
 
 
 def products_in_dtype(model: nn.Module | StagedModel) -> AbstractContextManager[None]:

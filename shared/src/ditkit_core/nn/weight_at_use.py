@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.parameters import switched
+from ditkit_core.nn.parameters import by_weight, switched
 
 
 class WeightAtUse:
@@ -51,12 +51,8 @@ def _class_of(kind: Any) -> type:
 
 
 def weights_at_use(model: nn.Module | StagedModel) -> dict[str, WeightAtUse]:
-    """These layers, by their weight's name in files: without the `base_layer` that peft inserts."""
-    return {
-        f"{name}.weight".replace(".base_layer.", "."): module
-        for name, module in model.named_modules()
-        if isinstance(module, WeightAtUse)
-    }
+    """These layers, by their weight's name in files."""
+    return by_weight(model, WeightAtUse)
 
 
 def without_values(model: nn.Module) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ditkit_core.nn.context import as_on
 
@@ -29,11 +29,16 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _COUNTED_AS = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten._int_mm: torch.ops.aten.mm,
-    # torch 2.11 counts attention on GPUs alone.
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: torch.ops.aten._scaled_dot_product_flash_attention_backward,
 }
 """Operations whose arithmetic torch counts under another name, or not at all."""
+
+# torch 2.11 counts attention on GPUs alone. Registered, it counts for torch's own counter too, which the audit uses.
+for _on_cpu, _on_gpu in {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: torch.ops.aten._scaled_dot_product_flash_attention_backward,
+}.items():
+    if _on_cpu not in flop_registry:
+        register_flop_formula(_on_cpu, get_raw=True)(flop_registry[_on_gpu])
 
 
 class MemoryTracker(TorchDispatchMode):

@@ -15,6 +15,7 @@ from ditkit_core.adapters.assistant import ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.read import config_from_file, open_adapter, parse_merge
+from ditkit_core.adapters.inject import chosen_of
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
@@ -142,7 +143,7 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
         flow=config.flow,
         clip_norm=config.train.clip_norm,
         clip_by=config.train.clip_by,
-        assistant=_assistant(run, arch) if adapter.use_dora else {},
+        assistant=_assistant(run, arch, adapter) if adapter.use_dora else {},
         quantize=config.base.quantize,
         compute=config.base.compute,
         micro_batches=config.micro_batches,
@@ -180,13 +181,14 @@ def as_held(run: RunContext) -> RunContext:
     return with_config(run, replace(config, base=replace(config.base, quantize="fp8")))
 
 
-def _assistant(run: RunContext, arch: Any) -> dict[str, int]:
+def _assistant(run: RunContext, arch: Any, adapter: AdapterConfig) -> dict[str, int]:
     key, entry = run.config.base.assistants[run.component == "transformer_2"]
     if not entry:
         return {}
-    architecture = run.spec.architecture
-    path, _ = parse_merge(entry, key)
-    return ranks_next_to_dora(open_adapter(path, architecture.names, layers_of(architecture.build, arch)), key)
+    architecture, sets = run.spec.architecture, run.spec.adapters.targets
+    layers, (path, _) = layers_of(architecture.build, arch), parse_merge(entry, key)
+    doras = chosen_of(layers, adapter.targets, sets)
+    return ranks_next_to_dora(open_adapter(path, architecture.names, layers), doras, key)
 
 
 def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
@@ -195,7 +197,7 @@ def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
         return adapter
     architecture = run.spec.architecture
     file = open_adapter(local_path(adapter.init), architecture.names, layers_of(architecture.build, arch))
-    return config_from_file(adapter, file)[0]
+    return config_from_file(adapter, file, run.config.base.merge_key(run.component))[0]
 
 
 def largest_bucket(

@@ -96,6 +96,6 @@ class QueuedPreviews(Callback):
 
     def generate_preview(self, step: int) -> None:
         # Training waits here for the copy alone, not for the samples. Of divided weights, only the trained ones are gathered.
-        with self._prepared.readable(base=self._prepared.shards is None):
+        with self._prepared.readable():
             # Inside `readable`: of streamed blocks these are the values in host memory.
             self._take(step, trainable_parameters(self._prepared.model))

@@ -133,17 +133,14 @@ def generate_class_images(
     own = [(seeds[place], counts) for place, counts in shares.own(len(seeds))]
     say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
     jobs = (replace(job, seed=seed) for seed, _ in own)
-    try:
-        with (
-            progress("class images", len(own)) as bar,
-            closing(generate(run.auxiliary.sampler, jobs, with_adapters(bare, stages))) as results,
-        ):
-            for (seed, counts), pixels in zip(own, results, strict=True):
-                if counts:
-                    _write(_image_path(folder, seed), pixels, config.prior.prompt)
-                bar.advance()
-    finally:
-        run.auxiliary.sampler.release()
+    with (
+        progress("class images", len(own)) as bar,
+        closing(generate(run.auxiliary.sampler, jobs, with_adapters(bare, stages))) as results,
+    ):
+        for (seed, counts), pixels in zip(own, results, strict=True):
+            if counts:
+                _write(_image_path(folder, seed), pixels, config.prior.prompt)
+            bar.advance()
     shares.ranks.barrier()  # all of them are there, before anybody looks at the folder
     return [_image_path(folder, seed) for seed in seeds]
 

@@ -1,6 +1,6 @@
 """Chooses how samples are decoded by the memory that the GPU has left."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ditkit_core.io.console import say
-from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Denoiser, GenerationRequest, Sampler
+from ditkit_core.models.encoders import AuxiliaryModel, Decoder, Decoding
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.planner.planned_step import Size
 from ditkit_core.run.context import RunContext
 
 
-class FittingSampler:
-    """A `Sampler` that decodes in the first configured way that the GPU has room for when the first sample is done; it prints which."""
+class FittingDecoder:
+    """A `Decoder` that decodes in the first configured way that the GPU has room for when the first sample is done; it prints which."""
 
     def __init__(self, run: RunContext, sizes: Sequence[Size]):
         """Choose nothing yet: transformers may not be loaded.
@@ -25,30 +25,27 @@ class FittingSampler:
             run: The run.
             sizes: Sizes of all samples.
         """
-        self._run, self._sizes, self._sampler = run, sizes, run.auxiliary.sampler
-        self._decoder: Sampler | None = None
-
-    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
-        """As `Sampler.denoise`."""
-        return self._sampler.denoise(job)
+        self._run, self._sizes = run, sizes
+        self._chosen: Decoder | None = None
 
     def decode(self, latents: Tensor) -> Tensor:
-        """As `Sampler.decode`."""
-        if self._decoder is None:
-            decodings = self._run.auxiliary.decodings
-            place = self._first_that_fits(decodings)
-            self._decoder = self._sampler if place == 0 else self._run.auxiliary.sampler_with(decodings[place:])
-        return self._decoder.decode(latents)
+        """As `Decoder.decode`."""
+        if self._chosen is None:
+            auxiliary = self._run.auxiliary
+            place = self._first_that_fits(auxiliary.decodings)
+            sampler = auxiliary.sampler if place == 0 else auxiliary.sampler_with(auxiliary.decodings[place:])
+            self._chosen = sampler.decoder
+        return self._chosen.decode(latents)
 
     @property
     def decoded(self) -> str:
-        """As `Sampler.decoded`."""
-        return (self._decoder or self._sampler).decoded
+        """As `Decoder.decoded`."""
+        return self._chosen.decoded if self._chosen else ""
 
-    def release(self) -> None:
-        """As `Sampler.release`."""
-        for each in filter(None, (self._sampler, self._decoder)):
-            each.release()
+    def unload(self) -> None:
+        """As `Decoder.unload`."""
+        if self._chosen:
+            self._chosen.unload()
 
     def _first_that_fits(self, decodings: Sequence[Decoding]) -> int:
         """Index of the first way that fits; 0 on a CPU, and the last where none does: what is left is tried, and then the host."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
+from ditkit_core.models.encoders import DecodedBy
 from ditkit_core.models.protocol import Engine
-from ditkit_core.previews.decoding import FittingSampler
+from ditkit_core.previews.decoding import FittingDecoder
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
 from ditkit_core.run.prepare import loaded_dtype
@@ -64,7 +65,8 @@ def generate_samples(
         )
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
-    sampler = FittingSampler(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
+    decoder = FittingDecoder(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
+    sampler = DecodedBy(run.auxiliary.sampler.denoise, decoder)
     with progress("denoise", len(shares.own(len(requests))) * config.steps) as bar:
         return render_samples(with_adapters(run, stages), sampler, requests, to, bar.advance, shares)
 

@@ -186,11 +186,18 @@ def _check_sharded(run: RunContext) -> None:
     Raises:
         UserError: Naming the setting and a value that works.
     """
+    from ditkit_core.engine.sharding.fsdp import keeps_wide_gradients, shards_integers  # torch's parts take seconds
+
     config, shard = run.config, f"ranks.shard = {run.config.ranks.shard}"
-    if _trains_bf16(run) and not _fsdp_keeps_wide_gradients():
+    if _trains_bf16(run) and not keeps_wide_gradients():
         raise UserError(
             f"{shard} with trained weights in bf16: this torch, {torch.__version__}, rounds gradients that it has summed over ranks to bf16; update "
             "it, or set model.dtype = fp32"
+        )
+    if config.base.quantize in ("int8", "nf4") and not shards_integers():
+        raise UserError(
+            f"{shard} with base.quantize = {config.base.quantize}: this torch, {torch.__version__}, cannot divide parameters of integers; update it, "
+            "or set base.quantize to fp8 or none"
         )
     if not config.optim.kind.by_element:
         raise UserError(
@@ -212,12 +219,6 @@ def _check_sharded(run: RunContext) -> None:
             f"train.checkpointing = {config.train.checkpointing!r} is planned for whole weights, and {shard} divides them; name a policy, such "
             "as full or attn_only"
         )
-
-
-def _fsdp_keeps_wide_gradients() -> bool:
-    from ditkit_core.engine.sharding.fsdp import keeps_wide_gradients  # imports parts of torch that take seconds
-
-    return keeps_wide_gradients()
 
 
 def _check_context(run: RunContext, size: int) -> None:

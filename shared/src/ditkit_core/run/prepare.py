@@ -72,6 +72,8 @@ class LoadedModel:
     """Its name; empty if the architecture comes from a config.json and matches no preset."""
     adapter: AdapterConfig
     """As configured, with the settings that an `adapter.init` file decided."""
+    merge_key: str
+    """As `BaseConfig.merge_key`, for errors."""
     trainable: dict[str, nn.Parameter] = field(repr=False)
     """The trained parameters, by canonical name."""
     source: SafetensorsSource
@@ -92,14 +94,18 @@ class LoadedModel:
         found = [*self.model.parameters(), *self.model.buffers()]
         return found if self.shards is None else self.shards.own(found)
 
-    def readable(self, *, base: bool = True) -> AbstractContextManager[None]:
+    def readable(self) -> AbstractContextManager[None]:
         """Inside the block every weight can be read, on the host or its device; the model may be unable to run meanwhile.
 
-        Without `base`, only the trained weights need to be readable.
+        Where ranks divide the weights, only the trained ones can be.
         """
         if self.shards is not None:
-            return self.shards.readable(base=base)
-        return self.streamer.on_host() if base and self.streamer is not None else nullcontext()
+            return self.shards.readable()
+        return nullcontext() if self.streamer is None else self.streamer.on_host()
+
+    def whole_in(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside this block, which is inside `readable`, all weights of one module can be read, also where ranks divide them."""
+        return nullcontext() if self.shards is None else self.shards.whole_in(module)
 
     @contextmanager
     def readable_one_by_one(self) -> Iterator[Callable[[str, tuple[int, ...]], Tensor]]:
@@ -134,6 +140,8 @@ class MetaModel:
     start: Callable[[str], Mapping[str, Tensor]] | None
     """Initial values of a module's adapter, if a file contains them."""
     base: BaseConfig
+    merge_key: str
+    """As `BaseConfig.merge_key`, for errors."""
 
 
 def build_meta_model(
@@ -168,12 +176,11 @@ def build_meta_model(
     preset, arch = choose_arch(spec, components, source)
     model, files = build_on_meta(spec, arch, precision), base.files(component)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    # Before anything slow, so that wrong files fail at once: importing peft alone takes seconds.
+    # All files are opened before anything slow, so that a wrong one fails at once: importing peft alone takes seconds.
     mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
     open_file = partial(open_adapter, names=spec.architecture.names, modules=layers_of(spec.architecture.build, arch))
-    # All adapter files are opened before anything is converted, so that a wrong one fails at once.
     merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in files)]
-    adapter, start = _started_from_file(adapter, open_file, say)
+    adapter, start = _started_from_file(adapter, open_file, base.merge_key(component), say)
     if keeps_codes:
         _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merged, say=say)
     if base.compute != "dtype":
@@ -195,21 +202,22 @@ def build_meta_model(
         assistant=put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else ""),
         start=initial_adapter(start, adapted) if start else None,
         base=base,
+        merge_key=base.merge_key(component),
     )
 
 
 def _started_from_file(
-    adapter: AdapterConfig, open_file: Callable[[Path], AdapterFile], say: Callable[[str], None]
+    adapter: AdapterConfig, open_file: Callable[[Path], AdapterFile], merge_key: str, say: Callable[[str], None]
 ) -> tuple[AdapterConfig, AdapterFile | None]:
     """The section with the values of the file that `adapter.init` names, and the file; without one the section as it is."""
     if not adapter.init:
         return adapter, None
     if adapter.method == "full":
         raise UserError(
-            f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to base.merge"
+            f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to {merge_key}"
         )
     file = open_file(local_path(adapter.init))
-    config, line = config_from_file(adapter, file)
+    config, line = config_from_file(adapter, file, merge_key)
     say(line)
     return config, file
 
@@ -280,6 +288,7 @@ def load_weights(
         arch=unloaded.arch,
         preset=unloaded.preset,
         adapter=unloaded.adapter,
+        merge_key=unloaded.merge_key,
         trainable=trainable_parameters(model),
         source=source,
         config_json=_config_json(source.path),
@@ -319,7 +328,7 @@ def _hold_as_stored(
         f"{source.path}: {len(held)} matrices stay in its own scaled 8 bits; "
         f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
     )
-    return line + "; those that base.merge changes are rounded to 8 bits once more" * merges
+    return line + "; those that a merged adapter changes are rounded to 8 bits once more" * merges
 
 
 def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:

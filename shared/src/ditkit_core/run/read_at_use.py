@@ -68,6 +68,7 @@ def read_at_use(
         arch=unloaded.arch,
         preset=unloaded.preset,
         adapter=unloaded.adapter,
+        merge_key=unloaded.merge_key,
         trainable=trainable_parameters(model),
         source=source,
         config_json=None,

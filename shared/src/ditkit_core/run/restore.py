@@ -53,7 +53,7 @@ def load_trained(
         raise UserError(
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
             f"{own.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
-            f'base.merge = ["{name.at(folder)}"]'
+            f'{prepared.merge_key} = ["{name.at(folder)}"]'
         )
     if step is not None:  # `latest` has verified the latest
         check_save(path)

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ditkit_core.config.resolve import resolve
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader, shapes_of
@@ -18,7 +20,9 @@ from ditkit_core.io.files import json_hash, read_json_object, write_text
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import encode_all
 
 EMPTY_CAPTION = "(empty caption)"
 """Key of a run's data file for the empty caption that caption dropout uses."""
@@ -80,6 +84,29 @@ def check_samples(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
     """
     if before := _record(folder):
         _refuse(folder, _differing(_keys(encoded), before) - _NO_SAMPLES)
+
+
+def store_moved_data(run: RunContext, folder: RunFolder, experts: Sequence[RunFolder]) -> None:
+    """Store where the data of a complete run is now, after a check that it is the same. What generates its samples later reads that there.
+
+    Args:
+        run: The run, with the new settings.
+        folder: Its folder.
+        experts: Those of its experts.
+
+    Raises:
+        UserError: Naming a sample that was added, removed or changed.
+    """
+    trained = experts or [folder]
+    for each in trained:
+        check_listed(each, [sample.id for sample in run.data.dataset.samples])
+    data = encode_all(run)
+    for each in trained:
+        check_samples(each, [*data.samples, *data.prior])
+    for each in (folder, *experts):
+        # Only that: whatever else was set anew is for a run that goes on.
+        stored = resolve(RunConfig, stored=each.path)
+        each.store(replace(stored, data=run.given.config.data))
 
 
 def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, steps: BaseSteps | None = None) -> None:

@@ -40,10 +40,10 @@ def generate(
     stages: Sequence[DenoiserStage],
     on_step: Callable[[], None] = lambda: None,
 ) -> Generator[Tensor, None, None]:
-    """Generate samples.
+    """Generate samples; whoever stops before the last one closes this, which frees the memory.
 
     Args:
-        sampler: The family's sampler; the caller releases it.
+        sampler: The family's sampler; its decoder's weights are freed at the end.
         jobs: The samples to generate. With a single stage the next request is taken when the sample before it is done.
         stages: The transformers, that of the highest noise levels first; each is put into eval mode and back.
         on_step: Called after each step of each sample.
@@ -55,7 +55,9 @@ def generate(
     waiting: Iterable[_Sample] = (_Sample(sampler, job) for job in jobs)
     for stage in stages[:-1]:
         waiting = _through(stage, waiting, on_step)
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # in the end closes the last transformer, then frees the decoder's weights
+        stack.callback(release_memory)
+        stack.callback(sampler.decoder.unload)
         loaded: _LoadedStage | None = None
         for sample in waiting:
             if sample.latents is None:
@@ -64,7 +66,7 @@ def generate(
                 sample.advance(loaded, 0.0, on_step)
             assert sample.latents is not None
             with torch.no_grad():
-                pixels = sampler.decode(sample.latents)
+                pixels = sampler.decoder.decode(sample.latents)
             yield pixels
 
 

@@ -61,7 +61,7 @@ def render_samples(
 
     Args:
         stages: The transformers that take the steps, with the weights to sample with.
-        sampler: The family's sampler; its VAE is released afterwards.
+        sampler: The family's sampler.
         requests: What to generate, prompt by prompt.
         to: Where to write the samples.
         on_step: Called after each step of each sample.
@@ -74,13 +74,10 @@ def render_samples(
         UserError: If a sample is not finite, or a file cannot be written.
     """
     own, made = shares.own(len(requests)), list[RenderedSample]()
-    try:
-        with closing(generate(sampler, [requests[place].job for place, _ in own], stages, on_step)) as results:
-            for (place, counts), pixels in zip(own, results, strict=True):
-                if counts:
-                    made.append(_rendered(pixels, requests[place], to, sampler))
-    finally:
-        sampler.release()
+    with closing(generate(sampler, [requests[place].job for place, _ in own], stages, on_step)) as results:
+        for (place, counts), pixels in zip(own, results, strict=True):
+            if counts:
+                made.append(_rendered(pixels, requests[place], to, sampler.decoder.decoded))
     samples = shares.gathered(made, len(requests))
     files = [to.folder / sample.about["file"] for sample in samples]
     if files and shares.ranks.is_first:
@@ -90,13 +87,13 @@ def render_samples(
     return files
 
 
-def _rendered(pixels: Tensor, request: PromptRequest, to: SampleFiles, sampler: Sampler) -> RenderedSample:
+def _rendered(pixels: Tensor, request: PromptRequest, to: SampleFiles, decoded: str) -> RenderedSample:
     """Write one sample, and keep what the list and the image of all need of it."""
     # Checked here: as an image, NaN would silently become black.
     if not pixels.isfinite().all():
         raise UserError(f"the sample of {request.prompt!r} is not finite: the weights are broken, or the adapter is")
     file = _written(pixels, request, to)
-    about = {"file": file.name, "prompt": request.prompt, "seed": request.job.seed, "decoded": sampler.decoded}
+    about = {"file": file.name, "prompt": request.prompt, "seed": request.job.seed, "decoded": decoded}
     return RenderedSample(about, evenly_spaced(pixels).float().cpu())  # not all frames: clips are long
 
 

@@ -76,6 +76,8 @@ class CoreChecks(ModelChecks):
     one_in: ClassVar[int] = 1
     """For variants of a model that passes: each variant runs one in `one_in` of a check's combinations daily, at least one, and different
     ones for each variant; the rest are marked `exhaustive`. It should be coprime to the numbers of values, so that each value occurs."""
+    slow: ClassVar[bool] = False
+    """Whether the cases that a variant runs are of the slow set."""
     one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_FOUR | {
         "test_levers_at_once_change_no_number": 2,
         "test_levers_together_change_no_number": 16,

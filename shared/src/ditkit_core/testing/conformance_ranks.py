@@ -15,6 +15,7 @@ class RanksConformance:
     script: ClassVar[Path]
     """The work of each of two ranks: `as_rank(lambda: steps(spec, arch, items))`."""
 
+    @pytest.mark.ranks
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases())
     def test_policies_change_nothing_under_fsdp(self, tmp_path_factory: pytest.TempPathFactory, case: str) -> None:

@@ -76,7 +76,7 @@ def run_once(base: Path, script: Path, seconds: int = 280) -> Path:
 def losses(run: Path) -> list[tuple[float, float]]:
     """Loss and norm of the gradients of each step of a run."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+    return [(line.get("loss", line.get("prior_loss")), line["grad_norm"]) for line in lines if "grad_norm" in line]
 
 
 def index_of(run: Path) -> object:

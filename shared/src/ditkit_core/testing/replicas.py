@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
+from ditkit_core.engine.sharding.fsdp import keeps_wide_gradients, shards_integers
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.ranks import Ranks
@@ -51,7 +53,7 @@ class Case:
     """A name of `ADAPTERS`."""
     accumulation: int = 4
     prior: bool = False
-    """Whether class images follow each micro-batch."""
+    """Whether class images follow each micro-batch, and every other step matches the base."""
     dtype: torch.dtype = torch.float32
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-3, warmup_steps=3))
     decay: float = 0.9
@@ -93,16 +95,29 @@ SHARDED = {
 """Runs whose weights ranks divide; sums over ranks are taken in another order than in one process."""
 
 
+def can_divide(name: str) -> bool:
+    """Whether this torch divides the weights of such a run. A run of the others is refused: torch 2.11 rounds summed gradients, and shards
+    no integers."""
+    case = SHARDED[name]
+    rounds = case.trained == "full" and case.dtype == torch.bfloat16 and not keeps_wide_gradients()
+    return not rounds and (shards_integers() or not case.quantize.startswith(("int8", "nf4")))
+
+
 class _Data:
     """Micro-batches of one or two samples, ragged where the items are."""
 
-    def __init__(self, items: Items, *, prior: bool):
-        self._items, self._prior = masked(items), prior
+    def __init__(self, items: Items, case: Case):
+        self._items, self._case = masked(items), case
 
     def micro_batches(self, index: int) -> list[Batch]:
         """Uneven ones, each counted for 1.5 samples."""
         made = [self._batch(range(index * 2, index * 2 + 1 + index % 2), counted=1.5)]
-        return [*made, replace(self._batch([index + 1], counted=0.0), matches_base=True)] if self._prior else made
+        if not self._case.prior:
+            return made
+        # As the loader's: all of a step or none, since ranks that divide the weights gather them for one more forward together.
+        matches_base = index // self._case.accumulation % 2 == 1
+        made.append(self._batch([index + 1], counted=0.0))
+        return [replace(each, matches_base=matches_base) for each in made]
 
     def _batch(self, places: Sequence[int], counted: float) -> Batch:
         chosen = [place % len(self._items) for place in places]
@@ -131,13 +146,19 @@ class Divided(NamedTuple):
     context: int = 1
     few: tuple[str, ...] = ()
     """The cases that it trains; empty for all."""
+    again: bool = False
+    """Whether it also trains the second half of each case again, from the save in its middle."""
 
     def cases(self, names: Sequence[str]) -> list[str]:
         """Those of these names that it trains."""
-        return [name for name in names if name in (self.few or names)]
+        return [name for name in names if name in (self.few or names) and (self.shard == 1 or can_divide(name))]
 
     def __str__(self) -> str:
         return f"{self.size} by {self.shard}{f' of {self.context}' * (self.context > 1)}"
+
+
+EVERY = (Divided(2, 2, again=True), Divided(4, 2, again=True), Divided(4, 4, again=True))
+"""Two ranks that divide the weights, two groups of two, and four."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +175,21 @@ class Replicas:
 
     def every(self, ranks: Ranks) -> dict[str, Any]:
         """Train all cases, and return this rank's results by case."""
-        return {
-            name: self.train(name, replace(own)) for own in [self._of(ranks)] for name in self.divided.cases(self.cases)
-        }
+        own, results = self._of(ranks), dict[str, Any]()
+        for name in self.divided.cases(self.cases):
+            results[name] = self.train(name, replace(own))
+            if self.divided.again:
+                self._train_again(name, replace(own))
+        return results
+
+    def _train_again(self, name: str, ranks: Ranks) -> None:
+        """Train the second half of a case in a copy of its run, which ends with the save in its middle."""
+        run = self.folder / f"{name} on {self.divided}"
+        again = run.with_name(f"{run.name} again")
+        if ranks.is_first:
+            copytree(run, again, ignore=ignore_patterns(f"step-{STEPS:06d}"))
+        ranks.barrier()
+        self.train(name, ranks, into=again.name)
 
     def shared(self, context: int, ranks: Ranks) -> dict[str, Any]:
         """Train the cases by ranks that share tokens, and return this rank's results by case."""
@@ -206,7 +239,7 @@ class Replicas:
         held = Batch(ids=["held 0", "held 1", "held 2"], items=[dict(self.items[place]) for place in (0, 1, 0)])
         trainer = Trainer(
             made,
-            _Data(self.items, prior=case.prior),
+            _Data(self.items, case),
             TrainerConfig(
                 train=TrainConfig(steps=steps, accumulation=case.accumulation, seed=5, sentinels=2, clip_norm=0.1),
                 flow=FlowConfig(weighting="bell"),

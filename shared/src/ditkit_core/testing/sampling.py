@@ -4,21 +4,21 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ditkit_core.models.encoders import GenerationRequest, Sampler
+from ditkit_core.models.encoders import DecodedBy, GenerationRequest, Sampler
 from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.sampling.denoise import generate, single_stage
 
 
 class _Undecoded:
-    """A sampler whose samples stay latents."""
+    """A decoder that leaves latents as they are."""
 
     decoded = ""
 
-    def __init__(self, sampler: Sampler):
-        self.denoise, self.release = sampler.denoise, sampler.release
-
     def decode(self, latents: Tensor) -> Tensor:
         return latents
+
+    def unload(self) -> None:
+        pass
 
 
 def generate_latents(
@@ -29,5 +29,5 @@ def generate_latents(
     on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Latents of one sample of one model: what `generate` decodes."""
-    (latents,) = generate(_Undecoded(sampler), [job], single_stage(model, engine), on_step)
+    (latents,) = generate(DecodedBy(sampler.denoise, _Undecoded()), [job], single_stage(model, engine), on_step)
     return latents

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.encoders import Denoiser, GenerationRequest
+from ditkit_core.models.encoders import Decoder, Denoiser, GenerationRequest
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.spec import (
@@ -199,12 +199,16 @@ class ToyTextEncoder(_Counted):
 
 
 class ToySampler:
-    """Euler steps from noise to data."""
+    """Euler steps from noise to data, which it decodes itself."""
 
     decoded = "whole"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def decoder(self) -> Decoder:
+        return self
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         size = (4, (job.frames - 1) // 4 + 1, job.height // 4, job.width // 4)
@@ -220,7 +224,7 @@ class ToySampler:
     def decode(self, latents: Tensor) -> Tensor:
         return F.interpolate(latents[:3].transpose(0, 1), scale_factor=4).transpose(0, 1).clamp(0, 1).cpu()
 
-    def release(self) -> None:
+    def unload(self) -> None:
         pass
 
 

@@ -138,7 +138,7 @@ class TrainConfig:
     kernels: Literal["torch", "triton"] = setting("torch", resume="stated")
     """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, of converting int8 and nf4 weights, of
     rounding for base.compute, and of writing updates into bf16 weights: `torch` in several passes over memory, or `triton` in one. Both compute in fp32 and differ in the last
-    bits. `triton` is not timed on a GPU yet, so it is not the default."""
+    bits. `triton` is not timed on a GPU yet, so it is not the default. Compiled blocks leave all of this but the updates to torch's compiler."""
     compile: bool | str = setting(False, resume="stated")
     """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
     other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on

@@ -309,6 +309,9 @@ def _accumulate_sharded(
     assert model.shards is not None
     runs = context.ranks.even_share(len(micro_batches))
     assert runs[0][1], "fewer micro-batches than ranks are refused before anything is loaded"
+    assert len({batch.matches_base for batch in micro_batches}) == 1, (
+        "ranks would gather weights for another forward alone"
+    )
     sent = _sent(model, micro_batches, context, [micro for micro, counts in runs if counts])
     for place, (micro, counts) in enumerate(runs):
         if counts:  # a stand-in is the last of its own once more

@@ -247,7 +247,7 @@ class Trainer:
                 self._validate(metrics)
                 self._preview(stopping=False)
             for step in range(start, steps):
-                self._ranks.step = step + 1
+                self._ranks.begin_step(step + 1)
                 self._train_step(metrics, count_attention=step == start)
                 last = state.step == steps
                 saving = self._ranks.broadcast_object(last or save.due(state.step, time.monotonic() - saved_at))
@@ -265,7 +265,7 @@ class Trainer:
                 if stopping:
                     break
             handlers.close()  # from here on a signal ends the process, as before training
-            self._ranks.step = 0
+            self._ranks.begin_step(0)
             if state.step >= steps:
                 if self._ranks.is_first:  # a kill after the last save may have left some
                     prune_saves(self._folder / "state", state.step, save)

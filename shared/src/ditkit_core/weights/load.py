@@ -241,6 +241,18 @@ def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
         module._buffers[name] = tensor
 
 
+def _takes_codes(
+    layer: QuantizedLinear,
+    reader: "_Reader",
+    parts: tuple[TensorSlice, ...],
+    edit: Callable[[Tensor], None] | None,
+) -> bool:
+    """Whether a layer takes the 8 bits of the file as they are."""
+    stored = {reader.source.tensors[part.name].dtype for part in parts}
+    # Only without an edit: a merge changes the values, and they have to be quantized anew.
+    return layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None
+
+
 def _quantize_into(
     layer: QuantizedLinear,
     reader: "_Reader",
@@ -250,9 +262,7 @@ def _quantize_into(
 ) -> None:
     """Give a quantized layer the codes and scales of a file's tensors."""
     shape = torch.Size((layer.out_features, layer.in_features))
-    stored = {reader.source.tensors[part.name].dtype for part in parts}
-    # Only without an edit: a merge changes the values, and they have to be quantized anew.
-    if layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None:
+    if _takes_codes(layer, reader, parts, edit):
         codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
         reader.fill(codes, parts, codes=True)  # unchanged: another scale would round them a second time
         layer.set_values({"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)})
@@ -275,8 +285,7 @@ def _quantize_rows_into(
     """The same for a layer whose parameters are divided: bitwise the rows that a whole layer would have."""
     shape, rows = torch.Size((layer.out_features, layer.in_features)), division.rows(layer.weight)
     assert rows is not None
-    stored = {reader.source.tensors[part.name].dtype for part in parts}
-    if layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None:
+    if _takes_codes(layer, reader, parts, edit):
         codes = torch.empty((len(rows), shape[1]), device=device, dtype=torch.float8_e4m3fn)
         reader.fill(codes, parts, codes=True, rows=rows, num_rows=shape[0])
         values = {"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)}

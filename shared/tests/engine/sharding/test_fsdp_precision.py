@@ -31,6 +31,8 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks_once(SCRIPT, base=tmp_path_factory.getbasetemp())
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_islands_of_autocast_fail_where_a_recompute_is_not_cast(tables: list[Any]) -> None:
     for table in tables:
         said = table["written otherwise"]["islands/past"]["error"]
@@ -40,6 +42,8 @@ def test_islands_of_autocast_fail_where_a_recompute_is_not_cast(tables: list[Any
             assert table["written otherwise"]["islands/present"]["error"] == ""
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_block_that_widens_what_it_is_given_is_silently_wrong_there(tables: list[Any]) -> None:
     for table in tables:
         past, present = (table["written otherwise"][f"weights' dtype/{fsdp}"] for fsdp in ("past", "present"))
@@ -49,6 +53,8 @@ def test_a_block_that_widens_what_it_is_given_is_silently_wrong_there(tables: li
         assert not table["dtypes with casts"], "its recompute runs on other dtypes"
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", policies())
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("fsdp", ["past", "present"])

@@ -21,6 +21,7 @@ from ditkit_core.training.optim.optimizers import OptimConfig
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
+@pytest.mark.slow
 def test_every_kernel_equals_fp64_forward_and_backward(gpu):
     """In a process of its own, where the interpreter stands in for a GPU: triton reads the variable when it is imported."""
     pytest.importorskip("triton")

@@ -18,6 +18,7 @@ def measure(folder: Path) -> str:
     return (folder / "ranks.json").read_text()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_has_and_sends_what_is_planned(tmp_path_factory, name):

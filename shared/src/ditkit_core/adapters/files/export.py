@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -69,11 +70,6 @@ def has_magnitudes(layers: Mapping[str, Any]) -> bool:
 def method_of_all(layers: Mapping[str, Any]) -> str:
     """The method of a model's layers with adapters, which is one."""
     return next(map(method_of, layers.values()), "lora")
-
-
-def needs_base(config: ExportConfig, adapter: AdapterConfig) -> bool:
-    """Whether the adapter's files need the base's weights: those of a DoRA whose magnitudes are over their norm."""
-    return adapter.use_dora and any(ADAPTER_FORMS[form].dora == "base" for form in config.forms)
 
 
 def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
@@ -185,17 +181,19 @@ def export_adapter(
     *,
     metadata: Mapping[str, str],
     exact: bool = False,
+    whole_in: Callable[[nn.Module], AbstractContextManager[None]] = lambda module: nullcontext(),
 ) -> list[Path]:
     """Write the adapter in each form.
 
     Args:
-        model: The model with its adapter; its base can be read where `needs_base` says so.
+        model: The model with its adapter.
         spec: The model's family.
         folder: The folder to write to.
         stem: First part of the file names, as for `adapter_file`.
         config: Forms and dtype.
         metadata: Strings for the headers: base, data hash, config, versions.
         exact: Append nothing, because there is only one form.
+        whole_in: Opens a block in which the base's weights of one layer can be read: a DoRA's magnitudes may be over their norm.
 
     Returns:
         The files, in the order of the forms. Each was read back and compared before it got its name.
@@ -218,7 +216,7 @@ def export_adapter(
         path = adapter_file(folder, stem, "official" if exact else form)
         adapters = {}
         for module, each in trained.items():
-            weight = partial(dense_weight, layers[module].get_base_layer())
+            weight = partial(_base_weight, layers[module].get_base_layer(), whole_in)
             adapters[module] = replace(each, matrices=in_norm_of(form, each.matrices, each.scale, weight))
         for module in spec.adapters.rules.fillers(form, list(layers)):
             adapters[module] = zero_adapter(tuple(base[f"{module}.weight"].shape))
@@ -232,6 +230,11 @@ def export_adapter(
         )
         files.append(path)
     return files
+
+
+def _base_weight(layer: nn.Linear, whole_in: Callable[[nn.Module], AbstractContextManager[None]]) -> Tensor:
+    with whole_in(layer):
+        return dense_weight(layer)
 
 
 def export_merged(

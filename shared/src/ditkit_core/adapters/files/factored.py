@@ -11,6 +11,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ditkit_core.adapters.config import AdapterConfig
@@ -33,6 +34,11 @@ _MOST_WEIGHTS = 2**29
 
 class MixedAdapter(UserError):
     """A file that can be merged but not trained further: of several methods, or in a shape that no configuration has."""
+
+
+def mixed_adapter(path: Path | str, merge_key: str, why: str) -> MixedAdapter:
+    """The refusal to train such a file further, with the key of `[base]` that merges it into its transformer instead."""
+    return MixedAdapter(f"adapter.init = {path} cannot be trained further: {why}; merge it with {merge_key}")
 
 
 def understand_factored(
@@ -71,7 +77,10 @@ def understand_factored(
 
 
 def factored_config(
-    config: AdapterConfig, source: SafetensorsSource, modules: Mapping[str, Any]
+    config: AdapterConfig,
+    source: SafetensorsSource,
+    modules: Mapping[str, Any],
+    merge_key: str,
 ) -> tuple[AdapterConfig, str]:
     """The configuration of adapters that have the shapes of a file's, and one line about it.
 
@@ -79,20 +88,20 @@ def factored_config(
         config: The configuration, whose targets are kept if it has any.
         source: The file.
         modules: Its modules, by our name.
+        merge_key: As `BaseConfig.merge_key`, for errors.
 
     Raises:
         MixedAdapter: If no configuration has these shapes.
         UserError: If the configuration contradicts the file.
     """
     path, methods = source.path, {found.method for found in modules.values()}
-    cannot = f"adapter.init = {path} cannot be trained further"
     if len(methods) > 1:
-        raise MixedAdapter(f"{cannot}: it mixes {' and '.join(sorted(methods))}; merge it with base.merge")
+        raise mixed_adapter(path, merge_key, f"it mixes {' and '.join(sorted(methods))}")
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, found in modules.items():
         (piece,) = found.pieces if len(found.pieces) == 1 else (None,)
         if piece is None or len(piece.adapter.parts) > 1:
-            raise MixedAdapter(f"{cannot}: {name} shares its factors with other layers; merge it with base.merge")
+            raise mixed_adapter(path, merge_key, f"{name} shares its factors with other layers")
         keys = piece.adapter.keys.items()
         shapes[name] = {part: tuple(source.tensors[key].shape) for part, key in keys if part in METHOD_OF_PART}
     (method,) = methods
@@ -111,15 +120,18 @@ def factored_config(
         init=config.init,
     )
     if min(found.scale for found in modules.values()) <= 0:
-        raise MixedAdapter(f"{cannot}: its scale is not above 0; merge it with base.merge")
+        raise mixed_adapter(path, merge_key, "its scale is not above 0")
     if method == "lokr":
-        started = _with_factors_of(started, config, shapes, cannot)
+        started = _with_factors_of(started, config, shapes, merge_key)
     factor = f", decompose_factor {started.decompose_factor}" * (method == "lokr")
     return started, f"adapter.init: {started.name}, rank {rank}{factor} and {len(modules)} modules from {path}"
 
 
 def _with_factors_of(
-    config: AdapterConfig, given: AdapterConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], cannot: str
+    config: AdapterConfig,
+    given: AdapterConfig,
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+    merge_key: str,
 ) -> AdapterConfig:
     """The configuration of a LoKr with the sizes of factors that make these shapes; UserError if others are given."""
     sizes = {side for parts in shapes.values() for side in parts.get("lokr_w1", (0, 0))}
@@ -136,7 +148,7 @@ def _with_factors_of(
         if all(lokr_shapes(tried, name, layers[name]) == dict(parts) for name, parts in shapes.items()):
             break
     else:
-        raise MixedAdapter(f"{cannot}: no adapter.decompose_factor makes its factors; merge it with base.merge")
+        raise mixed_adapter(given.init, merge_key, "no adapter.decompose_factor makes its factors")
     if factor != given.decompose_factor != -1 or (given.decompose_both and not both):
         raise UserError(
             f"adapter.init = {config.init} has the factors of adapter.decompose_factor = {factor} and decompose_both = {str(both).lower()}; "

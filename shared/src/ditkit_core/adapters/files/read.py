@@ -29,7 +29,7 @@ from torch import Tensor
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import row_factors
 from ditkit_core.adapters.files.alpha import AlphaHeader
-from ditkit_core.adapters.files.factored import MixedAdapter, factored_config, understand_factored
+from ditkit_core.adapters.files.factored import factored_config, mixed_adapter, understand_factored
 from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.adapters.files.keys import KnownNames
 from ditkit_core.errors import UserError
@@ -362,12 +362,15 @@ def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable
     return {f"{module}.weight": edit(module) for module in modules}
 
 
-def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterConfig, str]:
+def config_from_file(
+    config: AdapterConfig, file: AdapterFile, merge_key: str = "base.merge"
+) -> tuple[AdapterConfig, str]:
     """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from.
 
     Args:
         config: The configuration.
         file: The adapter to start from.
+        merge_key: As `BaseConfig.merge_key`, for errors.
 
     Returns:
         The new configuration, and one line about the values from the file.
@@ -386,16 +389,14 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
         has = " and ".join(sorted(methods))
         raise UserError(
             f"adapter.init = {path} has a {has}, which adapter.method = {config.method} cannot start from; leave adapter.method out, or merge "
-            "the file with base.merge"
+            f"the file with {merge_key}"
         )
     if methods != {"lora"}:
-        return factored_config(config, file.source, modules)
+        return factored_config(config, file.source, modules, merge_key)
     doras = [name for name, found in modules.items() if found.use_dora]
     if 0 < len(doras) < len(modules):
         other = next(name for name in modules if name not in doras)
-        raise MixedAdapter(
-            f"adapter.init = {path} mixes DoRA ({doras[0]}) and LoRA ({other}); start from a file of one of them, or merge it with base.merge"
-        )
+        raise mixed_adapter(path, merge_key, f"it mixes DoRA ({doras[0]}) and LoRA ({other})")
     shapes = {name: (found.rank, found.scale) for name, found in modules.items()}
     (rank, scale), _ = Counter(shapes.values()).most_common(1)[0]
     if (least := min(scale for _, scale in shapes.values())) <= 0:  # alpha = 0 means alpha = rank in our configuration

@@ -409,7 +409,8 @@ def _wait(devices: Iterable[torch.device]) -> None:
 @torch.no_grad()
 def estimated_seconds(subject: Subject) -> float:
     """An upper estimate of an audit's duration, from the FLOPs of a forward and the fp64 rate of the slowest device."""
-    counter = FlopCounterMode(display=False)  # torch counts no products of int8
+    # torch counts no products of int8; memory_tracker has it count attention on CPUs
+    counter = FlopCounterMode(display=False)
     with _eval_mode(subject.model, subject.precision), products_in_dtype(subject.model), counter as count:
         _own_forward(subject, _Batch.sampled(subject, 0), subject.precision)
     rate = min(map(_fp64_rate, _devices(subject)))

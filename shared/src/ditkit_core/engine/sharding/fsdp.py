@@ -16,6 +16,7 @@ with it, and a recompute does not repeat its collective.
 """
 
 from collections.abc import Sequence
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -77,7 +78,14 @@ def divide(
 
     Returns:
         The trained parameters that stay whole, which are left to `reduce_whole`.
+
+    Raises:
+        UserError: For a quantized base that this torch cannot shard.
     """
+    if not shards_integers() and not all(parameter.is_floating_point() for parameter in model.parameters()):
+        raise UserError(
+            f"this torch, {torch.__version__}, cannot shard a base in int8 or nf4; update it, or use one in fp8 or not quantized"
+        )
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
     # The model itself comes last: FSDP2 gives a parent whatever its sharded children left.
     whole: list[nn.Parameter] = []
@@ -142,6 +150,13 @@ def keeps_wide_gradients() -> bool:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     return "_capture_grad_dtype_policy" in vars(FSDPParam)
+
+
+def shards_integers() -> bool:
+    """Whether this torch shards integers, as the codes of int8 and nf4 are. That of 2.11 first has every parameter require a gradient."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return "requires_grad_" not in unwrap(FSDPParam._init_sharded_param).__code__.co_names
 
 
 def check_reduced(model: nn.Module | StagedModel) -> None:

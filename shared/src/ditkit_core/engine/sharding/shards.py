@@ -54,7 +54,7 @@ class Shards:
         self._division = division or Division(model, trained, precision, ranks, device)
         self._division.finish()
         root: Any = model
-        # Samples of other ranks may have conditions whose layers those of this one do not use. torch 2.11 may not know this yet.
+        # Samples of other ranks may have conditions whose layers those of this one do not use. torch 2.11 cannot do this.
         if (reduce_unused := getattr(root, "set_reduce_scatter_unused_params", None)) is not None:
             reduce_unused(True)
         # Also has FSDP2 take over rows that were read after it had divided the model. It pads those of a rank with fewer than others, which are in
@@ -225,13 +225,21 @@ class Shards:
         return joined.view(tensor.dtype).reshape(rows.of, *tensor.shape[1:])
 
     @contextmanager
-    def readable(self, *, base: bool = False) -> Iterator[None]:
-        """Inside the block the first rank's model has whole weights on the host, to read and not to run; the trained ones, or all.
+    def readable(self) -> Iterator[None]:
+        """Inside the block the first rank's model has its trained weights whole on the host, to read and not to run.
 
         The first rank calls it in work that the others help with (`Ranks.on_first`).
         """
-        self._ranks.ask("all weights" if base else "trained weights")
-        with self._given(self._gather_weights(base=base)):
+        self._ranks.ask("trained weights")
+        with self._given(self._gather_trained()):
+            yield
+
+    @contextmanager
+    def whole_in(self, module: nn.Module) -> Iterator[None]:
+        """Inside the block the first rank's model has all weights of one of its modules whole on the host, as in `readable`."""
+        start = next(name for name, each in self._root.named_modules() if each is module)
+        paths = [f"{start}.{name}" for name, weight in module.named_parameters() if isinstance(weight, DTensor)]
+        with self._given((path, self._ask_for(path)) for path in paths):
             yield
 
     @contextmanager
@@ -244,19 +252,22 @@ class Shards:
         Args:
             is_small: Whether a weight of this path is one of an adapter.
         """
-
-        def gathered(path: str) -> Tensor:
-            self._ranks.ask(_ONE + path)
-            found = self._gather_weight(path)
-            assert found is not None
-            return found
-
         divided = {path: weight for path, weight in self._weights.items() if isinstance(weight, DTensor)}
         with self._given(
-            (path, gathered(path) if is_small(path) else torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+            (
+                path,
+                self._ask_for(path) if is_small(path) else torch.empty(weight.shape, dtype=weight.dtype, device="meta"),
+            )
             for path, weight in divided.items()
         ):
-            yield gathered
+            yield self._ask_for
+
+    def _ask_for(self, path: str) -> Tensor:
+        """A whole weight, which all ranks gather on the first rank's host."""
+        self._ranks.ask(_ONE + path)
+        found = self._gather_weight(path)
+        assert found is not None
+        return found
 
     @contextmanager
     def _given(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
@@ -279,13 +290,13 @@ class Shards:
         if request.startswith(_ONE):
             self._gather_weight(request.removeprefix(_ONE))
             return
-        for _ in self._gather_weights(base=request == "all weights"):
+        for _ in self._gather_trained():
             raise AssertionError("only the first rank has them")
 
-    def _gather_weights(self, *, base: bool) -> Iterator[tuple[str, Tensor]]:
+    def _gather_trained(self) -> Iterator[tuple[str, Tensor]]:
         trained = {id(parameter) for parameter in self.trained.values()}
         for path, weight in self._weights.items():
-            if isinstance(weight, DTensor) and (base or id(weight) in trained):
+            if isinstance(weight, DTensor) and id(weight) in trained:
                 found = self._gather_weight(path)
                 if found is not None:
                     yield path, found

@@ -1,0 +1,113 @@
+"""What tools/gpu_parts.py runs on a GPU, or with models of real size, and leaves out of a tiny run on a CPU: run here, as far as a CPU can."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ditkit_core.models.precision import compute_fp32_in_fp32
+from ditkit_core.testing.world import ADAPTERS, make_model, outcome
+from workspace import ROOT
+
+CPU, GPU, GIB = torch.device("cpu"), torch.device("cuda", 0), 2**30
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import gpu_parts
+
+    return gpu_parts
+
+
+def test_the_facts_of_a_gpu(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first call 70 of 100 GiB are free, behind it 60, of which torch has 7."""
+    free = iter([70, 60])
+    for name, value in {
+        "mem_get_info": lambda device: (next(free) * GIB, 100 * GIB), "memory_reserved": lambda device: 7 * GIB,
+        "get_device_name": lambda device: "NVIDIA H200", "synchronize": lambda device: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(parts, "_said", lambda *command: "580.65" if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(
+        parts, "_attention_kernels", lambda device, queries, keys, *given: f"flash of {queries}, {keys}"
+    )
+    compute_fp32_in_fp32()
+    with FakeTensorMode():  # which has tensors of a GPU, without memory
+        rows = {row.pop("name"): row for row in parts.facts(GPU, False)}
+    assert rows["NVIDIA H200"]["value"].endswith(", driver 580.65")
+    assert [row["ok"] for row in rows.values() if "ok" in row] == [True] * 4
+    assert rows["kernel of cross attention"] == {"value": "flash of 20280, 512"}
+    assert rows["taken by libraries since the first call"] == {"value": "3.00 GiB"}
+    assert rows["in use before"]["value"].startswith("30.00 GiB")
+
+
+def test_a_gpu_is_kept_busy_before_blocks_and_copies(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ditkit_core.engine.pinned_memory import CopyLane
+    from gpu_late import Delay, late_copies
+
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    delay, lane, block = Delay(GPU), CopyLane(CPU), torch.nn.Identity()
+    delay.pre_forward(0, block)
+    delay.pre_backward(0, block)
+    with late_copies(GPU), lane.copies():
+        assert len(slept) == 3
+    with lane.copies():
+        assert len(slept) == 3
+
+
+def test_backwards_that_differ_are_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, enabled = parts.attend, list[bool]()
+
+    def noisy(q: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        enabled.append(torch.are_deterministic_algorithms_enabled())
+        return attend(q, *given, **named) * (1 + (len(enabled) == 4))
+
+    assert parts._repeated(CPU, "sdpa", 16) == {"name": "deterministic sdpa, five backwards", "ok": True}
+    monkeypatch.setattr(parts, "attend", noisy)
+    assert parts._repeated(CPU, "sdpa", 16)["ok"] is False
+    assert enabled == [True] * 5 and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.exhaustive  # the two families at 1,024 tokens
+def test_gradients_of_both_families_are_compared_at_1024_tokens(parts: Any) -> None:
+    found = {name: made for name, *made in parts._families(False)}
+    assert list(found) == ["toy", "wan", "flux2"]
+    for name, (spec, arch, items) in found.items():
+        model: Any = make_model(spec, arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
+        made = outcome(spec, model, items, parts._engines(CPU)["full"])
+        assert torch.isfinite(made.loss) and any(each is not None for each in made.gradients.values()), name
+    assert parts._engines(GPU).keys() - parts._engines(CPU).keys() == {"kernels of Triton"}
+
+
+COMPILED = """
+import json
+import torch
+import bench_step, gpu_parts, gpu_speed
+from ditkit_core.engine import compile
+
+compile.DEFAULT = "aot_eager"  # in place of inductor, which takes minutes
+configured = bench_step.configured
+bench_step.configured = lambda given: configured([*given, "--tiny"])
+rows = [gpu_parts._compiled(torch.device("cpu"))]
+rows.append({"name": "graphs", "value": torch._dynamo.utils.counters["stats"]["unique_graphs"]})
+rows += gpu_speed.speed(torch.device("cpu"), False)
+print(json.dumps(rows))
+"""
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks_are_compared_and_timed() -> None:
+    """In a process of its own: the compiler cannot trace the checks of annotations that tests put around functions."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], cwd=ROOT / "tools", capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {row["name"]: row for row in json.loads(done.stdout.splitlines()[-1])}
+    assert rows["toy compiled, fp32"]["ok"] and rows["graphs"]["value"] > 0
+    assert rows["ours, compiled"]["loss"] == pytest.approx(rows["ours again"]["loss"], rel=1e-2)
