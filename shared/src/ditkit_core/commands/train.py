@@ -365,12 +365,9 @@ def _load(
     """
     if num_images and run.expert is not None:
         data = data._replace(prior=encoded_class_images(run, denoiser_stages(of_base(run), {}), num_images))
-    if run.auxiliary.conditioning and any(
-        conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
-    ):
-        kinds = ", ".join(each.kind for each in run.auxiliary.conditioning.conditioners if each.optional)
+    if kinds := run.auxiliary.optional_conditions:
         share = run.config.train.control_dropout
-        say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
+        say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {', '.join(kinds)}")
     prepared = load_divided(run, unloaded, placement, current_ranks())
     if prepared.shards is not None:
         say(f"weights, gradients and optimizer state are divided over {current_ranks().shard} ranks")

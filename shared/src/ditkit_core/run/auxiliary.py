@@ -43,6 +43,11 @@ class Auxiliary:
         """Checks whether these columns are readable. It needs none of the model's files, and encodes nothing."""
         return self._conditioning(None)
 
+    @property
+    def optional_conditions(self) -> list[str]:
+        """Kinds of conditions that only some samples may have."""
+        return [each.kind for each in self.readers.conditioners if each.optional] if self.readers else []
+
     def _conditioning(self, components: ModelPaths | None) -> Conditioning | None:
         if self.arch is None:
             return None
