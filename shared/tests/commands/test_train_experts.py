@@ -41,9 +41,11 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def load(unloaded: Any, **arguments: Any) -> LoadedModel:
         gc.collect()
         left = [reference for reference in alive if reference() is not None]
-        assert not left, f"{len(left)} parameters of {loaded[-1]} are alive when {unloaded.source.path.name} is loaded"
+        assert not left, (
+            f"{len(left)} parameters of {loaded[-1]} are alive when {unloaded.stored.source.path.name} is loaded"
+        )
         prepared = original(unloaded, **arguments)
-        loaded.append(unloaded.source.path.stem.removeprefix("toy_"))
+        loaded.append(unloaded.stored.source.path.stem.removeprefix("toy_"))
         alive.extend(weakref.ref(parameter) for parameter in prepared.model.parameters())
         return prepared
 

@@ -80,7 +80,7 @@ def toy_inputs() -> ToyInputs:
 def test_before_loading_the_model_is_checked_and_has_no_memory(base):
     unloaded = built(base)
     assert all(tensor.is_meta for tensor in unloaded.model.state_dict().values())
-    assert unloaded.mapping.keys() == native(unloaded.model).keys()
+    assert unloaded.stored.mapping.keys() == native(unloaded.model).keys()
 
 
 def test_the_base_has_the_files_values_and_the_adapters_are_new(base):
@@ -146,7 +146,7 @@ def test_a_start_decides_rank_alpha_and_modules_and_says_so(base, tmp_path):
     tensors = lora(tmp_path / "a.safetensors", "blocks.0.qkv", "blocks.1.out")
     said = []
     result = prepared(base, adapter=AdapterConfig(rank=9, init=str(tmp_path / "a.safetensors")), say=said.append)
-    assert (result.adapter.rank, result.adapter.alpha) == (2, 4.0)
+    assert (result.built.adapter.rank, result.built.adapter.alpha) == (2, 4.0)
     assert set(result.trainable) == {
         f"layers.{name}.lora_{part}.weight" for name in ("0.qkv", "1.out") for part in "AB"
     }
@@ -178,7 +178,7 @@ def test_a_file_that_is_not_there_is_named(base, tmp_path, where):
 
 def test_the_preset_is_taken_by_its_name(base):
     result = prepared(base, spec=TOY, preset="dropout")
-    assert (result.preset, result.arch) == ("dropout", ToyArch(dropout=0.2))
+    assert (result.built.preset, result.built.arch) == ("dropout", ToyArch(dropout=0.2))
     with pytest.raises(UserError, match="model.preset = 'huge' is unknown; choose one of tiny, dropout"):
         prepared(base, spec=TOY, preset="huge")
 
@@ -188,10 +188,10 @@ def test_the_architecture_is_read_from_config_json(base):
     config = base / "transformer" / "config.json"
     config.write_text(json.dumps(asdict(ToyArch(depth=3, heads=4))))
     result = prepared(base)
-    assert (result.preset, result.arch, result.config_json) == ("", ToyArch(depth=3, heads=4), config)
+    assert (result.built.preset, result.built.arch, result.config_json) == ("", ToyArch(depth=3, heads=4), config)
     config.write_text(json.dumps(asdict(ToyArch())))
     save_file(weights(), base / "transformer" / "model.safetensors")
-    assert prepared(base).preset == "tiny"
+    assert prepared(base).built.preset == "tiny"
 
 
 @pytest.mark.parametrize("content", ["{}", "", "[1]", '{"depth": 2, "heads": ', '{"depth": "two"}', '{"heads": 0}'])
@@ -230,7 +230,7 @@ def test_a_base_without_permission_is_said_as_such(base, part):
 def test_a_config_json_in_its_authors_own_form_leaves_the_choice_to_the_shapes(base):
     (base / "transformer" / "config.json").write_text('{"num_layers": 2}')
     spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch()}, infer_arch=lambda config, index: None)
-    assert prepared(base, spec=spec).preset == "fits"
+    assert prepared(base, spec=spec).built.preset == "fits"
 
 
 def test_a_config_json_of_other_weights_is_blamed_itself(base):
@@ -244,7 +244,7 @@ def test_a_config_json_of_other_weights_is_blamed_itself(base):
 def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
     spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch(), "wide": ToyArch(dim=64)})
     result = prepared(base, spec=spec)
-    assert (result.preset, result.arch, result.config_json) == ("fits", ToyArch(), None)
+    assert (result.built.preset, result.built.arch, result.config_json) == ("fits", ToyArch(), None)
     with pytest.raises(
         UserError, match="tiny and dropout fit the weights in .*; set model.preset to one of tiny, dropout"
     ):
@@ -252,7 +252,7 @@ def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
     with pytest.raises(UserError, match="no preset fits the weights in .*; set model.preset to one of deep"):
         prepared(base, spec=altered(SPEC, presets={"deep": ToyArch(depth=3)}))
     save_file(weights(form="diffusers"), base / "transformer" / "model.safetensors")
-    assert prepared(base, spec=spec).preset == "fits"
+    assert prepared(base, spec=spec).built.preset == "fits"
 
 
 def test_every_form_of_the_base_is_the_same_model(base):

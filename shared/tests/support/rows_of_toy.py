@@ -165,7 +165,7 @@ def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> di
     apart = [
         name for name, rows in shards.local.items() if rows.numel() and rows.data_ptr() != trained[name].data_ptr()
     ]
-    file = unloaded.source.tensors
+    file = unloaded.stored.source.tensors
     num_bytes = sum(each.num_bytes for each in file.values())
     if CASES[name][1].quantized_cache:
         (line,) = ranks.broadcast_object(said)

@@ -229,7 +229,7 @@ def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
     for name, layer in quantized_weights(merged.model).items():
         if "qkv" in name:
             assert torch.equal(layer.dequantize(), expected[name]), name
-            assert torch.equal(merged.original(name, tuple(plain[name].shape)), plain[name])
+            assert torch.equal(merged.built.stored.read(name), plain[name])
         else:
             assert torch.equal(layer.dequantize(), plain[name]), name
     lines.clear()
@@ -308,7 +308,7 @@ def adapted(path: Path, quantize: str = "none") -> LoadedModel:
 def exported(result: LoadedModel, folder: Path, dtype: str = "fp8_scaled", **settings: object) -> Path:
     config = ExportConfig(dtype=dtype, merged=True)
     (target,) = export_merged(
-        result.model, TOY, folder, config, metadata={"a": "b"}, original=result.original, **settings
+        result.model, TOY, folder, config, metadata={"a": "b"}, original=result.built.stored.read, **settings
     )  # fmt: skip
     return target
 

@@ -275,7 +275,7 @@ def test_adapters_are_merged_before_it_is_quantized(base, tmp_path):
     for name, layer in quantized_weights(merged.model).items():
         expected = adapter_layers(dense)[name.removesuffix(".weight")].base_layer.weight
         assert torch.equal(layer.weight, quantized(expected, "int8").weight), name
-        assert torch.equal(merged.original(name, tuple(expected.shape)), expected)
+        assert torch.equal(merged.built.stored.read(name), expected)
 
 
 def test_what_is_quantized_is_said(base):
@@ -322,7 +322,7 @@ def test_a_merged_model_is_the_original_with_the_adapter(base, tmp_path, form, a
                 layer.lora_magnitude_vector["default"].weight.data.fill_(0.7)
         config = ExportConfig(forms=(form,), dtype="fp32")
         folders += export_merged(
-            result.model, TOY, tmp_path / kind, config, metadata={}, original=result.original
+            result.model, TOY, tmp_path / kind, config, metadata={}, original=result.built.stored.read
         )  # fmt: skip
     dense, ours = (prepared(folder, "none").model.state_dict() for folder in folders)
     assert equal(ours, dense)

@@ -19,7 +19,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.factored import FactoredMatrices
 from ditkit_core.weights.fused_tensors import LoraMatrices
-from ditkit_core.weights.load import match, read_in_fp32
+from ditkit_core.weights.load import StoredParameters
 
 Approximation = Callable[[Tensor, str], tuple[Any, float]]
 """From a difference [out, in] and its module's name to an adapter of the module, and the share of the difference's energy that it keeps."""
@@ -107,11 +107,11 @@ def extract(
     """
     # Both files are matched to the same names, so they may be in different forms and dtypes.
     shapes = parameters_of(spec.architecture.build, arch)
-    mappings = [(source, match(source, spec.architecture.names, shapes)) for source in (tuned, base)]
+    stored = [StoredParameters.of(source, spec.architecture.names, shapes) for source in (tuned, base)]
     layers = layers_of(spec.architecture.build, arch)
     adapters, kept, sizes, left = {}, {}, {}, {}
-    for name, shape in shapes.items():
-        theirs, ours = (read_in_fp32(source, mapping[name], shape) for source, mapping in mappings)
+    for name in shapes:
+        theirs, ours = (each.read(name) for each in stored)
         size_of_base = float(torch.linalg.vector_norm(ours))
         difference = theirs.sub_(ours)  # in place: memory has at most two matrices of the largest layer
         size = float(torch.linalg.vector_norm(difference))

@@ -45,7 +45,7 @@ from ditkit_core.run.prepare import build_on_meta, choose_arch
 from ditkit_core.run.publish import publish
 from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.fp8_scaled import open_weights
-from ditkit_core.weights.load import match, read_in_fp32
+from ditkit_core.weights.load import StoredParameters
 from ditkit_core.weights.metadata import published_header
 
 
@@ -142,14 +142,9 @@ def _in_norm_of(
             "--base FILE"
         )
     source, arch, _ = _base(spec, config, options)
-    shapes = parameters_of(spec.architecture.build, arch)
-    mapping = match(source, spec.architecture.names, shapes)
-
-    def weight_of(module: str) -> torch.Tensor:
-        return read_in_fp32(source, mapping[f"{module}.weight"], shapes[f"{module}.weight"])
-
+    base = _stored(spec, arch, source)
     return {
-        name: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(weight_of, name)))
+        name: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(base.read, f"{name}.weight")))
         for name, each in adapters.items()
     }
 
@@ -234,12 +229,7 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     found = find_adapter(path, spec, part=options.part, layers=layers)
     _check_fits(found, layers)
     check_finite(found)  # before gigabytes are written
-    shapes = parameters_of(spec.architecture.build, arch)
-    mapping, edits = match(source, spec.architecture.names, shapes), merge_into([(found.file, strength)])
-
-    def merged(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return read_in_fp32(source, mapping[name], shape, edits.get(name))
-
+    merged = replace(_stored(spec, arch, source), edits=merge_into([(found.file, strength)]))
     description = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
     folders = export_merged(
         build_on_meta(spec, arch, Precision()),
@@ -247,11 +237,13 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         folder,
         wanted,
         metadata=derived_metadata({}, file=path.name, base=source.path.name, strength=strength),
-        original=merged,
+        original=merged.read,
         config_json=description if description.is_file() else None,
     )
     for each in folders:
-        worst = _difference(open_weights(each), spec, shapes, [f"{name}.weight" for name in found.shapes], merged)
+        worst = _difference(
+            _stored(spec, arch, open_weights(each)), merged, [f"{name}.weight" for name in found.shapes]
+        )
         what = f"{len(found.shapes)} modules merged at strength {strength:g}"
         say(f"{each}: {what}; the written weights differ by {worst:.1e} (rounding)")
 
@@ -265,17 +257,20 @@ def _check_folder(folder: Path, forms: Collection[str]) -> None:
             raise UserError(f"{target} exists; name another folder with --out, or remove it")
 
 
-def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, names: list[str], expected: Any) -> float:
+def _stored(spec: ModelSpec, arch: Any, source: SafetensorsSource) -> StoredParameters:
+    return StoredParameters.of(source, spec.architecture.names, parameters_of(spec.architecture.build, arch))
+
+
+def _difference(written: StoredParameters, expected: StoredParameters, names: list[str]) -> float:
     """Largest relative difference of some parameters of a file to their expected values."""
-    mapping, worst = match(source, spec.architecture.names, shapes), 0.0
+    worst = 0.0
     for name in names:
-        wanted = expected(name, shapes[name]).clone()
-        read = read_in_fp32(source, mapping[name], shapes[name])
+        wanted = expected.read(name)
         size = float(torch.linalg.vector_norm(wanted))
-        worst = max(worst, float(torch.linalg.vector_norm(read - wanted)) / (size or 1.0))
+        worst = max(worst, float(torch.linalg.vector_norm(written.read(name) - wanted)) / (size or 1.0))
     if not worst <= 0.1:  # rounding to 8 bits costs about 3 %; `not <=` also refuses NaN
         raise UserError(
-            f"{source.path}: the merged weights differ by {worst:.1%} when read back; check the disk, and write them again"
+            f"{written.source.path}: the merged weights differ by {worst:.1%} when read back; check the disk, and write them again"
         )
     return worst
 

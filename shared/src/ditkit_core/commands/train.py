@@ -297,7 +297,7 @@ def _train_component(
     data = _encode(run, unloaded, num_images)  # by all ranks at once: each claims what it encodes
     _stage(3, "load the model")
     keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
-    ranks.check_same({"data": json_hash(keys), "base": unloaded.source.fingerprint()})
+    ranks.check_same({"data": json_hash(keys), "base": unloaded.stored.source.fingerprint()})
     prepared, data = _load(run, unloaded, placement, data, num_images)
     start_from(component.init_from, prepared, folder)
     if not run.config.train.steps:
@@ -391,7 +391,7 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
     if current_ranks().is_first:
-        check_data(folder, [*data.samples, *data.prior], prepared.source.fingerprint(), base_steps(run))
+        check_data(folder, [*data.samples, *data.prior], prepared.built.stored.source.fingerprint(), base_steps(run))
         summary = data_summary(run.data.dataset, by_id.keys(), held_out)
         model = model_summary(run.spec.name, prepared) | recorded_digests(run, folder, warn)
         write_about(

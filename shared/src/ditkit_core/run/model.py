@@ -130,7 +130,7 @@ def export_metadata(run: RunContext, prepared: LoadedModel, step: int, *, data: 
         "ditkit.model": run.spec.name,
         "ditkit.base": redact_path(getattr(model, run.component) or model.base),
         **({} if expert is None else {"ditkit.expert": expert.name}),
-        "ditkit.preset": prepared.preset,
+        "ditkit.preset": prepared.built.preset,
         "ditkit.step": str(step),
         "ditkit.data": data,
         "ditkit.config": to_toml(run.config, shown=redact_paths),

@@ -41,7 +41,7 @@ from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.run.quantized_cache import find_cache
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 from ditkit_core.weights.frozen import at_most_parameters
-from ditkit_core.weights.load import Advice, fits_shapes, load_into, match, read_in_fp32
+from ditkit_core.weights.load import Advice, StoredParameters, fits_shapes, load_into, match
 from ditkit_core.weights.quantize import (
     check_quantize,
     check_scaled,
@@ -67,22 +67,12 @@ class LoadedModel:
 
     model: Any
     """The `StagedModel`; typed loosely because callers also use it as an `nn.Module`."""
-    arch: Any
-    preset: str
-    """Its name; empty if the architecture comes from a config.json and matches no preset."""
-    adapter: AdapterConfig
-    """As configured, with the settings that an `adapter.init` file decided."""
-    merge_key: str
-    """As `BaseConfig.merge_key`, for errors."""
+    built: "MetaModel"
+    """What it was loaded from. `built.stored` reads a base parameter again, before it was rounded or quantized for the model."""
     trainable: dict[str, nn.Parameter] = field(repr=False)
     """The trained parameters, by canonical name."""
-    source: SafetensorsSource
-    """The base's files."""
     config_json: Path | None
     """The transformer's config.json, if it has one."""
-    original: Callable[[str, tuple[int, ...]], Tensor]
-    """Reads a base parameter again, by name and shape, as fp32 on the host: the value of the files with merged adapters, before it was
-    rounded or quantized for the model."""
     streamer: BlockSwap | None = None
     """Streams weights through the devices, for the engine; None if nothing is streamed."""
 
@@ -108,17 +98,18 @@ class LoadedModel:
         return nullcontext() if self.shards is None else self.shards.whole_in(module)
 
     @contextmanager
-    def readable_one_by_one(self) -> Iterator[Callable[[str, tuple[int, ...]], Tensor]]:
-        """Inside the block adapters can be read, and base parameters with the function, by name and shape; what is not on `meta` and not quantized
-        can be read in the model as well. Of weights that ranks divide, no host has more than one whole."""
+    def readable_one_by_one(self) -> Iterator[Callable[[str], Tensor]]:
+        """Inside the block adapters can be read, and base parameters with the function, by name; what is not on `meta` and not quantized can be
+        read in the model as well. Of weights that ranks divide, no host has more than one whole."""
+        original = self.built.stored.read
         if self.shards is None:
             with self.readable():
-                yield self.original
+                yield original
             return
         coarse = quantized_weights(self.model)
         paths = {canonical_name(path): path for path, _ in self.model.named_parameters()}
         with self.shards.one_by_one(is_adapter_name) as gathered:
-            yield lambda name, shape: self.original(name, shape) if name in coarse else gathered(paths[name])
+            yield lambda name: original(name) if name in coarse else gathered(paths[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +120,12 @@ class MetaModel:
     model: Any
     arch: Any
     preset: str
+    """Name of the architecture; empty if a config.json describes it and it matches no preset."""
     adapter: AdapterConfig
+    """As configured, with the settings that an `adapter.init` file decided."""
     precision: Precision
-    source: SafetensorsSource
-    mapping: Mapping[str, tuple[TensorSlice, ...]]
-    """By parameter name, the slices of the files' tensors that make it up."""
+    stored: StoredParameters
+    """The base's parameters in its files, with merged adapters."""
     merged: list[tuple[AdapterFile, float]]
     assistant: tuple[AdapterFile, float] | None
     """The assistant of the layers that it is not merged into, because their DoRA is trained."""
@@ -189,6 +181,7 @@ def build_meta_model(
     adapted = inject(model, adapter, spec.adapters.targets)
     for (key, _), (file, strength) in zip(files, merged, strict=True):
         say(f"{key}: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
+    assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else "")
     return MetaModel(
         spec=spec,
         model=model,
@@ -196,10 +189,9 @@ def build_meta_model(
         preset=preset,
         adapter=adapter,
         precision=precision,
-        source=source,
-        mapping=mapping,
+        stored=StoredParameters(source=source, mapping=mapping, shapes=shapes, edits=merge_into(merged)),
         merged=merged,
-        assistant=put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else ""),
+        assistant=assistant,
         start=initial_adapter(start, adapted) if start else None,
         base=base,
         merge_key=base.merge_key(component),
@@ -266,13 +258,11 @@ def load_weights(
         UserError: If a file is damaged.
     """
     make_current((placement.embed, *placement.blocks))
-    spec, model, source = unloaded.spec, unloaded.model, unloaded.source
-    device_of, edits = placement.device_of(model), merge_into(unloaded.merged)
-    dtype_of, home_of = loaded_dtype(spec, unloaded.precision), base_device_map(model, placement)
-    base, merged = unloaded.base, unloaded.merged
-    cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
-    read = partial(load_into, model, source, unloaded.mapping, edits=edits, device_of=home_of, dtype_of=dtype_of)
-    read = partial(read, division=division)
+    model, stored, base, device_of = unloaded.model, unloaded.stored, unloaded.base, placement.device_of(unloaded.model)
+    dtype_of, home_of = loaded_dtype(unloaded.spec, unloaded.precision), base_device_map(model, placement)
+    cache = find_cache(base.quantized_cache, base.quantize, model, stored.source, unloaded.merged, dtype_of=dtype_of)
+    read = partial(load_into, model, stored.source, stored.mapping, edits=stored.edits, division=division)
+    read = partial(read, device_of=home_of, dtype_of=dtype_of)
     if cache is None:
         read()
     else:
@@ -285,14 +275,9 @@ def load_weights(
     streamer = BlockSwap(model, placement, trained=unloaded.adapter.method == "full") if placement.streamed else None
     return LoadedModel(
         model=model,
-        arch=unloaded.arch,
-        preset=unloaded.preset,
-        adapter=unloaded.adapter,
-        merge_key=unloaded.merge_key,
+        built=unloaded,
         trainable=trainable_parameters(model),
-        source=source,
-        config_json=_config_json(source.path),
-        original=lambda name, shape: read_in_fp32(source, unloaded.mapping[name], shape, edits.get(name)),
+        config_json=_config_json(stored.source.path),
         streamer=streamer,
     )
 

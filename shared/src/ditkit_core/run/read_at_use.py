@@ -8,17 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.adapters.files.read import merge_into
 from ditkit_core.adapters.inject import adapter_layers, canonical_name, initialise, trainable_parameters
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.weight_at_use import make_at_use
 from ditkit_core.run.prepare import LoadedModel, build_meta_model, build_on_meta
-from ditkit_core.weights.load import load_into, read_in_fp32
+from ditkit_core.weights.load import load_into
 
 _HOST = torch.device("cpu")
 _MAGNITUDE = "lora_magnitude_vector.weight"
@@ -47,33 +46,19 @@ def read_at_use(
     unloaded = build_meta_model(
         spec, components, adapter, base, precision=precision, component=component, keeps_codes=False
     )
-    model, source, edits = unloaded.model, unloaded.source, merge_into(unloaded.merged)
-
-    def original(name: str, shape: tuple[int, ...]) -> Tensor:
-        return read_in_fp32(source, unloaded.mapping[name], shape, edits.get(name))
-
+    model, stored = unloaded.model, unloaded.stored
     modules = {canonical_name(f"{name}.weight"): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    linears = {name: layer for name, layer in modules.items() if name in unloaded.mapping}
-    others = {name: parts for name, parts in unloaded.mapping.items() if name not in linears}
+    linears = {name: layer for name, layer in modules.items() if name in stored.mapping}
+    others = {name: parts for name, parts in stored.mapping.items() if name not in linears}
     dtype_of = lambda name: torch.float32
-    load_into(model, source, others, device_of=lambda name: _HOST, dtype_of=dtype_of, edits=edits)
+    load_into(model, stored.source, others, device_of=lambda name: _HOST, dtype_of=dtype_of, edits=stored.edits)
     for name, layer in linears.items():
-        make_at_use(layer, torch.float32, partial(original, name, tuple(layer.weight.shape)))
+        make_at_use(layer, torch.float32, partial(stored.read, name))
     widths = {module: layer.get_base_layer().out_features for module, layer in adapter_layers(model).items()}
     # Values come from a save: a DoRA's magnitudes made here would read all matrices.
     start = (lambda name: {_MAGNITUDE: torch.ones(widths[name])}) if unloaded.adapter.use_dora else None
     initialise(model, 0, device_of=lambda name: _HOST, start=start)
-    return LoadedModel(
-        model=model.eval(),
-        arch=unloaded.arch,
-        preset=unloaded.preset,
-        adapter=unloaded.adapter,
-        merge_key=unloaded.merge_key,
-        trainable=trainable_parameters(model),
-        source=source,
-        config_json=None,
-        original=original,
-    )
+    return LoadedModel(model=model.eval(), built=unloaded, trainable=trainable_parameters(model), config_json=None)
 
 
 def bytes_at_use(spec: ModelSpec, arch: Any, adapter_bytes: int) -> int:

@@ -41,7 +41,7 @@ def load_trained(
     path = verified or _save(folder, step)
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
-    own, theirs = prepared.adapter, stored.adapter
+    own, theirs = prepared.built.adapter, stored.adapter
     # Weights of another scale would load without an error, and then act with another strength.
     of_layers = [
         (each.method, each.rank_pattern, each.alpha_pattern, each.decompose_factor, each.decompose_both)
@@ -53,7 +53,7 @@ def load_trained(
         raise UserError(
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
             f"{own.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
-            f'{prepared.merge_key} = ["{name.at(folder)}"]'
+            f'{prepared.built.merge_key} = ["{name.at(folder)}"]'
         )
     if step is not None:  # `latest` has verified the latest
         check_save(path)

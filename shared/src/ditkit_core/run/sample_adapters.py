@@ -3,8 +3,8 @@ training is with and samples are without, `base.assistant`, which is taken out a
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +13,10 @@ from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
 from ditkit_core.adapters.files.read import merge_into, open_adapter, parse_merge
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.experts import check_named
 from ditkit_core.weights.fp8_scaled import open_weights
-from ditkit_core.weights.load import match, read_in_fp32
+from ditkit_core.weights.load import StoredParameters
 
 RECORD = "sample_adapters"
 """Name of the files' digests in the model's part of `about.json`."""
@@ -111,18 +110,14 @@ def _without_assistant(run: RunContext, component: str, linears: Shapes) -> Call
     names, (key, entries) = run.spec.architecture.names, run.config.base.merges[component == "transformer_2"]
 
     @cache
-    def opened() -> tuple[SafetensorsSource, Mapping[str, Any], Mapping[str, Any]]:
+    def opened() -> StoredParameters:
         source = open_weights(run.config.model.locate(component))
-        shapes = parameters_of(run.spec.architecture.build, run.arch)
         merged = [parse_merge(entry, key) for entry in entries]
         edits = merge_into([(open_adapter(path, names, linears), strength) for path, strength in merged])
-        return source, match(source, names, shapes), edits
+        shapes = parameters_of(run.spec.architecture.build, run.arch)
+        return replace(StoredParameters.of(source, names, shapes), edits=edits)
 
-    def read(module: str) -> Tensor:
-        (source, mapping, edits), name = opened(), f"{module}.weight"
-        return read_in_fp32(source, mapping[name], linears[module], edits.get(name))
-
-    return read
+    return lambda module: opened().read(f"{module}.weight")
 
 
 def _keys(run: RunContext) -> Sequence[tuple[str, Sequence[str]]]:

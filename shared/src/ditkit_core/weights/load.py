@@ -7,8 +7,9 @@ stay there and one more. The rows of a tensor are contiguous in a file, so a for
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -307,27 +308,26 @@ def _quantize_rows_into(
         )
 
 
-def read_in_fp32(
-    source: SafetensorsSource,
-    parts: tuple[TensorSlice, ...],
-    shape: tuple[int, ...],
-    edit: Callable[[Tensor], None] | None = None,
-) -> Tensor:
-    """Read one parameter to the host in fp32, as its files have it.
+@dataclass(frozen=True, kw_only=True)
+class StoredParameters:
+    """A model's parameters in a file, by our names."""
 
-    Args:
-        source: The file.
-        parts: The parts of the file's tensors that make up the parameter, from `match`.
-        shape: Its shape.
-        edit: Changes it in place.
+    source: SafetensorsSource
+    mapping: Mapping[str, tuple[TensorSlice, ...]]
+    """The parts of the file's tensors that make up a parameter, from `match`."""
+    shapes: Mapping[str, tuple[int, ...]]
+    edits: Mapping[str, Callable[[Tensor], None]] = field(default_factory=dict)
+    """Changes a parameter in place, on the host in fp32."""
 
-    Returns:
-        The parameter.
+    @classmethod
+    def of(cls, source: SafetensorsSource, names: StateDictNames, shapes: Mapping[str, tuple[int, ...]]) -> Self:
+        """The parameters of these shapes; UserError as `match`."""
+        return cls(source=source, mapping=match(source, names, shapes), shapes=shapes)
 
-    Raises:
-        UserError: If the file ends before its tensor does.
-    """
-    return _Reader(source).in_fp32(parts, torch.Size(shape), edit)
+    def read(self, name: str) -> Tensor:
+        """Read one parameter to the host in fp32, edited; UserError if the file ends before its tensor does."""
+        shape = torch.Size(self.shapes[name])
+        return _Reader(self.source).in_fp32(self.mapping[name], shape, self.edits.get(name))
 
 
 class _Reader:

@@ -110,7 +110,7 @@ def test_comfyui_makes_of_a_file_what_peft_makes_of_the_model(base: Path, tmp_pa
 def test_training_goes_on_from_a_file_where_it_stopped(base: Path, tmp_path: Path, settings: str) -> None:
     result = trained(base, settings)
     again = prepared(base, AdapterConfig(init=str(export(result, tmp_path))))
-    assert again.adapter.method == SETTINGS[settings].method
+    assert again.built.adapter.method == SETTINGS[settings].method
     assert again.trainable.keys() == result.trainable.keys()
     torch.testing.assert_close(outputs(again.model), outputs(result.model), rtol=1e-5, atol=1e-6)
 
@@ -213,7 +213,9 @@ def test_factors_of_a_file_are_not_replaced_without_a_word(base: Path, tmp_path:
             UserError, match="has the factors of adapter.decompose_factor = 4 and decompose_both = false"
         ):
             prepared(base, AdapterConfig(method="lokr", init=file, **given))
-    assert prepared(base, AdapterConfig(method="lokr", init=file, decompose_factor=4)).adapter.decompose_factor == 4
+    assert (
+        prepared(base, AdapterConfig(method="lokr", init=file, decompose_factor=4)).built.adapter.decompose_factor == 4
+    )
 
 
 @pytest.mark.parametrize(

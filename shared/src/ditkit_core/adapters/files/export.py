@@ -244,7 +244,7 @@ def export_merged(
     config: ExportConfig,
     *,
     metadata: Mapping[str, str],
-    original: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+    original: Callable[[str], Tensor] | None = None,
     config_json: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
@@ -259,8 +259,8 @@ def export_merged(
         folder: Afterwards contains one folder `transformer_<form>` per form.
         config: Forms and dtype.
         metadata: Strings for the headers.
-        original: From name and shape to a base parameter's values before it was quantized; by default the model's own approximation is
-            written. For a model on `meta` it gives every parameter, one after the other.
+        original: From a name to a base parameter's values before it was quantized; by default the model's own approximation is written. For a
+            model on `meta` it gives every parameter, one after the other.
         config_json: The base's config.json, copied next to the diffusers form, whose readers need it.
         shard_bytes: Maximum bytes per file.
 
@@ -291,7 +291,7 @@ def _transformer_in_form(
     spec: ModelSpec,
     form: str,
     config: ExportConfig,
-    original: Callable[[str, tuple[int, ...]], Tensor] | None,
+    original: Callable[[str], Tensor] | None,
 ) -> tuple[_Tensors, Callable[[str], Tensor]]:
     """Shapes and dtypes of a file's tensors in this form, and a function that makes one: no two of them need to be in memory at once."""
     tensors, coarse = base_tensors(model), quantized_weights(model)
@@ -314,7 +314,7 @@ def _transformer_in_form(
     def base_of(name: str) -> Tensor:
         if name not in coarse and not tensors[name].is_meta:
             return tensors[name]
-        return dense_weight(coarse[name]) if original is None else original(name, tuple(tensors[name].shape))
+        return dense_weight(coarse[name]) if original is None else original(name)
 
     def tensor_of(key: str) -> Tensor:
         pieces = []

@@ -141,7 +141,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
         peak_bytes=peak,
         seconds=time.monotonic() - began,
     )
-    return row, _findings(row, prepared.adapter.method)
+    return row, _findings(row, prepared.built.adapter.method)
 
 
 def _encoded(run: RunContext, unloaded: MetaModel, examined: ExaminedDataset) -> list[EncodedSample]:

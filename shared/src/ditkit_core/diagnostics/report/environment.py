@@ -43,7 +43,7 @@ def _device(device: torch.device) -> str:
 def model_summary(family: str, prepared: LoadedModel) -> dict[str, Any]:
     """Summarize what is trained: `family` is the name of the model's family."""
     trained = sum(parameter.numel() for parameter in prepared.model.parameters() if parameter.requires_grad)
-    return {"family": family, "preset": prepared.preset, "trained_parameters": trained}
+    return {"family": family, "preset": prepared.built.preset, "trained_parameters": trained}
 
 
 def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[str]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _compared(
         assert adapters.verify is not None, "its header says that it has no reader"
         load_trained(adapted, folder, export.step)
         # The weights that were trained, which may be those of the second expert.
-        paths = replace(given, transformer=str(adapted.source.path))
+        paths = replace(given, transformer=str(adapted.built.stored.source.path))
         verify = partial(adapters.verify, export.path, paths, adapted.model, run_plain)
     try:
         return replace(about, line=verify(), agrees=True)
