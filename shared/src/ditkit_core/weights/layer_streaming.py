@@ -10,10 +10,10 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.state_dict import TensorSlice
+from ditkit_core.weights.load import ParameterReader, file_position
 
 MARGIN_BYTES = 2 * 2**30
 """Bytes that weights must leave free to be loaded at once: for activations, and for other programs."""
@@ -37,9 +37,8 @@ class LayerStreamer:
             device: The device to load to.
             dtype: The dtype of the weights there.
         """
-        self._source, self._device, self._dtype = source, device, dtype
+        self._reader, self._device, self._dtype = ParameterReader(source), device, dtype
         self._kept: dict[tuple[str, torch.Size], Tensor] = {}
-        self._passing = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
     def holding(self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> Iterator[Module]:
@@ -56,8 +55,7 @@ class LayerStreamer:
             UserError: If a file ends before its tensor does.
         """
         state = module.state_dict()
-        # In the file's order: a disk reads forward faster than back and forth.
-        for name in sorted(mapping, key=lambda name: self._file_position(mapping[name][0])):
+        for name in sorted(mapping, key=lambda name: file_position(self._reader.source, mapping[name][0])):
             owner, _, leaf = name.rpartition(".")
             weight = self._read(name, state[name].shape, mapping[name])
             module.get_submodule(owner).register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
@@ -67,27 +65,12 @@ class LayerStreamer:
             # Back to `meta`, so that nobody can use weights that the next module overwrites.
             module.to("meta")
 
-    def _file_position(self, part: TensorSlice) -> tuple[Path, int]:
-        stored = self._source.tensors[part.name]
-        return stored.file, stored.offset + stored.num_bytes * part.index // part.of
-
     def _read(self, name: str, shape: torch.Size, parts: tuple[TensorSlice, ...]) -> Tensor:
         # Layers of one kind have equal names and shapes, so each of their weights reuses one allocation.
         if (name, shape) not in self._kept:
             self._kept[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
-        weight = self._kept[name, shape]
-        for part, rows in zip(parts, weight.view(-1).tensor_split(len(parts)), strict=True):
-            stored = self._source.tensors[part.name]
-            if runtime_of(self._device) is None and self._dtype == stored.dtype:
-                self._source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
-                continue  # without a scale: 8-bit codes are read into a wider dtype
-            num_bytes = stored.num_bytes // part.of
-            if len(self._passing) < num_bytes:
-                self._passing = torch.empty(num_bytes, dtype=torch.uint8)
-            # A blocking copy: the next weight overwrites the bytes that it reads.
-            rows.copy_(self._source.read(part.name, self._passing[:num_bytes], index=part.index, of=part.of).view(-1))
-            self._source.apply_scale(rows, part.name, index=part.index, of=part.of)
-        return weight
+        self._reader.fill(self._kept[name, shape], parts)
+        return self._kept[name, shape]
 
 
 def give_back_large_blocks() -> None:

@@ -202,9 +202,8 @@ def load_into(
     state = model.state_dict()
     full_names = {name.replace(".base_layer.", "."): name for name in state}
     # One reader for all tensors: its scratch memory is allocated once.
-    reader = _Reader(source)
-    # In the file's order: a disk reads forward faster than back and forth.
-    for name in sorted(mapping, key=lambda name: _position(source, mapping[name][0])):
+    reader = ParameterReader(source)
+    for name in sorted(mapping, key=lambda name: file_position(source, mapping[name][0])):
         device, dtype, parts, edit = device_of(name), dtype_of(name), mapping[name], (edits or {}).get(name)
         owner, _, leaf = full_names[name].rpartition(".")
         module = model.get_submodule(owner)
@@ -229,7 +228,8 @@ def load_into(
             division.put(module, leaf, tensor)
 
 
-def _position(source: SafetensorsSource, part: TensorSlice) -> tuple[Path, int]:
+def file_position(source: SafetensorsSource, part: TensorSlice) -> tuple[Path, int]:
+    """A sort key of parts: the order in which a disk reads them fastest."""
     stored = source.tensors[part.name]
     return stored.file, stored.offset + stored.num_bytes * part.index // part.of
 
@@ -244,7 +244,7 @@ def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _takes_codes(
     layer: QuantizedLinear,
-    reader: "_Reader",
+    reader: "ParameterReader",
     parts: tuple[TensorSlice, ...],
     edit: Callable[[Tensor], None] | None,
 ) -> bool:
@@ -256,7 +256,7 @@ def _takes_codes(
 
 def _quantize_into(
     layer: QuantizedLinear,
-    reader: "_Reader",
+    reader: "ParameterReader",
     parts: tuple[TensorSlice, ...],
     device: torch.device,
     edit: Callable[[Tensor], None] | None,
@@ -277,7 +277,7 @@ def _part(tensor: Tensor, rows: range | None) -> Tensor:
 
 def _quantize_rows_into(
     layer: QuantizedLinear,
-    reader: "_Reader",
+    reader: "ParameterReader",
     parts: tuple[TensorSlice, ...],
     device: torch.device,
     edit: Callable[[Tensor], None] | None,
@@ -327,10 +327,10 @@ class StoredParameters:
     def read(self, name: str) -> Tensor:
         """Read one parameter to the host in fp32, edited; UserError if the file ends before its tensor does."""
         shape = torch.Size(self.shapes[name])
-        return _Reader(self.source).in_fp32(self.mapping[name], shape, self.edits.get(name))
+        return ParameterReader(self.source).in_fp32(self.mapping[name], shape, self.edits.get(name))
 
 
-class _Reader:
+class ParameterReader:
     """Reads parameters one after the other through the same memory."""
 
     def __init__(self, source: SafetensorsSource):
@@ -369,8 +369,8 @@ class _Reader:
             if tensor.device == _HOST and tensor.dtype == stored.dtype:
                 self.source.read(part.name, values.view(torch.uint8), rows=some, **where)
             else:
-                # Bytes first, then one copy that converts and moves: the host never has the tensor in two
-                # dtypes.
+                # Bytes first, then one copy that converts and moves: the host never has the tensor in two dtypes. The copy blocks, because the
+                # next part overwrites the bytes.
                 buffer = self._passing.of(values.numel() * stored.dtype.itemsize)
                 values.copy_(self.source.read(part.name, buffer, rows=some, **where).view(-1))
             if not codes:
