@@ -35,7 +35,7 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
     if command == "train" and not verb:
         folder.check_name()
     # A run that has a save continues from it and does not read --init-from.
-    ignored = ("init_from",) if any(folder.state.glob("step-*")) else ()
+    ignored = ("init_from",) if folder.has_save else ()
     for field in fields(options):
         path, message = getattr(options, field.name), field.metadata.get("missing", "")
         if message and path and field.name not in ignored and _is_missing(path):

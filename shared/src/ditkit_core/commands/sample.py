@@ -44,7 +44,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     for file in files:
         if not local_path(file).is_file():
             raise UserError(f"there is no adapter file {file}; check the path")
-    if not files and not run.experts and not any(folder.state.glob("step-*")):
+    if not files and not run.experts and not folder.has_save:
         raise UserError(
             f"{folder.path} has no save to sample with; name a run that was trained (--run), or give --adapter"
         )

@@ -216,7 +216,7 @@ def _prepare(whole: ComponentRuns, left: Sequence[Component]) -> None:
     for folder in folders:
         check_listed(folder, [sample.id for sample in run.data.dataset.samples])
     num_images = ranks.on_first(
-        lambda: num_missing_class_images(run, started=any(_is_started(each.config.run_folder) for each in runs_of(run)))
+        lambda: num_missing_class_images(run, started=any(each.config.run_folder.has_save for each in runs_of(run)))
     )
     # On `meta`: a mistake of the second expert must not appear after hours of training the first.
     for component in left:
@@ -236,10 +236,6 @@ def _encode_all(run: RunContext, num_images: int) -> Encoded:
         check_shared(run.data.prior_folder, "prior.folder", current_ranks())
     check_shared(run.data.cache.folder, "encode.cache", current_ranks())
     return encode_all(run, run.config.prior.prompt if num_images else "")
-
-
-def _is_started(folder: RunFolder) -> bool:
-    return any(folder.state.glob("step-*"))
 
 
 @contextmanager
@@ -280,7 +276,7 @@ def _train_component(
     _stage(1, "check data and model")
     # Reads the dataset: a missing caption is reported before gigabytes are downloaded.
     check_listed(folder, [sample.id for sample in run.data.dataset.samples])
-    is_started = ranks.broadcast_object(_is_started(folder))
+    is_started = ranks.broadcast_object(folder.has_save)
     if not is_started:
         check_start(component.init_from, folder)
     num_images = ranks.on_first(lambda: num_missing_class_images(run, started=is_started))

@@ -23,7 +23,7 @@ from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.encoding.claims import alone_with
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
-from ditkit_core.io.files import atomic_write, file_hash, write_text
+from ditkit_core.io.files import atomic_write, file_hash, json_part, write_text
 
 _SETTLED_NANOSECONDS = 2_000_000_000
 """Files that changed more recently may change again without another modification time (FAT stores even seconds)."""
@@ -252,14 +252,7 @@ class MediaHashes:
         self._file = Path(folder) / "hashes.json"
         self._unsaved = 0
         self._inside = ExitStack()
-        self._known = self._stored()
-
-    def _stored(self) -> dict[str, list[int | str]]:
-        try:
-            known = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return known if isinstance(known, dict) else {}
+        self._known: dict[str, list[int | str]] = json_part(self._file)
 
     def of(self, path: Path) -> str:
         """The content hash of a file, or of a folder's files and their names.
@@ -310,7 +303,7 @@ class MediaHashes:
 
     def __enter__(self) -> Self:
         self._inside.enter_context(alone_with(self._file))
-        self._known = self._stored()
+        self._known = json_part(self._file)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -273,6 +273,21 @@ def read_json_object(path: Path, remedy: str = "fetch it again", problem: str = 
     return parse_json_object(content, f"{path} {problem}".rstrip(), remedy)
 
 
+def json_part(path: Path, *keys: str) -> dict[str, Any]:
+    """An object in a file of a run's folder, behind these keys; empty where the file or the object is missing or damaged."""
+    found: Any = {}
+    with suppress(UserError):
+        found = read_json_object(path)
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def dicts_of(values: Any) -> list[dict[str, Any]]:
+    """The objects of a list from JSON; anything else in it is skipped, as is anything but a list."""
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
 def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
     """Refuse a pickle, or a folder whose only weights are pickles.
 

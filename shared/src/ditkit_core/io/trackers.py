@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from ditkit_core.errors import MissingDependency, UserError, given_to_library
 from ditkit_core.io.console import say
-from ditkit_core.io.files import read_json_object, write_text
-from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.files import json_part, write_text
+from ditkit_core.io.run_dir import RunFolder, listed_samples
 
 TIMES = "seconds/"
 """Prefix of the times of a step's parts among metrics."""
@@ -191,11 +191,10 @@ class LibraryTracker:
         for path, stamp in _lists(self._folder):
             if self._seen.get(path.stem) == stamp:
                 continue
-            found = [(folder / each["file"], each["prompt"]) for each in read_json_object(path)["samples"]]
             media = {
-                f"samples/{file.stem.removeprefix(f'{path.stem}-')}": self._backend.media(file, prompt)
-                for file, prompt in found
-                if file.is_file()
+                f"samples/{each.file.stem.removeprefix(f'{path.stem}-')}": self._backend.media(each.file, each.prompt)
+                for each in listed_samples(path)
+                if each.file.is_file()
             }
             self._backend.log(int(path.stem.removeprefix("step-")), media)
             self._seen[path.stem] = stamp
@@ -220,9 +219,9 @@ def has_new_samples(folder: Path, library: str) -> bool:
 def _memory(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """By library, the id of the run there and the samples that were logged; empty if there is none."""
     try:
-        found = read_json_object(folder.tracker) if folder.tracker.exists() else {}
+        found = json_part(folder.tracker)
         return {name: {"id": str(own["id"]), "samples": dict(own["samples"])} for name, own in found.items()}
-    except (UserError, TypeError, KeyError, ValueError):  # damaged: another run there, and nothing is lost here
+    except (TypeError, KeyError, ValueError):  # damaged: another run there, and nothing is lost here
         return {}
 
 

@@ -20,10 +20,10 @@ def check_start(run: str, folder: RunFolder) -> None:
     other = RunFolder(local_path(run))
     if run and other.path.resolve() == folder.path.resolve():
         raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
-    if not run or any(other.state.glob("step-*")):
+    if not run or other.has_save:
         return
     # A run of several experts has its saves in folders inside; the error names them.
-    inside = sorted(path.parent for path in other.path.glob("*/state") if any(path.glob("step-*")))
+    inside = sorted(path for path in other.path.glob("*") if RunFolder(path).has_save)
     if inside and other.config_file.exists():
         raise UserError(
             f"--init-from {run} is a run of several experts, and this run trains one; name its folder: --init-from {' or '.join(map(str, inside))}"
@@ -63,11 +63,11 @@ def start_of_expert(init_from: str, expert: Expert) -> str:
         return ""
     whole = RunFolder(local_path(init_from))
     inside = RunFolder(whole.path / expert.name)
-    if any(inside.state.glob("step-*")):
+    if inside.has_save:
         return str(inside.path)
     if not whole.path.is_dir():
         raise UserError(f"--init-from {init_from} is not there; correct the path")
-    if any(whole.state.glob("step-*")):
+    if whole.has_save:
         raise UserError(
             f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "
             f"the one expert that it trained: --experts.train NAME --init-from {init_from}"

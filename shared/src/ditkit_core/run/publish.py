@@ -1,16 +1,15 @@
 """Uploads exported files with a model card and samples, or shows the card."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ditkit_core.adapters.files.card import Card, CardFile, CardSample, name_of
 from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
-from ditkit_core.io.files import read_json_object, read_text, write_text
+from ditkit_core.io.files import json_part, read_json_object, read_text, write_text
 from ditkit_core.io.hub import Hub, check_hub, upload
-from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.run_dir import RunFolder, listed_samples
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.weights.fp8_scaled import open_weights
@@ -96,26 +95,14 @@ def _inside(folder: Path) -> dict[str, Path | bytes]:
 
 def _samples_of(run: RunFolder, step: int) -> dict[str, tuple[Path, str]]:
     """By path in the repository, the samples of a step and their prompts; none where that step has none."""
-    listed = run.samples / f"step-{step:06d}.json"
-    if not listed.is_file():
-        return {}
-    # By its own name alone: a list could name any file of this machine.
-    found = [(run.samples / Path(row["file"]).name, row["prompt"]) for row in _rows(read_json_object(listed))]
-    return {f"samples/{file.name}": (file, prompt) for file, prompt in found if file.is_file()}
-
-
-def _rows(about: Mapping[str, Any]) -> list[dict[str, str]]:
-    rows = about.get("samples")
-    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return [row for row in found if isinstance(row.get("file"), str) and isinstance(row.get("prompt"), str)][
-        :_MOST_SAMPLES
-    ]
+    found = listed_samples(run.samples / f"step-{step:06d}.json")[:_MOST_SAMPLES]
+    return {f"samples/{each.file.name}": (each.file, each.prompt) for each in found if each.file.is_file()}
 
 
 def _num_samples(run: RunFolder) -> int | None:
     """Number of samples that the run trained on; None if nothing says so."""
+    found = json_part(run.about, "data")
     try:
-        found = read_json_object(run.about)["data"]
         return int(found["samples"]) - len(found["held_out"])
-    except (UserError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None

@@ -1,8 +1,7 @@
 """The adapters that samples are generated with and training is without: `sample.adapter` and `sample.adapter_low`; and the one that
 training is with and samples are without, `base.assistant`, which is taken out again."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,6 +11,7 @@ from ditkit_core.adapters.added import AddedAdapter
 from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
 from ditkit_core.adapters.files.read import merge_into, open_adapter, parse_merge
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import json_part
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.experts import check_named
@@ -147,7 +147,7 @@ def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], N
         warn: Called with one line for each such file.
     """
     now: dict[str, str] = {}
-    before = _recorded(folder)
+    before = json_part(folder.about, "model", RECORD)
     assistants = [key for key, _ in run.config.base.assistants]
     for (setting, entries), adapters, assistant in zip(_keys(run), open_sample_adapters(run), assistants, strict=False):
         for index, (file, *_) in enumerate(adapters):
@@ -160,11 +160,3 @@ def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], N
                     f"{key}: {path} has changed since the last part of this run; its samples cannot be compared with earlier ones"
                 )
     return {RECORD: now} if now else {}
-
-
-def _recorded(folder: RunFolder) -> Mapping[str, object]:
-    try:
-        found = json.loads(folder.about.read_text(encoding="utf-8"))["model"][RECORD]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}

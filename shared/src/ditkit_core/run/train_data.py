@@ -150,7 +150,7 @@ def _differing(now: Mapping[str, Any], before: Mapping[str, Any]) -> set[str]:
 
 def _record(folder: RunFolder) -> dict[str, Any] | None:
     """The record of the samples that a run was trained on; None before its first save, because until then nothing depends on them."""
-    if not (folder.data_file.exists() and any(folder.state.glob("step-*"))):
+    if not (folder.data_file.exists() and folder.has_save):
         return None
     record = read_json_object(folder.data_file, _REMEDY)
     # Without the digest, damage would be taken for other data.

@@ -10,7 +10,8 @@ from typing import Any
 from ditkit_core.config.toml import flatten, read_toml
 from ditkit_core.diagnostics.verification.exported import current_results
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import RunFolder, sample_number
+from ditkit_core.io.files import dicts_of, json_part
+from ditkit_core.io.run_dir import ListedSample, RunFolder, listed_samples, sample_number
 
 MOST_POINTS = 2000
 """Largest number of points of a curve in a page."""
@@ -59,18 +60,6 @@ class Series:
             total, weight = keep * total + value, keep * weight + 1
             averaged.append(total / weight)
         return Series(steps=self.steps, values=averaged)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedSample:
-    """A sample, as the list next to its file describes it."""
-
-    file: Path
-    """A video or an image, or nothing if it was removed."""
-    prompt: str
-    seed: str
-    decoded: str = ""
-    """How the VAE decoded it, in words; empty for samples of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +138,15 @@ def read_sections(folder: Path) -> list[Section]:
 
 def _read_section(path: Path, name: str) -> Section:
     run = RunFolder(path)
-    about = _json(run.about) or {}
     series, texts = read_metrics(run.metrics) if run.metrics.is_file() else ({}, {})
     return Section(
         name=name,
         series=series,
         texts=texts,
         config=flatten(read_toml(run.config_file)) if run.config_file.is_file() else {},
-        model=_mapping(about.get("model")),
-        data=_mapping(about.get("data")),
-        environments=mappings(about.get("environments")),
+        model=json_part(run.about, "model"),
+        data=json_part(run.about, "data"),
+        environments=dicts_of(json_part(run.about).get("environments")),
         samples=_training_samples(run.samples),
         by_command=_by_command(run.samples),
         verified={name: result.agrees for name, result in current_results(run).items()},
@@ -209,33 +197,6 @@ def _by_command(folder: Path) -> list[SampleSet]:
 
 
 def _listed(path: Path, title: str) -> SampleSet | None:
-    """The samples in a JSON list; None if the list is incomplete or empty."""
-    listed = (_json(path) or {}).get("samples")
-    samples = [
-        # `.name` only: a list that was edited must not embed files from elsewhere.
-        ListedSample(
-            file=path.parent / Path(str(each.get("file"))).name,
-            prompt=str(each.get("prompt", "")),
-            seed=str(each.get("seed", "")),
-            decoded=str(each.get("decoded", "")),
-        )
-        for each in mappings(listed)
-    ]
+    """The samples in a JSON list; None if there are none."""
+    samples = listed_samples(path)
     return SampleSet(title=title, samples=samples) if samples else None
-
-
-def mappings(values: Any) -> list[dict[str, Any]]:
-    """The mappings of a list from JSON; anything else in it is skipped, as is anything but a list."""
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

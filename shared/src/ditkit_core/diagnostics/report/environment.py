@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ditkit_core.data.dataset import Dataset
-from ditkit_core.io.files import write_text
+from ditkit_core.io.files import dicts_of, json_part, write_text
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.run.prepare import LoadedModel
 
@@ -77,14 +77,7 @@ def write_about(
     folder: RunFolder, *, environment: Mapping[str, str], data: Mapping[str, Any], model: Mapping[str, Any]
 ) -> None:
     """Store environment, data and model in the run's folder. An environment that differs from the last one is appended: a run may move."""
-    try:
-        parts = [
-            part
-            for part in json.loads(folder.about.read_text(encoding="utf-8"))["environments"]
-            if isinstance(part, dict)  # the file may be damaged
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        parts = []
+    parts = dicts_of(json_part(folder.about).get("environments"))
     # Compared without its time: a run that continues on the same machine adds nothing.
     before = {name: value for name, value in parts[-1].items() if name != "since"} if parts else {}
     if before != dict(environment):

@@ -7,8 +7,9 @@ from typing import Any
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.diagnostics.rendering import Html, element
-from ditkit_core.diagnostics.report.data import Section, mappings
+from ditkit_core.diagnostics.report.data import Section
 from ditkit_core.diagnostics.report.words import Verdict, format_duration, format_number, judge_change, plural
+from ditkit_core.io.files import dicts_of
 
 
 def overview(section: Section) -> Html:
@@ -102,7 +103,7 @@ def _files(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _data(section: Section) -> list[str]:
     config, folder = section.config, Path(str(section.config.get("data.folder", ""))).name
-    data, shapes = section.data, mappings(section.data.get("shapes"))
+    data, shapes = section.data, dicts_of(section.data.get("shapes"))
     frames = sorted({each["frames"] for each in shapes if isinstance(each.get("frames"), int)})
     sizes = {f"{each.get('height')} × {each.get('width')}" for each in shapes}
     of_clips = bool(frames) and frames[-1] > 1

@@ -14,8 +14,9 @@ from PIL import Image
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import video
 from ditkit_core.diagnostics.rendering import Html, element
-from ditkit_core.diagnostics.report.data import ListedSample, SampleSet, Section
+from ditkit_core.diagnostics.report.data import SampleSet, Section
 from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import ListedSample
 
 MEDIA_BYTES = 12_000_000
 """Largest total size of embedded samples: 16 MB in base64. A page that can still be sent by mail."""

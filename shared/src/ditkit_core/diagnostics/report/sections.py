@@ -9,8 +9,9 @@ from typing import Any
 from ditkit_core.config.sizes import GIB
 from ditkit_core.diagnostics.rendering import Html, element, html_table, join_html
 from ditkit_core.diagnostics.report.charts import Chart
-from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series, mappings
+from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series
 from ditkit_core.diagnostics.report.words import format_number
+from ditkit_core.io.files import dicts_of
 from ditkit_core.io.tables import Table
 from ditkit_core.io.trackers import TIMES
 
@@ -198,7 +199,7 @@ def _cell(name: str, step: int, value: float) -> Html:
 def _data(data: Mapping[str, Any]) -> list[Html]:
     if not data:
         return []
-    held_out, excluded = data.get("held_out"), mappings(data.get("excluded"))
+    held_out, excluded = data.get("held_out"), dicts_of(data.get("excluded"))
     facts = {
         "samples": data.get("samples"),
         "captions": data.get("captions"),
@@ -207,7 +208,7 @@ def _data(data: Mapping[str, Any]) -> list[Html]:
         "held out": ", ".join(map(str, held_out)) if isinstance(held_out, list) and held_out else "none",
         "left out": data.get("num_excluded", len(excluded)),
     }
-    parts = [_pairs(facts), _columns(mappings(data.get("shapes")), ["frames", "height", "width", "samples"])]
+    parts = [_pairs(facts), _columns(dicts_of(data.get("shapes")), ["frames", "height", "width", "samples"])]
     return [*parts, _columns(excluded, ["file", "reason"])] if excluded else parts
 
 

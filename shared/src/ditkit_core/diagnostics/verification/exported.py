@@ -12,7 +12,7 @@ from typing import Any, Self
 from ditkit_core.adapters.files.export import NO_READER, VERIFIED
 from ditkit_core.adapters.files.export_names import ExportName
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import file_hash, write_text
+from ditkit_core.io.files import file_hash, json_part, write_text
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 
@@ -86,9 +86,8 @@ def result_name(folder: RunFolder, export: Exported) -> str:
 def read_results(folder: RunFolder) -> dict[str, Result]:
     """The results by name; none from a file that is damaged, after which everything is verified again."""
     try:
-        found = json.loads(folder.verified.read_text(encoding="utf-8"))
-        return {str(name): Result(**about) for name, about in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {name: Result(**about) for name, about in json_part(folder.verified).items()}
+    except TypeError:
         return {}
 
 
