@@ -78,14 +78,22 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
         _check_fits(found, layers)
     # Some forms are only read (peft, OneTrainer …); their files are written in the form that most programs read.
     form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
-    if found.layout.method in ("lokr", "loha"):
-        _convert_factored(spec, found, form, options)
-        return
     check_form(form, spec.architecture.names, use_dora=found.layout.use_dora)
+    is_factored = found.layout.method in ("lokr", "loha")
+    if is_factored and options.rank:
+        raise UserError(
+            f"--rank: {path} is a {found.layout.method}, whose rank is not that of its change; merge it, then --extract"
+        )
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
     mark = (f"_rank{rank}" if rank else "_reduced") if options.rank else ""
     mark += f"_{options.to}" if options.to else ""
     out = _out(options.out, path, mark or f"_{options.dtype}")
+    made = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
+    metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
+    dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
+    if is_factored:
+        _write_factored(read_factors(found.file), spec, out, form=form, dtype=dtype, metadata=metadata)
+        return
     adapters = read_adapter(found)
     if options.rank:
         adapters, kept = reduce_rank(adapters, rank, energy, path)
@@ -99,25 +107,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     complete = add_missing_modules(adapters, spec, form, layers or {}, path)
     if zeros := len(complete) - len(adapters):
         say(f"{zeros} modules are written as zeros: programs that read the {form} form need all modules of a block")
-    made = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
-    metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
-    dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
-
-
-def _convert_factored(spec: ModelSpec, found: FoundAdapter, form: str, options: ExportOptions) -> None:
-    """A LoKr or LoHa in another form or dtype."""
-    path, names = found.path, spec.architecture.names
-    check_form(form, names, use_dora=False)
-    if options.rank:
-        raise UserError(
-            f"--rank: {path} is a {found.layout.method}, whose rank is not that of its change; merge it, then --extract"
-        )
-    out = _out(options.out, path, f"_{options.to}" if options.to else f"_{options.dtype}")
-    adapters = read_factors(found.file)
-    metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), file=path.name, form=form)
-    dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
-    _write_factored(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
 def _write_factored(
