@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, printable
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, warn
 
@@ -24,6 +24,8 @@ GRACE_SECONDS = 20.0
 """Time for the worker to end by itself before it is killed."""
 _OWN_GRACE_SECONDS = 10.0
 """Time between the end of the parent and that of the worker, if its work cannot be interrupted."""
+_TAIL_CHARACTERS = 4096
+"""Longest message that is taken from the last line of a worker's log."""
 _NICENESS = 10
 """Lower priority than training, with which the worker may share the processors."""
 
@@ -86,6 +88,16 @@ class WorkerProcess:
             log.seek(self._log_start)
             for line in log:
                 yield line.decode("utf-8", "replace").strip()
+
+    def last_words(self) -> str:
+        """The last line that it has printed, for a message."""
+        words = "it printed nothing"
+        try:
+            for text in self.output():
+                words = text[-_TAIL_CHARACTERS:] or words
+        except OSError:
+            return "its log cannot be read"
+        return printable(words)
 
     def _close(self) -> None:
         assert self._child.stdin is not None

@@ -7,16 +7,15 @@ with its parent, however the parent ends: its standard input is a pipe from the 
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.devices import choose_device
-from ditkit_core.errors import Interrupted, UserError, printable
+from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
@@ -28,8 +27,6 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import runs_of, saved_step
 
 _LOOK_SECONDS = 0.2
-_TAIL_CHARACTERS = 4096
-"""Longest message that is taken from the last line of the worker's log."""
 
 
 @contextmanager
@@ -105,9 +102,7 @@ class Previews:
         self._start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """End the worker if it is running; unfinished previews stay in the queue."""
         child, self._child = self._child, None
         if child is not None:
@@ -209,7 +204,7 @@ class Previews:
 
     def _note_failure(self, child: WorkerProcess, status: int) -> None:
         """Skip the file that the worker failed at, so that the next worker goes on with others; if it began none, skip all of them."""
-        begun, words = _last_output(child)
+        begun = _last_begun(child)
         left = [path.name for path in self._left()]
         if begun in left:
             self._failed.add(begun)
@@ -218,19 +213,16 @@ class Previews:
             self._failed.update(left)
             what, stays = f"previews not generated: {len(left)}", "they stay"
         warn(
-            f"{what} (status {status}): {words}; {stays} in {self._folder.pending}, and the output of the process is in "
+            f"{what} (status {status}): {child.last_words()}; {stays} in {self._folder.pending}, and the output of the process is in "
             f"{self._folder.previews_log}"
         )
 
 
-def _last_output(child: WorkerProcess) -> tuple[str, str]:
-    """The file that the worker began last, empty if none, and the last line of its output."""
-    begun, words = "", "it printed nothing"
-    try:
+def _last_begun(child: WorkerProcess) -> str:
+    """The file that the worker began last; empty if none."""
+    begun = ""
+    with suppress(OSError):  # `last_words` says so
         for text in child.output():
             if found := re.fullmatch(f"process [0-9]+{GENERATES}(.+)", text):
                 begun = found[1]
-            words = text[-_TAIL_CHARACTERS:] or words
-    except OSError:
-        return begun, "its log cannot be read"
-    return begun, printable(words)
+    return begun

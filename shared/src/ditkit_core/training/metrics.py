@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from ditkit_core.config.field import setting
@@ -138,10 +137,8 @@ class MetricsLog:
         """Whether a step gets a line."""
         return step % self._config.every_steps == 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._trackers.close(failed=error is not None)
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._trackers.close(failed=kind is not None)
         with suppress(OSError):  # it writes what `write` could not, which has been reported
             self._file.close()
 

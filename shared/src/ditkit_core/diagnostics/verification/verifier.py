@@ -4,7 +4,6 @@ A run on GPUs has it done by a process of its own on the host (`worker.py`), and
 the cores that train, so it is done in between.
 """
 
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -17,7 +16,7 @@ from ditkit_core.diagnostics.verification.exported import (
     unverified,
 )
 from ditkit_core.diagnostics.verification.verify import verify_waiting
-from ditkit_core.errors import Interrupted, UserError, printable
+from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
@@ -25,8 +24,6 @@ from ditkit_core.io.worker_process import WorkerProcess
 from ditkit_core.run.context import RunContext
 
 _LOOK_SECONDS = 0.2
-_TAIL_CHARACTERS = 4096
-"""Longest message that is taken from the last line of the worker's log."""
 
 
 class Verifier:
@@ -43,9 +40,7 @@ class Verifier:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """End the worker if it is running; what it has not verified is verified when the run continues."""
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -90,7 +85,7 @@ class Verifier:
         if status is not None and self._worker is not None:
             worker, self._worker = self._worker, None
             if status:
-                self._give_up(f"{_last_words(worker)} (status {status}; {self._folder.verification_log})")
+                self._give_up(f"{worker.last_words()} (status {status}; {self._folder.verification_log})")
 
     def wait(self) -> None:
         """Wait until all exports are verified.
@@ -125,13 +120,3 @@ class Verifier:
             return
         self._given_up.update(left)
         warn(f"not verified: {', '.join(left)}: {reason}")
-
-
-def _last_words(worker: WorkerProcess) -> str:
-    words = "the process that verifies ended without a word"
-    try:
-        for text in worker.output():
-            words = text[-_TAIL_CHARACTERS:] or words
-    except OSError:
-        return "its log cannot be read"
-    return printable(words)
