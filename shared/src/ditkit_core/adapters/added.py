@@ -238,7 +238,6 @@ def added_bytes(
     """Bytes that adapters take on a device while they are added.
 
     Args:
-        adapters: The files.
         shapes: Weight shapes [out, in] of the model's Linear layers.
         dtype_of: As for `added`.
         within: Names of the modules on the device.

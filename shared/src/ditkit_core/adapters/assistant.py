@@ -54,7 +54,6 @@ def put_next_to_doras(
     """Give layers with a DoRA, on `meta`, the last of the files to merge as their assistant; it is merged into the other layers alone.
 
     Args:
-        model: The model.
         merged: The files that are merged into the base, and their strengths.
         key: The setting that names the assistant; empty for none.
 
@@ -83,7 +82,6 @@ def load_assistant(
     """Give assistants their values, in fp32, with scale and strength in B.
 
     Args:
-        model: The model.
         assistant: The assistant and its strength; None if there is none.
         device_of: The device of a module's frozen parameters, by the module's name.
         put: Sets a parameter of which this rank keeps its rows; None if it has all.

@@ -37,7 +37,6 @@ def in_norm_of(form: str, matrices: LoraMatrices, scale: float, weight: Callable
 
     Args:
         form: One of `ADAPTER_FORMS`.
-        matrices: The adapter.
         scale: The factor of B·A.
         weight: Returns the base's weight [out, in], on any device; called only if the norm changes.
     """

@@ -91,7 +91,6 @@ def extract(
     """Extract adapters from the difference of two transformers, module by module.
 
     Args:
-        spec: The family.
         arch: The architecture of both.
         tuned: The changed weights, in any form and dtype.
         base: The weights to compare them with.

@@ -160,7 +160,6 @@ def initialise(
 
     Args:
         model: The model; its base is loaded, its adapters are on `meta`.
-        seed: The run's seed.
         device_of: The device of a module's adapter, by the module's name.
         start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`, or
             `dora_scale`, which is over the norm of the base's rows.

@@ -113,8 +113,6 @@ def share_base(
 
     Args:
         transformer: The other program's transformer, on `meta`.
-        model: Our model.
-        names: The model's names.
         form: The form with the other program's names.
         dtype_of: The dtype of a parameter in the other program, by its name there.
     """

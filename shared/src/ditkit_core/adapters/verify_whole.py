@@ -35,7 +35,6 @@ def load_whole(transformer: nn.Module, folder: Path, convert: Conversion | None)
 
     Args:
         transformer: The transformer, with its parameters on `meta`.
-        folder: The folder.
         convert: The program's conversion of the file's tensors to its names; None if the file has them.
 
     Returns:
@@ -71,8 +70,6 @@ def compare_whole(
     """Compare the outputs of two programs' transformers with the weights of one folder.
 
     Args:
-        folder: The folder.
-        source: Its tensors.
         ours: Computes our model's output on inputs of the caller's choice.
         theirs: Computes the other's on the same inputs, in the same layout.
 

@@ -84,7 +84,6 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     """Run a command: read the command line, resolve the configuration, look at its files, do the work.
 
     Args:
-        family: The model family.
         command: `train`, `encode`, `sample` or `export`.
         argv: Arguments after the program's name; None takes those of this process.
 

@@ -98,9 +98,7 @@ def _export(
     """Export one transformer.
 
     Args:
-        run: Its run.
         wanted: The `[export]` section with the command's flags applied.
-        options: The command's options.
         folder: The run whose exports folder gets the file, unless `--out` is given.
         expert: Its name, where the run has several; empty for one transformer.
 

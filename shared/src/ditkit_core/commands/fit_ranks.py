@@ -97,10 +97,8 @@ def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLay
     """How ranks divide a run; or the bytes that each lacks if nothing fits.
 
     Args:
-        run: The run.
         tasks: From `tasks_of`.
         ranks: Processes and machines.
-        link: The `--link` flag.
 
     Raises:
         UserError: If the run cannot have these ranks.

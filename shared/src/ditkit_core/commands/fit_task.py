@@ -45,7 +45,6 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
     """The GPUs to choose among, with train.reserve kept free, and the name of each in train.devices.
 
     Args:
-        config: The run's configuration.
         gpus: The `--gpus` flag; empty for the GPUs of this machine.
 
     Raises:

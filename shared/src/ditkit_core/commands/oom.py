@@ -71,8 +71,6 @@ def explain(
     """Print to stderr the memory that a run needs and had; the last line names the change that helps.
 
     Args:
-        spec: The model's family.
-        config: The run's configuration.
         failure: The allocator's message, in one line.
         training: Whether the train command failed.
         modules: Names of the modules in the traceback.

@@ -24,8 +24,6 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
     Args:
         command: `train`, `encode`, `sample` or `export`.
         verb: The option that selects other work of the command (`plan`, `check`, …), or empty.
-        config: The configuration.
-        options: The command's options.
         components: Keys of `[model]` whose files every architecture of the family reads.
 
     Raises:

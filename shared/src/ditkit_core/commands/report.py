@@ -91,9 +91,7 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
     """Print the last lines of a run: where its files are, and which command to run next.
 
     Args:
-        run: The run.
         experts: The runs of single experts, in folders inside the run's; none if the run's own folder has everything.
-        folder: The run's folder.
     """
     of_experts = [copy for each in experts for _, copy in expert_adapters(each, folder)]
     for file in of_experts if experts else [name.at(folder) for name in finished_adapters(folder)]:

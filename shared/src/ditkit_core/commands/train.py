@@ -49,14 +49,7 @@ from ditkit_core.run.checks import check_components, check_preview_device, check
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_arch
 from ditkit_core.run.encoding import Encoded, encode_all
-from ditkit_core.run.expert_runs import (
-    Component,
-    ComponentRuns,
-    components_of,
-    is_joint,
-    resolve_arch,
-    runs_of,
-)
+from ditkit_core.run.expert_runs import Component, ComponentRuns, components_of, is_joint, resolve_arch, runs_of
 from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, load_divided, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel
@@ -263,8 +256,6 @@ def _train_component(
     """Train one transformer, export it and verify the export.
 
     Args:
-        component: The transformer's run.
-        folder: Its folder.
         changes: The settings that changed since its last part.
         previews: What takes the previews; or the run that was asked for, whose previews are generated with this transformer.
 

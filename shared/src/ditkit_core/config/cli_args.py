@@ -49,7 +49,6 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type, *, section: 
 
     Args:
         argv: Arguments after the program's name: `[run.toml] [--section.key value ...] [--option [value] ...]`.
-        tree: The configuration's dataclass.
         options_type: Dataclass of the command's own options.
         section: The section that the command is about: an unknown flag without a section is first looked for there.
 

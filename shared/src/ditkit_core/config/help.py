@@ -26,9 +26,6 @@ def format_help(
     """The help text.
 
     Args:
-        prog: Name of the program.
-        about: What it does.
-        tree: The configuration's dataclass.
         options: Dataclasses of the command's options.
         topic: What is asked for: `all`, a section, a key, or `short` for the options and the keys that matter.
         keys: The keys that matter, by title.

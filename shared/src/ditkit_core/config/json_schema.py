@@ -14,7 +14,6 @@ def json_schema(tree: type, title: str, values: Mapping[str, Sequence[str]]) -> 
     """The schema of run files, as JSON.
 
     Args:
-        tree: The configuration's dataclass.
         title: What is configured.
         values: Values of keys that only a model family knows, such as the presets of `model.preset`.
     """

@@ -37,12 +37,8 @@ def resolve(
         tree: The configuration's dataclass; its `run.folder` is the folder of the run.
         demo: The demo's run file; `{run}` in its strings stands for the resolved `run.folder`.
         stored: Folder of a run to continue: its stored configuration is read, and `run.folder` is this folder.
-        file: The run file.
         flags: Checked values from the command line.
         name: Names the run's folder in `runs/` if neither a layer nor the run file's name does.
-
-    Returns:
-        The configuration.
 
     Raises:
         UserError: If a file cannot be read, a key is unknown, a value has the wrong type or is refused by its section, or flags name another

@@ -62,8 +62,6 @@ def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[st
     """Read and check the values of a run file, by dotted key.
 
     Args:
-        tree: The configuration's dataclass.
-        path: The file.
         stored: Whether a run stored the file, perhaps with another version: unknown keys are ignored, and former names are accepted.
 
     Raises:
@@ -117,7 +115,6 @@ def to_toml(
     """A resolved configuration as TOML, with the description of each key as a comment; it reads back to the same configuration.
 
     Args:
-        config: The configuration.
         shown: From its class and its values by dotted key to the values that are written.
     """
     tree = type(config)

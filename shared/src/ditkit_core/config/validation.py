@@ -59,7 +59,6 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     """Check a value from TOML, which already has a type: a quoted number is not a number. A list of one may be written as its item.
 
     Args:
-        field: The key.
         raw: The value from TOML.
         where: The place, for messages: `in run.toml`.
 
@@ -200,7 +199,6 @@ def unknown_key(
     """The error for an unknown key; it suggests the present name of a renamed key, or else the nearest key.
 
     Args:
-        key: The key.
         keys: The known ones.
         where: The place, for the message.
         renamed: Present names by former ones.

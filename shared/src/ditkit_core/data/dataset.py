@@ -13,13 +13,7 @@ from ditkit_core.data.config import DataConfig, folder_error
 from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
 from ditkit_core.data.discovery import list_records, names_of
 from ditkit_core.data.masks import MASK, checked_mask
-from ditkit_core.data.media.clip import (
-    IMAGE_SUFFIXES,
-    VIDEO_SUFFIXES,
-    available,
-    called_like_media,
-    media_kind,
-)
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, called_like_media, media_kind
 from ditkit_core.data.media.files import is_folder, status
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.metadata import Reader, Record

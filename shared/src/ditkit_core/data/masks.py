@@ -35,7 +35,6 @@ def checked_mask(mask: Path, media: Path, size: tuple[int, int]) -> Path:
 
     Args:
         mask: A readable image or video, long enough.
-        media: Its clip.
         size: Height and width of the clip's file.
 
     Raises:

@@ -24,7 +24,6 @@ def element(tag: str, *children: str, **attributes: object) -> Html:
     """Build an element.
 
     Args:
-        tag: Its name.
         children: `Html` is inserted unchanged, any other text is escaped.
         attributes: Values by name, converted with `str`; `data_key` stands for `data-key` and `class_` for `class`; None omits one.
     """
@@ -80,8 +79,6 @@ def html_page(title: str, *body: str, script: str = "") -> str:
     """Build a page that needs no network and no other file, and is complete without its script.
 
     Args:
-        title: Title of the window.
-        body: Elements of the body.
         script: JavaScript that runs after the body is loaded.
     """
     # Style and script are inline: a report is one file that can be sent by mail and opened offline.

@@ -205,7 +205,6 @@ def progress(stage: str, total: int, completed: int = 0) -> Iterator[Bar]:
 
     Args:
         stage: Name of the stage, in a word or two.
-        total: Number of items.
         completed: Number of items that were done before.
 
     Yields:

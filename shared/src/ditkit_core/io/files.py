@@ -257,7 +257,6 @@ def read_json_object(path: Path, remedy: str = "fetch it again", problem: str = 
     """Read a JSON file of unknown origin that must contain an object.
 
     Args:
-        path: The file.
         remedy: What the user should do if it is anything else.
         problem: What that means for the caller, between the path and the reason: `cannot be used: it`.
 
@@ -292,7 +291,6 @@ def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType(
     """Refuse a pickle, or a folder whose only weights are pickles.
 
     Args:
-        path: File or folder.
         safe_names: For known pickles, by name: the file to get instead.
 
     Raises:

@@ -61,9 +61,7 @@ def upload(hub: Hub, files: Mapping[str, Path | bytes], message: str) -> str:
     """Upload files in one commit; the repository and the branch are created if they do not exist.
 
     Args:
-        hub: The repository.
         files: By path in the repository, a local file or its content.
-        message: The commit's.
 
     Returns:
         The page of what was uploaded.

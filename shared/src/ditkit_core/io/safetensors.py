@@ -269,10 +269,8 @@ def write_safetensors(
     """Write a safetensors file tensor by tensor, atomically, and read it back before it gets its name.
 
     Args:
-        path: The file.
         shapes: Shape and dtype by name, in the order of writing.
         tensor_of: From a name to its tensor; called once for each name, so that only one tensor is in memory at a time.
-        metadata: Strings for the header.
         check: Called with the written file before it gets its name; it may raise.
 
     Raises:

@@ -156,7 +156,6 @@ class LibraryTracker:
         """Open the run.
 
         Args:
-            folder: The run's folder.
             library: `wandb` or `trackio`.
             project: The project's name there.
             run: The run's name and settings.

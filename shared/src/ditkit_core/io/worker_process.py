@@ -37,8 +37,6 @@ class WorkerProcess:
         """Start `python -m module arguments`.
 
         Args:
-            module: The module.
-            arguments: Its arguments.
             log: The file that its output is appended to.
             device: The only device that it sees.
 

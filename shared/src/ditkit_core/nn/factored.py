@@ -100,7 +100,6 @@ def add_products(out: Float[Tensor, "*batch out"], x: Float[Tensor, "*batch in"]
     """Add x · changeᵀ to a layer's result in place, without gradients, each row rounded once to its dtype.
 
     Args:
-        out: The result.
         x: Input of the layer.
         pieces: The change, in pieces of equal numbers of rows.
     """

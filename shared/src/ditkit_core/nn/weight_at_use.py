@@ -35,7 +35,6 @@ def make_at_use(layer: nn.Linear, dtype: torch.dtype, make: Callable[[], Tensor]
     """Make a layer's weight at each use. A parameter on `meta` stays in its place, and only its shape counts.
 
     Args:
-        layer: The layer.
         dtype: The weight's dtype.
         make: Makes the weight.
     """

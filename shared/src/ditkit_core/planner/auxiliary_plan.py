@@ -38,7 +38,6 @@ def plan_auxiliary(
     """Rows for encoding and sampling as configured, then for previews if they have a separate device.
 
     Args:
-        step: The run's step.
         devices: Memory of the steps on each device.
         blocks: The blocks of each device.
         gpus: Whether the plan is for GPUs that need not be in this machine.
@@ -154,7 +153,6 @@ def to_be_generated(run: RunContext, shapes: Sequence[Shape], samples: Sequence[
     Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
 
     Args:
-        run: The run.
         shapes: All shapes of the data; captions are sampled in each of them if the dataset is not available.
         samples: As for `plan_auxiliary`.
     """

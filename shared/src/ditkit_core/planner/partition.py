@@ -184,7 +184,6 @@ def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *
     Args:
         model: The model with its adapters, also on `meta`.
         spec: Decides which parameters stay in fp32.
-        precision: The dtypes.
         averaged: Whether the trained weights are averaged.
     """
     names = {id(module): name for name, module in model.named_modules()}

@@ -44,7 +44,6 @@ def make_report(run: RunContext, gpus: str = "", host: str = "", launch: Planned
     """Plan a run.
 
     Args:
-        run: The run.
         gpus: The GPUs to plan for, of one machine; empty for the run's devices on this machine.
         host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
         launch: The ranks to plan for.
@@ -197,7 +196,6 @@ def check_plannable(run: RunContext, *, here: bool) -> None:
     """Raise the errors that the run itself would, before anything is planned.
 
     Args:
-        run: The run.
         here: Whether the plan is for the devices of this machine.
     """
     if here:

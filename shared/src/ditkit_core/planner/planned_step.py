@@ -124,9 +124,7 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
 
     Args:
         run: A run of one transformer, from `as_held`.
-        arch: Its architecture.
         adapter: With the settings that an `adapter.init` file decides.
-        bucket: The micro-batch.
         kind: Kind of the devices: `cuda` or `cpu`.
     """
     config = run.config
@@ -209,8 +207,6 @@ def largest_bucket(
     largest of all is planned.
 
     Args:
-        run: The run.
-        arch: Its architecture.
         samples: The samples of the dataset, if known already.
         class_images: The class images of prior preservation, if known already.
     """

@@ -136,7 +136,6 @@ def measure(
     """Run the second step of a training on fake tensors, for a first and a later micro-batch, and record every boundary.
 
     Args:
-        job: The step.
         model: On `meta`; its parameters get new, fake memory, and keep it.
         places: Device of each stage, counted from 0.
         updates: Whether the optimizer runs; without it, peaks lack its state.

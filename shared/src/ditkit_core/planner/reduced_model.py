@@ -72,7 +72,6 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     """Build a step's model on `meta`, choose its blocks, and make those trainable as configured.
 
     Args:
-        job: The step.
         of_each: Number of blocks of a kind to run, at least 3: the first, the last, and some in between; None runs all.
 
     Raises:
@@ -138,7 +137,6 @@ def materialise(stage: nn.Module, name: str, spec: ModelSpec, *, dtype: torch.dt
         name: Its name in the model; empty for the model itself.
         spec: Decides which parameters stay in fp32.
         dtype: Dtype of the other base parameters.
-        device: Its device.
     """
 
     def loaded(owner: nn.Module, prefix: str, leaf: str, parameter: nn.Parameter) -> torch.dtype:
@@ -161,7 +159,6 @@ def give_memory(
     `Module.to` cannot do this: it would swap tensors that other modules refer to.
 
     Args:
-        module: The module.
         device: Its device.
         name: Its name in its model.
         dtype_of: Dtype of a parameter, from its module, the module's name, its own name and itself.

@@ -148,7 +148,6 @@ def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: 
     """Print planned and measured memory of a run.
 
     Args:
-        report: The plan.
         allocated: Peak bytes in tensors on each device; for a CPU one figure, of the whole process.
         reserved: Peak bytes that torch's allocator took from each GPU.
     """
@@ -167,7 +166,6 @@ def print_plan(report: PlanReport, remedy: str = "") -> None:
     """Print the plan.
 
     Args:
-        report: The plan.
         remedy: A command that may find settings with which the training fits; empty for none.
     """
     _headline(report)

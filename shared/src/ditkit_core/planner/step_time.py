@@ -155,7 +155,6 @@ def step_seconds(profile: Profile, division: Partition, gpus: Sequence[GPU], wor
     """Estimate the seconds of a training step.
 
     Args:
-        profile: Costs of the stages.
         division: Device of each block.
         gpus: The devices, as many as the division has.
         work: Micro-batches and formats of the step.

@@ -29,7 +29,6 @@ def num_missing_class_images(run: RunContext, *, started: bool) -> int:
     """Number of class images that are still to be generated.
 
     Args:
-        run: The run.
         started: Whether training has begun. Then the answer is 0: only the base model can generate class images.
 
     Raises:

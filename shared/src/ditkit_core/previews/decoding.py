@@ -22,7 +22,6 @@ class FittingDecoder:
         """Choose nothing yet: transformers may not be loaded.
 
         Args:
-            run: The run.
             sizes: Sizes of all samples.
         """
         self._run, self._sizes = run, sizes
@@ -75,7 +74,6 @@ def first_that_fits(
     """The index of the first way that memory has room for, or of the last one; and the bytes of all ways up to it.
 
     Args:
-        decodings: The ways.
         needed: Bytes that a way needs.
         free: Bytes that are left.
     """

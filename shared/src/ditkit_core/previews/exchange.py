@@ -36,7 +36,6 @@ def samples_in_place(
     Args:
         run: The run of one transformer.
         sampled: The run whose [sample] section counts: of several experts, that of all of them.
-        prepared: The model.
         folder: The folder of the samples.
         on_written: As for `SamplesInPlace`.
     """
@@ -93,7 +92,6 @@ def _ranks_with_room(own: Expert, prepared: LoadedModel, ranks: Ranks, *, num_sa
 
     Args:
         own: The expert that trains.
-        prepared: Its model.
         ranks: All of them.
         num_samples: Samples of a preview, at most.
     """

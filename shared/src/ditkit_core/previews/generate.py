@@ -36,7 +36,6 @@ def generate_samples(
     """Generate the samples of some prompts as the section says.
 
     Args:
-        run: The run.
         stages: The transformers that take the denoising steps, that of the highest noise levels first, without `sample.adapter`.
         prompts: What to sample; may be empty.
         folder: Where to write the samples.

@@ -51,7 +51,6 @@ def denoiser_stages(run: RunContext, trained: Mapping[str, ExpertWeights]) -> li
     with experts has noise levels that depend on the size of a sample.
 
     Args:
-        run: The run.
         trained: Maps the name of an expert to its trained weights; experts that are missing use their base weights.
     """
     chosen = run.config.sample.guidance
@@ -125,7 +124,6 @@ def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tup
     """The saved weights of a run's experts.
 
     Args:
-        run: The run.
         without: An expert that is skipped.
 
     Returns:

@@ -52,8 +52,6 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
     A file that somebody else removes meanwhile is no error.
 
     Args:
-        spec: The model family.
-        path: The run's folder.
         device: Device to sample on.
         streamed: Number of blocks whose weights stay in host memory.
         left_out: Names of queue files to skip.

@@ -290,7 +290,6 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
     """Find every model that the run will need and read its description, before the first of them works for hours.
 
     Args:
-        run: The run.
         samples: The samples that it trains on; [sample] may take captions from them.
         sampling: Whether images are generated even if [sample] asks for none.
 
@@ -315,7 +314,6 @@ def check_prompts(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
     """Read the conditions of the samples that will be generated.
 
     Args:
-        run: The run.
         prompts: Prompts with their conditions.
 
     Raises:

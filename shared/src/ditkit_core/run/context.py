@@ -93,7 +93,6 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
     """Complete a configuration once with the values that the model decides.
 
     Args:
-        spec: The model family.
         config: The configuration of the user.
         arch: The architecture; None reads it from local files, without loading or downloading any.
     """

@@ -33,7 +33,6 @@ def encode_all(run: RunContext, class_prompt: str = "") -> Encoded:
     """Encode every sample, and the texts and references of the samples to generate, into the cache.
 
     Args:
-        run: The run.
         class_prompt: The prompt of class images that are still to be generated, if any are.
     """
     data = run.data.dataset

@@ -78,7 +78,6 @@ def saved_step(run: RunContext, passed_over: Callable[[str], None] = warn) -> in
     """The step of the latest save of a run that trains one transformer, after checking all its files; None without a save.
 
     Args:
-        run: The run.
         passed_over: Called with one line for each save that is damaged.
 
     Raises:

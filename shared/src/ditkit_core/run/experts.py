@@ -30,8 +30,6 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
     """Refuse settings of [experts] and [model] that do not fit the architecture.
 
     Args:
-        config: The section.
-        experts: The architecture's.
         model: Paths of its files.
         having: Names of the presets that have experts.
 
@@ -82,8 +80,6 @@ def check_merges(base: BaseConfig, experts: Sequence[Expert], *, trains: Expert 
     """Refuse files of `base.merge` and `base.merge_low` that are missing, of the other expert, or do not say which expert they are for.
 
     Args:
-        base: The section.
-        experts: The architecture's.
         trains: The expert that is trained; None for all of them.
 
     Raises:

@@ -33,8 +33,6 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Lo
     """Load the weights onto their devices.
 
     Args:
-        run: The run.
-        unloaded: The model.
         placement: Which device runs what, as the planner's `place` and `plan_placement` decide.
     """
     if len(run.devices) > 1:
@@ -80,8 +78,6 @@ def engine_of(
     """The engine that runs the model as configured.
 
     Args:
-        run: The run.
-        prepared: The model.
         schedule: The resolved `train.checkpointing`; None for inference, where a budget need not be resolved.
         ranks: Those that train, and share each sample's tokens if they are in groups. None for inference on this rank alone.
     """

@@ -150,11 +150,9 @@ def build_meta_model(
     """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
 
     Args:
-        spec: The model's family.
         components: Path of the transformer, and its preset.
         adapter: What to train.
         base: What to merge into the base.
-        precision: The dtypes.
         component: The one to load, where a model has several transformers.
         keeps_codes: Whether matrices that a file has in scaled 8 bits stay in them.
         say: Called with one line for each setting that a file decided.
@@ -248,7 +246,6 @@ def load_weights(
     """Load the weights, initialise the adapters, and set up streaming. From now on the first GPU is the process's current one.
 
     Args:
-        unloaded: The model on `meta`.
         placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
         division: Of the rows of the model over ranks, each of which reads its own.
@@ -377,7 +374,6 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     """The preset's name and the architecture, by its name or from local files.
 
     Args:
-        spec: The model's family.
         components: Path of the transformer.
         fetch: Whether a missing config.json is downloaded from the hub; weights never are.
 

@@ -25,7 +25,6 @@ def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | N
     Nothing else is uploaded than these files, the card, and the run's newest samples.
 
     Args:
-        spec: The family.
         paths: Adapter files, or folders of whole transformers.
         hub: Where to, and how.
         run: The folder of the run; None looks whether the first file is in the exports of one.

@@ -31,7 +31,6 @@ def read_at_use(
     """Build a model whose matrices stay in their files; everything else, a few percent of it, is read now.
 
     Args:
-        spec: The model's family.
         components: Path of the transformer, and its preset.
         adapter: The adapter to put on it, whose values are zeros; `full` for none.
         base: What is merged into the base, but for an assistant. Nothing is quantized.
@@ -65,8 +64,6 @@ def bytes_at_use(spec: ModelSpec, arch: Any, adapter_bytes: int) -> int:
     """Host memory of a process of its own that runs a model so, next to another program's: with a base in 16 bits.
 
     Args:
-        spec: The model's family.
-        arch: The architecture.
         adapter_bytes: Size of its adapter in fp32.
     """
     model = build_on_meta(spec, arch, Precision())

@@ -27,8 +27,6 @@ def load_trained(
     """Load the weights of a run's save (the averaged ones, if it has any) into the model.
 
     Args:
-        prepared: The model.
-        folder: The run folder.
         step: The save; `best` for the one with the lowest validation loss, None for the latest.
         verified: The save instead, whose files are known to be intact.
 

@@ -142,8 +142,6 @@ def recorded_digests(run: RunContext, folder: RunFolder, warn: Callable[[str], N
     """Digests of the files, for the run's `about.json`; warns of a file that has changed since the record that is there.
 
     Args:
-        run: The run.
-        folder: Its folder.
         warn: Called with one line for each such file.
     """
     now: dict[str, str] = {}

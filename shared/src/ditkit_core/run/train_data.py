@@ -91,8 +91,6 @@ def store_moved_data(run: RunContext, folder: RunFolder, experts: Sequence[RunFo
 
     Args:
         run: The run, with the new settings.
-        folder: Its folder.
-        experts: Those of its experts.
 
     Raises:
         UserError: Naming a sample that was added, removed or changed.
@@ -115,7 +113,6 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, s
     The record has no folder in it: data that was moved is the same data.
 
     Args:
-        folder: The run's folder.
         encoded: The samples, class images included.
         base: Fingerprint of the base's weights.
         steps: `base_steps` of the run.

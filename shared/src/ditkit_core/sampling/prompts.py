@@ -45,7 +45,6 @@ class SamplePrompt:
         """This prompt, shortened to the clip's trained length if the clip or a condition video has too few frames for the sample.
 
         Args:
-            columns: The model's condition columns.
             fps: Frames per second of clips.
             warn: Called with one line if the prompt is shortened.
         """
@@ -120,7 +119,6 @@ def choose_prompts(
     """What to sample: the prompts, or without prompts the captions of the first samples that differ in caption or references.
 
     Args:
-        config: The section.
         samples: The dataset's samples; only read if there are no prompts.
         size: Frames, height and width of training, used for those that the section leaves at 0.
         size_step: The model's step of height and width, in pixels.
@@ -172,8 +170,6 @@ def shape_of(clip: Sample | SamplePrompt, columns: Sequence[Column], reference_s
     """The shape of a clip that is trained or sampled. A condition that is a latent frame in front of it counts as a reference.
 
     Args:
-        clip: The clip.
-        columns: The model's condition columns.
         reference_size: As in `ModelSpec`.
     """
     sizes: list[tuple[int, int]] = []
@@ -196,7 +192,6 @@ def requests_of(
     """The requests for one prompt: `sample.images` of them, with consecutive seeds.
 
     Args:
-        prompt: The prompt.
         config: The `[sample]` section, resolved.
         conditions: The encoded tensors of its text and of the model's other conditions.
         negative: The same with the negative prompt; None if guidance does not use it.

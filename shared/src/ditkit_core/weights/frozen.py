@@ -244,7 +244,6 @@ class FrozenModule:
 
         Args:
             work: As for `run`; its result is in fp32.
-            latents: The sample.
             decodings: The ways, at least one.
             tiles: Those of the ways that decode tile by tile.
             pixels: Pixels on a side of a latent pixel.

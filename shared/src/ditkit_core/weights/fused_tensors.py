@@ -25,7 +25,6 @@ class FusedTensors:
         """Record that the rows of a tensor are these parts of the other side's tensors, in order.
 
         Args:
-            name: The tensor.
             parts: The parts, from its first row on.
 
         Returns:

@@ -33,7 +33,6 @@ class LayerStreamer:
         """Prepare without reading or allocating.
 
         Args:
-            source: The file.
             device: The device to load to.
             dtype: The dtype of the weights there.
         """
@@ -102,7 +101,6 @@ def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tup
     Args:
         streaming: `auto` streams weights that would leave less than `MARGIN_BYTES` free.
         needed_bytes: Bytes of all weights on the device.
-        device: The device.
 
     Returns:
         The decision, and its reason in a few words.

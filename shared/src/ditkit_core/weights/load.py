@@ -47,7 +47,6 @@ def match(
     Trailing ones of a shape are ignored: the weight [C, C, 1, 1] of a convolution matches the matrix [C, C].
 
     Args:
-        source: The file.
         names: The model's names in all forms.
         wanted: Shapes by our name.
         ignore: Whether a tensor of the file may be left over, by its name there.
@@ -189,7 +188,6 @@ def load_into(
 
     Args:
         model: The model, built on `meta`; each loaded parameter keeps its `requires_grad`.
-        source: The file.
         mapping: Parts of the file's tensors by our name, from `match`.
         device_of: The device of a parameter, by our name.
         dtype_of: Its dtype there, if it is not quantized.
@@ -357,7 +355,6 @@ class ParameterReader:
         """Fill a tensor, on any device and in any dtype, with the values of a file's parts; with `codes`, without applying scales.
 
         Args:
-            tensor: The tensor.
             parts: What makes up the parameter.
             codes: Whether scales are left out.
             rows: The parameter's rows that the tensor has; None for all.

@@ -24,7 +24,6 @@ def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce each path in a configuration to its last part; ids of a hub stay complete.
 
     Args:
-        tree: The configuration's dataclass.
         values: Values by dotted key; unknown keys stay as they are.
 
     Returns:
@@ -53,7 +52,6 @@ def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
     """Redact the header of another file for a file that is made from it: an older version may have written complete paths.
 
     Args:
-        tree: The configuration's dataclass.
         header: The other file's header.
 
     Returns:

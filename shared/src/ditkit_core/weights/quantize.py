@@ -175,7 +175,6 @@ def hold_as_stored(
 
     Args:
         model: The model, on `meta`.
-        source: The file.
         mapping: Parts of the file's tensors by our name, from `match`.
         layers: Names of layers that may be replaced; by default all.
 

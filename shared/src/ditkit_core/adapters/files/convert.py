@@ -84,7 +84,6 @@ def reduce_rank(
         adapters: Adapters by our name of the module.
         rank: The rank; modules of this rank or less stay as they are. None: the lowest rank per module that keeps `energy`.
         energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
-        path: The file, for messages.
 
     Returns:
         The adapters, and the share that each module keeps.
@@ -118,13 +117,8 @@ def add_missing_modules(
 
     Args:
         adapters: Adapters by our name of the module.
-        spec: The family.
         form: One of `ADAPTER_FORMS`.
         layers: Known shapes of layers.
-        path: The file, for messages.
-
-    Returns:
-        All adapters.
 
     Raises:
         UserError: If the shape of such a layer is unknown.
@@ -159,11 +153,9 @@ def write_converted(
 
     Args:
         adapters: Adapters by our name of the module.
-        spec: The family.
         path: The file, which does not exist yet.
         form: One of `ADAPTER_FORMS`.
         dtype: The dtype of the matrices.
-        metadata: Strings for the header.
 
     Returns:
         The file, with the differences that rounding made.
@@ -227,9 +219,6 @@ def derived_metadata(source: Mapping[str, str], **made: object) -> dict[str, str
     Args:
         source: The other file's header.
         made: What was done, for `made_from`.
-
-    Returns:
-        The new header.
     """
     stale = [key for key in source if key in ("format", DIFFUSERS_METADATA, VERIFIED) or _HASHES.match(key)]
     kept = {key: value for key, value in source.items() if key not in stale}

@@ -108,7 +108,6 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> 
     """Refuse, before training, an adapter that a form's readers would ignore or misread.
 
     Args:
-        spec: The model's family.
         config: The forms.
         model: The model with its adapter, if it has one.
 
@@ -144,8 +143,6 @@ def why_unverified(spec: ModelSpec, config: ExportConfig, form: str, model: Stag
     """Why diffusers cannot compare an export with ours, as the predicate of a sentence about it; empty if it can.
 
     Args:
-        spec: The model's family.
-        config: The `[export]` section.
         form: The form of the export.
         model: The model, with its adapter if it has one.
         whole: Whether it is a whole transformer.
@@ -187,7 +184,6 @@ def export_adapter(
 
     Args:
         model: The model with its adapter.
-        spec: The model's family.
         folder: The folder to write to.
         stem: First part of the file names, as for `adapter_file`.
         config: Forms and dtype.
@@ -258,7 +254,6 @@ def export_merged(
         spec: The model's family; its fp32 parameters stay fp32 in the file.
         folder: Afterwards contains one folder `transformer_<form>` per form.
         config: Forms and dtype.
-        metadata: Strings for the headers.
         original: From a name to a base parameter's values before it was quantized; by default the model's own approximation is written. For a
             model on `meta` it gives every parameter, one after the other.
         config_json: The base's config.json, copied next to the diffusers form, whose readers need it.

@@ -20,13 +20,7 @@ from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import TensorSlice
-from ditkit_core.weights.factored import (
-    METHOD_OF_PART,
-    is_complete,
-    low_rank_of,
-    rank_of_parts,
-    shape_of_parts,
-)
+from ditkit_core.weights.factored import METHOD_OF_PART, is_complete, low_rank_of, rank_of_parts, shape_of_parts
 
 _MOST_WEIGHTS = 2**29
 """Weights of a layer, above the largest of known models (340 million): a small file may stand for a change of any size."""

@@ -32,7 +32,6 @@ class FileAdapter:
         """Read the LoRA of one of its parts.
 
         Args:
-            source: The file.
             index: The part.
             columns: Indices of the columns of B, and rows of A, to read; None for all.
         """

@@ -97,13 +97,8 @@ def adapter_in(
     """Understand an adapter file by its names alone.
 
     Args:
-        whole: The file.
-        spec: Its family.
         part: The expert to choose in a file with an adapter for each; None if the file has one adapter.
         layers: Linear layers of an architecture that is not a preset, whose names are known too.
-
-    Returns:
-        The adapter.
 
     Raises:
         UserError: If the file is not an adapter of this family, or has two adapters and none was chosen.

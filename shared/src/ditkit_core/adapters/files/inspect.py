@@ -44,7 +44,6 @@ def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: 
 
     Args:
         path: An adapter, or a complete transformer (file, folder or index).
-        spec: The family.
         part: The expert to choose in a file with an adapter for each; None describes each.
         base: Linear layers of a base to compare with.
 

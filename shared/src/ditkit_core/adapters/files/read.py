@@ -164,12 +164,7 @@ def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[
     Matrices are read only where the form fuses modules that the model has apart: their columns of zeros in B tell modules apart.
 
     Args:
-        path: The file.
-        names: The model's names.
         modules: Weight shapes [out, in] of the model's Linear layers, by our name.
-
-    Returns:
-        The adapter file.
 
     Raises:
         UserError: If this is not a safetensors file, has no adapter, or has keys that do not fit the model; with the first ten.
@@ -193,12 +188,8 @@ def understand_adapter(
     """`open_adapter` for a file that is open.
 
     Args:
-        source: The file.
         known: Names of these Linear layers, and perhaps of others.
         modules: Weight shapes [out, in], by our name, of all layers that the file adapts.
-
-    Returns:
-        The adapter file.
 
     Raises:
         UserError: As `open_adapter`.
@@ -368,7 +359,6 @@ def config_from_file(
     """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from.
 
     Args:
-        config: The configuration.
         file: The adapter to start from.
         merge_key: As `BaseConfig.merge_key`, for errors.
 

@@ -66,12 +66,9 @@ def write_adapter(
     alpha keeps B as it is, unless modules that it fuses into one tensor differ in scale: then all scales are folded.
 
     Args:
-        path: The file.
         adapters: Adapters by our name of the module.
-        names: The model's names.
         form: One of `ADAPTER_FORMS`.
         dtype: The dtype of the tensors in the file.
-        metadata: Strings for the header.
         check: Checks the written file before it gets its name; it may raise.
 
     Raises:
@@ -226,9 +223,6 @@ def _compare(path: Path, adapters: Mapping[str, Scaled], names: StateDictNames, 
     """Compare a file, as our own reader sees it, with the adapters.
 
     Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module.
-
-    Returns:
-        The file.
 
     Raises:
         UserError: If a module, a scale or a value differs.

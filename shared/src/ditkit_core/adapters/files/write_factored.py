@@ -99,12 +99,8 @@ def write_factored(
     """Write LoKr or LoHa, and read them back before the file gets its name.
 
     Args:
-        path: The file.
-        adapters: The adapters.
-        names: The model's names.
         form: One of `ADAPTER_FORMS`.
         dtype: The dtype of the tensors in the file.
-        metadata: Strings for the header.
 
     Returns:
         The largest relative difference of a tensor, by norm, which rounding to the dtype caused.

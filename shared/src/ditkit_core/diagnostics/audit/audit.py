@@ -94,7 +94,6 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     Afterwards the model, its parameters, their `.grad` and torch's generators are unchanged.
 
     Args:
-        subject: The model, data and settings to audit.
         advance: Called after each forward and backward.
         notes: Copied into the findings.
 

@@ -31,7 +31,6 @@ def by_op_group(precision: Precision, place_of: Callable[[str], str]) -> DtypeOf
     Adapters follow the matmuls, in fp32 or wider. Other weights are never narrowed here: the model itself casts those where it uses them.
 
     Args:
-        precision: The dtypes.
         place_of: `ModelSpec.precision.op_group_of`, a function from a canonical name to a place.
     """
 

@@ -61,9 +61,6 @@ def check_verdict(checkup: CheckReport) -> str:
 def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
     """Write `check.json` and `check.html` into a folder, each atomically.
 
-    Returns:
-        The files.
-
     Raises:
         UserError: If they cannot be written.
     """

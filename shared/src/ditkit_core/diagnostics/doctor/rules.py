@@ -273,7 +273,6 @@ def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding
     """The finding about a loss mask that separates nothing.
 
     Args:
-        sample: The clip.
         share: Share of its mask's pixels that is white.
         outside: `train.mask_weight`.
     """

@@ -47,7 +47,6 @@ def chart_figure(chart: Chart, *, section: int) -> Html:
     """Build a chart with its caption, and an element in which the script shows the numbers under the pointer.
 
     Args:
-        chart: The chart.
         section: Index of its run on the page.
     """
     scale = _Scale.of(chart)

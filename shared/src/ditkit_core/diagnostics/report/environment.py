@@ -50,7 +50,6 @@ def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[
     """Summarize the samples that are trained on, and those that were left out.
 
     Args:
-        dataset: The dataset.
         encoded: Ids of the samples that were encoded.
         held_out: Ids of those that are held out for validation.
     """

@@ -18,9 +18,6 @@ from ditkit_core.io.run_dir import RunFolder
 def write_report(folder: Path) -> Path:
     """Write the report of a run's folder atomically, replacing an older one.
 
-    Returns:
-        The path of the page.
-
     Raises:
         UserError: If the folder contains no run, or the page cannot be written.
     """

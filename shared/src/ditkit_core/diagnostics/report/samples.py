@@ -36,7 +36,6 @@ def samples_part(sections: Sequence[Section], folder: Path) -> list[Html]:
     """Build the part of the page with all samples; empty if there are none.
 
     Args:
-        sections: The sections of the page.
         folder: The folder that the page is written into, which links begin at.
     """
     media = _Media(folder)

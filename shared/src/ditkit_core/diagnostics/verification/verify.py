@@ -33,7 +33,6 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
 
     Args:
         run: The run, of one transformer.
-        folder: Its folder.
         skipped: Names of exports to leave alone.
 
     Raises:

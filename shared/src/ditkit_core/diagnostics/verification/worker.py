@@ -37,8 +37,6 @@ def verify_in(spec: ModelSpec, path: Path, skipped: Collection[str] = ()) -> Non
     """Verify what is left in a run's folder.
 
     Args:
-        spec: The model family.
-        path: The folder.
         skipped: Names of exports to leave alone.
 
     Raises:

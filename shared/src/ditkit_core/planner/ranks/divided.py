@@ -20,7 +20,6 @@ def profile_of_rank(whole: Profile, layout: RankLayout, reduction: torch.dtype =
 
     Args:
         whole: The profile of a rank with the whole model.
-        layout: The ranks.
         reduction: Dtype in which gradients are added up over ranks.
     """
     if layout.shard == 1:
@@ -35,8 +34,6 @@ def work_of_rank(work: Workload, layout: RankLayout, *, adapts: bool) -> Workloa
     """The part of a step that the fullest rank does.
 
     Args:
-        work: The step.
-        layout: The ranks.
         adapts: Whether adapters are trained.
     """
     own = layout.micro_batches(work.micro_batches)

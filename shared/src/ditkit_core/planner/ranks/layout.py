@@ -69,9 +69,7 @@ def layout_of(config: RunConfig, num_gpus: int, launch: PlannedLaunch) -> RankLa
     """The ranks of a plan; None for a process alone.
 
     Args:
-        config: The run's configuration.
         num_gpus: GPUs of a machine, as `--gpus` names them or as there are here; 1 without any.
-        launch: The flags.
 
     Raises:
         UserError: If the numbers do not fit each other.

@@ -79,7 +79,6 @@ class RankStep:
         """Bytes, and times over these links.
 
         Args:
-            routes: The links.
             host: A rank's page-locked memory.
         """
         tensors = [rows.number * rows.bytes_each for stage in self.profile.stages for rows in stage.rows]

@@ -117,7 +117,6 @@ def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Cand
     """Give each block the policy that recomputes least within the memory that a division leaves free; None if none fits.
 
     Args:
-        task: The step.
         like: Settings with one policy, whose division and formats are used.
         share: Largest share of each GPU's available memory to use.
     """

@@ -138,10 +138,8 @@ class Search:
         """Prepare the search; nothing is evaluated yet.
 
         Args:
-            task: The step.
             policy: Checkpointing policy of all blocks.
             quantize: Format of the frozen weights.
-            pipelined: Whether micro-batches overlap.
         """
         self._task, self._policy = task, policy
         self._profile = profile = task.profile_of(policy, quantize)

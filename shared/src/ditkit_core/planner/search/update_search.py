@@ -95,7 +95,6 @@ def levels(config: RunConfig, *, in_backward: bool = True) -> Iterator[Level]:
     """The run as it is, then with one lever more each time.
 
     Args:
-        config: The run.
         in_backward: Whether the optimizer can step in the backward: with several ranks it cannot.
     """
     level = Level(config=config)
@@ -127,7 +126,6 @@ def search(config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, later:
     """The first level with which something fits.
 
     Args:
-        config: The run.
         task_of: The search problem of a run with another configuration; cached.
         later: Whether levels behind the chosen one are planned too.
     """
