@@ -126,7 +126,7 @@ class Late(BlockSwap):
 
     def pre_forward(self, index, block):
         for queue in self._queues.values():
-            queue.is_full = True
+            queue._keep_only = lambda *indices: None
         super().pre_forward(index, block)
 
 
@@ -217,19 +217,6 @@ def test_frozen_tensors_of_every_kind_are_streamed():
     for name, tensor in odd.state_dict().items():
         assert torch.equal(tensor.float(), before[name].float()), name
         assert torch.equal(hosts[name].float(), before[name].float()), name
-
-
-def test_all_weights_are_there_where_they_are_asked_for():
-    model = make_model(TOY, ToyArch(depth=4), adapter=LORA).eval()
-    items = toy_items(2)
-    plain = outcome(TOY, model, items, BlockEngine())
-    swap = stream(model)
-    with swap.whole(), Watched(swap) as watch:
-        assert watch.there().total() == 4
-        assert outcome(TOY, model, items, BlockEngine(hooks=(swap,))).differences(plain) == []
-        assert outcome(TOY, model, items, None).differences(plain) == [], "a reader that knows of no engine"
-        assert watch.fetched.total() == 0
-    assert not watch.there()
 
 
 @pytest.mark.parametrize(("kind", "policy"), list(zip(KINDS, POLICIES, strict=True)))  # other pairs: `LeverChecks`

@@ -169,18 +169,6 @@ class BlockSwap(BlockHooks):
         finally:
             self._put(on_host=False)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Context in which all weights are on their devices."""
-        try:
-            for queue in self._queues.values():
-                queue.fill()
-            yield
-        finally:
-            for queue in self._queues.values():
-                queue.is_full = False
-                queue.clear()
-
     def describe(self) -> str:
         """One line for the log: how many blocks are streamed, and their bytes."""
         count = sum(len(queue.blocks) for queue in self._queues.values())
@@ -204,8 +192,6 @@ class BlockQueue:
         """Optimizer state of a block's weights; more than one entry if a weight had its first gradient later than others."""
         self.sums: dict[int, list[Streamed]] = {}
         """The same of the sums of gradients over micro-batches."""
-        self.is_full = False
-        """Whether all blocks stay on the device, as inside `BlockSwap.whole`."""
         self.lane = CopyLane(device)
         self._pages = pages
         self._optimizer: KeepsState | None = None
@@ -287,13 +273,6 @@ class BlockQueue:
             self.lane.finish()  # on the host, which saves and averages read next
         self._is_storing = False
 
-    def fill(self) -> None:
-        """Fetch all blocks, to stay."""
-        self.is_full = True
-        for index in self.blocks:
-            self._fetch(index)
-            self._wait_for(index)
-
     def _advance(self, index: int, following: int | None, *, with_state: bool = False) -> None:
         if index not in self.blocks and following in (self._state_there if with_state else self._there):
             # A resident block between streamed ones: nothing is freed for it, because the block before may be needed again after it.
@@ -324,7 +303,7 @@ class BlockQueue:
             self.lane.wait_for(event)
 
     def _keep_only(self, *indices: int | None) -> None:
-        gone = [] if self.is_full else [index for index in self._there if index not in indices]
+        gone = [index for index in self._there if index not in indices]
         if gone:
             # The work that reads and updates these blocks is launched by now. The side stream waits for it, copies the new values to the
             # host, and only then uses the memory again.
