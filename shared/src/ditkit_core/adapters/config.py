@@ -11,6 +11,8 @@ from ditkit_core.config.layer_patterns import check_used, parse_patterns, value_
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import set_forms
 
+METHOD_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
+"""Names of the methods of adapters, for messages."""
 FP8_SCALED = "fp8_scaled"
 """The dtype of an export whose matrices have 8 bits and a scale."""
 
@@ -135,7 +137,7 @@ class AdapterConfig:
     @property
     def name(self) -> str:
         """The method's name in messages."""
-        return "DoRA" if self.use_dora else {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}.get(self.method, "")
+        return "DoRA" if self.use_dora else METHOD_NAMES.get(self.method, "")
 
     def rank_of(self, layer: str) -> int:
         """The rank of a layer's adapter."""

@@ -143,7 +143,7 @@ def scan(
             fps=config.fps or fps,
             reference_size=reference_size,
             columns=columns,
-            sizes=_sizes(config, size_step),
+            sizes=sizes_of(config, size_step),
             prefix=prefix,
         )
         found, not_used = _scan_folder(reader, key)
@@ -251,7 +251,7 @@ def _check_folder(folder: str, key: str, config: DataConfig) -> None:
         raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")
 
 
-def _sizes(config: DataConfig, size_step: int) -> tuple[Size, ...]:
+def sizes_of(config: DataConfig, size_step: int) -> tuple[Size, ...]:
     """The sizes that samples may have: one, or those of the buckets."""
     if not config.buckets:
         return ((config.height, config.width),)

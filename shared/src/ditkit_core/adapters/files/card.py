@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.config.toml import flatten
 from ditkit_core.models.paths import is_hub_id
 from ditkit_core.models.spec import ModelSpec
-
-_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
-"""Names of methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,10 @@ class Card:
     def _method(self) -> str:
         config = self._config
         if not self._is_adapter:
-            return f"merged {name}" if (name := _NAMES.get(str(config.get("adapter.method")))) else "full fine-tune"
-        kind = "DoRA" if config.get("adapter.use_dora") else _NAMES.get(str(config.get("adapter.method")), "LoRA")
+            return (
+                f"merged {name}" if (name := METHOD_NAMES.get(str(config.get("adapter.method")))) else "full fine-tune"
+            )
+        kind = "DoRA" if config.get("adapter.use_dora") else METHOD_NAMES.get(str(config.get("adapter.method")), "LoRA")
         return f"{kind} of rank {config['adapter.rank']}" if "adapter.rank" in config else kind
 
     def _metadata(self) -> dict[str, Any]:

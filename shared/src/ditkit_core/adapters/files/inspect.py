@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.adapters.files.convert import module_kind
 from ditkit_core.adapters.files.identify import Shapes, adapter_in, is_transformer, parts_in, presets_of
 from ditkit_core.adapters.files.keys import has_adapter_keys
@@ -120,7 +121,7 @@ def _norm(file: AdapterFile, module: str) -> float:
 
 def _matrices(layout: AdapterLayout) -> str:
     if layout.method != "lora":
-        return layout.method.replace("lokr", "LoKr").replace("loha", "LoHa").replace("lora", "LoRA")
+        return " and ".join(METHOD_NAMES[method] for method in layout.method.split(" and "))
     return "lora_down, lora_up" if layout.up_down else "lora_A, lora_B"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.config.sizes import GIB
 from ditkit_core.diagnostics.rendering import Html, element
 from ditkit_core.diagnostics.report.data import Section
@@ -78,7 +79,7 @@ def _model(section: Section) -> list[str]:
     trained = model.get("trained_parameters")
     count = f"{trained:,} trained parameters" if isinstance(trained, int) else ""
     method = config.get("adapter.method", "")
-    if name_of := {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}.get(str(method)):
+    if name_of := METHOD_NAMES.get(str(method)):
         method = f"{'DoRA' if config.get('adapter.use_dora') else name_of}, rank {config.get('adapter.rank')}"
         method += _in_brackets(config.get("adapter.rank_pattern"))
     elif method == "full":
