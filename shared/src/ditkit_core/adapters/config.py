@@ -22,14 +22,14 @@ class BaseConfig:
     """The `[base]` section: how the frozen base is changed before training."""
 
     merge: tuple[str, ...] = setting((), resume="refused", holds="path")
-    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`. Of a model of two experts, into the
-    high-noise one."""
+    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`. For a model of two experts:
+    the files of the high-noise expert."""
     merge_low: tuple[str, ...] = setting((), resume="refused", holds="path", part_of="merge")
-    """The same for the low-noise expert; a file that is for both is named in both."""
+    """The same for the low-noise expert. Name a file for both experts in both keys."""
     assistant: str = setting("", resume="refused", holds="path")
-    """A LoRA file, as `FILE` or `FILE@strength`, that is merged into the base for training and taken out again for samples. On a
-    distilled base it undoes the distillation while an adapter is trained, which then leaves the distillation alone. Of a model of two
-    experts, the high-noise one."""
+    """A LoRA file, as `FILE` or `FILE@strength`, that undoes the distillation of a distilled base while an adapter is trained, so that
+    the adapter does not. It is merged into the base for training and taken out again for samples. For a model of two experts: the file of
+    the high-noise expert."""
     assistant_low: str = setting("", resume="refused", holds="path")
     """The same for the low-noise expert."""
     quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
@@ -79,26 +79,27 @@ class AdapterConfig:
     """`lora` trains low-rank adapters over a frozen base, `lokr` Kronecker products, `loha` elementwise products of two low-rank
     matrices, and `full` every parameter."""
     rank: int = setting(32, resume="refused")
-    """Rank of the adapters; of a LoKr, the rank of its second factor, which is stored whole if that is smaller."""
+    """Rank of the adapters; for a LoKr, the rank of its second factor, which is stored whole if that is smaller."""
     alpha: float = setting(0.0, resume="refused")
     """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
     rank_pattern: tuple[str, ...] = setting((), resume="refused")
     """Other ranks by layer, each as `PATTERN=RANK`: a name's end (`self_attn.q=64`) or a glob (`*.ffn.*=8`). The first that fits a layer
     counts."""
     alpha_pattern: tuple[str, ...] = setting((), resume="refused")
-    """Other values of alpha by layer, each as `PATTERN=ALPHA`, likewise."""
+    """Other values of alpha by layer, each as `PATTERN=ALPHA`, with patterns as in rank_pattern."""
     dropout: float = setting(0.0, resume="stated")
     """Probability of dropping an input of the adapter in training, 0 to below 1."""
     targets: tuple[str, ...] = setting((), resume="refused")
-    """A named set, name endings (`self_attn.q`) or glob patterns (`layers.1*.ffn.*`); empty means the model's first set."""
+    """Layers that get an adapter: a named set of the model, name endings (`self_attn.q`) or glob patterns (`layers.1*.ffn.*`). Empty means the
+    model's first set."""
     use_rslora: bool = setting(False, resume="refused")
     """Scale by alpha / sqrt(rank)."""
     use_dora: bool = setting(False, resume="refused")
     """Also train the norm of each output's weights (DoRA)."""
     decompose_factor: int = setting(-1, resume="refused")
-    """Of a LoKr: the size of its first factor, at most, where it divides a layer's; -1 makes both factors of about equal size."""
+    """For a LoKr: the largest size of its first factor, which has to divide the size of the layer; -1 makes both factors about equally large."""
     decompose_both: bool = setting(False, resume="refused")
-    """Of a LoKr: whether the first factor is a low-rank product too, where the rank is small enough."""
+    """For a LoKr: make the first factor a low-rank product too, where the rank is small enough."""
     init: str = setting("", resume="refused", holds="path")
     """An existing LoRA file to start from; rank and alpha are taken from it."""
 
@@ -167,7 +168,7 @@ class ExportConfig:
     """The `[export]` section: what is written next to each save and at the end."""
 
     forms: tuple[str, ...] = setting(("official",), resume="free")
-    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A complete
+    """Formats of the files, which differ in the names of tensors: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A complete
     transformer is written only in the first two."""
     dtype: str = setting("bf16", resume="free")
     """Dtype of the files: bf16 or fp32; or fp8_scaled for a complete transformer as ComfyUI reads it, with the blocks' matrices in 8 bits

@@ -96,7 +96,7 @@ class TrainOptions:
     link: str = option("", goes_with={"plan fit": "is a link between ranks in a plan; add --plan or --fit"})
     """Link between ranks to plan for: `nvlink`, `pcie`, `ib400` or `10gbe`; `pcie,10gbe` within and between machines. Unset: two usual ones."""
     write: str = option("", goes_with={"fit": "saves the configuration that --fit chose; add --fit"})
-    """File to save the configuration in that --fit chose."""
+    """With --fit: file that the chosen configuration is saved in."""
     audit_precision: bool = option(
         False, excludes={"plan fit": "and {other}: the audit computes with the weights, {other} needs none"}
     )
@@ -233,11 +233,11 @@ class ExportOptions:
     part: Literal["transformer", "transformer_2"] | None = option(
         None, goes_with={"adapter inspect": "chooses an expert in a file; add --adapter FILE or --inspect FILE"}
     )
-    """Expert to use, if the file contains an adapter for each expert."""
+    """Expert whose adapter to use, if the file contains one for each expert."""
     json: bool = option(False, goes_with={"inspect": "prints the result of --inspect as JSON; add --inspect FILE"})
     """Print the result of --inspect as JSON."""
     push: str = option("", excludes={"inspect extract": "and {other}: it uploads an adapter or a run's export"})
-    """Repository on the hub (NAME/REPO) to upload to: the run's finished adapters, what the other options have it export, or the file of
+    """Repository on the hub (NAME/REPO) to upload to: the run's finished adapters, the export that the other options describe, or the file of
     --adapter; with a model card and the newest samples. It is created if necessary. Needs `hf auth login`."""
     card: str = option("", excludes={"inspect extract": "and {other}: it describes an adapter or a run's export"})
     """File for the model card, or - to print it; nothing is uploaded without --push. With --push a file that exists is uploaded as the card."""

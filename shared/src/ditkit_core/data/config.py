@@ -21,8 +21,8 @@ class DataConfig:
     """The `[data]` section: the clips and captions to train on, and how clips are extracted from files."""
 
     folder: str = setting("", resume="stated", holds="path")
-    """Folder of videos, images and captions. A run continues where it has the same samples: a dataset may be moved, with its metadata,
-    references, controls and masks."""
+    """Folder of videos, images and captions. A run can be continued after its dataset was moved, with metadata, references, controls and
+    masks, but not with other samples."""
     folders: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Several such folders instead of `folder`; with more than one, sample ids begin with the folder's name."""
     repeats: tuple[float, ...] = setting((), resume="refused")

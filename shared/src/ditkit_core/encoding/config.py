@@ -9,8 +9,8 @@ from ditkit_core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:
-    """The `[prior]` section: what keeps the model from forgetting the class that the trained subject belongs to. Without folder, prompt
-    and match_base nothing does."""
+    """The `[prior]` section: prior preservation, which keeps the model from forgetting the class of the trained subject. It is off unless
+    folder, prompt or match_base is set."""
 
     folder: str = setting("", resume="refused", holds="path")
     """Folder of class images (or clips) and captions, in the format of data.folder. Empty means `prior` in the run folder if a prompt
@@ -22,8 +22,8 @@ class PriorConfig:
     weight: float = setting(1.0, resume="stated")
     """Weight of the class in the loss, above 0."""
     match_base: float = setting(0.0, resume="stated")
-    """Share of the steps, from 0 to below 1, whose target is the prediction of the base without the adapter, for the data's own clips with
-    prior.prompt as their caption, or the empty one. They need no class images, and take one forward more."""
+    """Share of the steps, from 0 to below 1, whose target is the prediction of the base without the adapter. Their clips are those of the
+    data, with prior.prompt as their caption, or the empty one. They need no class images, and take one more forward."""
 
     def __post_init__(self) -> None:
         if self.prompt and not self.prompt.strip():

@@ -26,7 +26,7 @@ WITHOUT_LIMIT = timedelta(days=365)
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """The `[ranks]` section, for a run that torchrun starts as several processes. Nothing in it changes a result but by roundings."""
+    """The `[ranks]` section, for a run that torchrun starts as several processes. It changes results only by roundings."""
 
     shard: int = setting(1, resume="free")
     """Number of ranks that divide weights, gradients and optimizer state among themselves (FSDP2); with more ranks in all, each such group

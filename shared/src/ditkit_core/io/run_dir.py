@@ -117,7 +117,7 @@ class RunFolderConfig:
 
     folder: str = setting("runs/run", resume="free", holds="path", varies=True)
     """Folder of the run, by default in `runs/` with the name of the run file. It contains the resolved configuration, saved states, exports,
-    samples and metrics. An existing run is continued. Exports bear its name."""
+    samples and metrics. An existing run is continued. Exports get its name."""
 
     def __post_init__(self) -> None:
         if not self.folder.strip() or "\0" in self.folder:

@@ -136,7 +136,7 @@ Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The `[precision]` section: the dtype of each place in a step; model.dtype sets that of matmuls."""
+    """The `[precision]` section: the dtype of each place of a step, which is a group of operations; model.dtype sets that of matmuls."""
 
     preset: Literal["default", "reference", "fast"] = setting("default", resume="stated")
     """Dtypes of the places that are not set: `default` (all in fp32 or wider except matmuls and attention), `reference` (like the model's

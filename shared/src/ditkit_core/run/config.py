@@ -26,13 +26,13 @@ class ExpertsConfig:
     """The `[experts]` section: for models of two transformers that split the noise levels between them (Wan 2.2 A14B)."""
 
     train: Literal["both", "high_noise", "low_noise"] = setting("both", resume="refused")
-    """Which to train. Both are trained one after the other, each as a run of its own in a folder of the run, and only one is in memory."""
+    """Which experts to train. Both are trained one after the other, each in its own folder of the run; only one is in memory."""
     rank: tuple[int, ...] = setting((), resume="refused")
-    """adapter.rank of each, the high-noise expert's first; one number is for both, empty means adapter.rank."""
+    """adapter.rank of the high-noise and the low-noise expert. One number is for both; empty means adapter.rank."""
     lr: tuple[float, ...] = setting((), resume="stated")
-    """optim.lr of each, likewise."""
+    """optim.lr of the high-noise and the low-noise expert. One number is for both; empty means optim.lr."""
     steps: tuple[int, ...] = setting((), resume="free")
-    """train.steps of each, likewise."""
+    """train.steps of the high-noise and the low-noise expert. One number is for both; empty means train.steps."""
 
     def of(self, name: str, index: int, otherwise: Number) -> Number:
         """One expert's `rank`, `lr` or `steps`.

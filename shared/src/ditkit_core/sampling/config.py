@@ -29,11 +29,11 @@ class SampleConfig:
     """Extra conditions of every prompt, as column=path: `input_image=cat.png` for a model that starts from an image. Without prompts,
     each caption is sampled with the conditions of its own clip."""
     adapter: tuple[str, ...] = setting((), resume="free", holds="path")
-    """LoRA files that samples and previews are generated with in addition, each as `FILE` or `FILE@strength`. A distilled one makes few
-    `steps` with `guidance = 1` enough. Training, exports and class images are without them. For a model of two experts: of the high-noise
+    """Additional LoRA files for samples and previews, each as `FILE` or `FILE@strength`. With a distilled one, few `steps` and
+    `guidance = 1` are enough. Training, exports and class images do not use them. For a model of two experts: the files of the high-noise
     expert."""
     adapter_low: tuple[str, ...] = setting((), resume="free", holds="path")
-    """Likewise of the low-noise expert; a file that is for both is named in both."""
+    """The same for the low-noise expert. Name a file for both experts in both keys."""
     images: int = setting(1, resume="free")
     """Number of samples per prompt, with the seeds `seed`, `seed` + 1, …; more than one image is also shown in a grid."""
     negative: str = setting(AUTHORS_NEGATIVE, resume="free")
@@ -48,7 +48,7 @@ class SampleConfig:
     frames: int = setting(0, resume="free")
     """Frames per sample; 0 means as many as in training, 1 writes a PNG. Condition videos must have as many frames."""
     height: int = setting(0, resume="free")
-    """Height in pixels; 0 means that of training; if the width is 0 as well, the shape of the first reference."""
+    """Height in pixels; 0 means the height in training. If height and width are 0, a sample with references gets the shape of the first one."""
     width: int = setting(0, resume="free")
     """Width in pixels; 0 works as for the height."""
     seed: int = setting(0, resume="free")

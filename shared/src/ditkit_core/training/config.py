@@ -65,7 +65,7 @@ class FlowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EMAConfig:
-    """The `[ema]` section."""
+    """The `[ema]` section: an average of the trained weights over the steps, which samples and exports use."""
 
     decay: float = setting(0.0, resume="stated")
     """Share of the average that one update keeps, in [0, 1); 0 disables averaging. 0.999 averages about a thousand updates."""
@@ -79,7 +79,7 @@ class EMAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The `[train]` section."""
+    """The `[train]` section: how long to train, in which batches, on which devices, and with how much memory."""
 
     steps: int = setting(1000, resume="free")
     """Optimizer steps of the whole run, including those before it was resumed. 0 trains nothing: the initial model is exported and
@@ -93,8 +93,9 @@ class TrainConfig:
     clip_norm: float = setting(1.0, resume="stated")
     """Maximum gradient norm; larger gradients are scaled down. 0 disables clipping."""
     clip_by: ClipBy = setting("step", resume="stated")
-    """Which norm: `step`, of all gradients of the step; `last_step`, of all gradients of the step before (the first step is not clipped);
-    `block`, of each block's own gradients (embedding and head count as blocks). optim.fused_backward has no norm of the step in time."""
+    """The norm that clip_norm limits: `step`, that of all gradients of the step; `last_step`, that of the step before (the first step is
+    not clipped); `block`, that of each block's own gradients (embedding and head count as blocks). optim.fused_backward needs one of the
+    last two: it updates before the norm of the step is known."""
     seed: int = setting(0, resume="refused")
     """Seed of initial adapters, data order, noise and dropout."""
     noise_device: Literal["cpu", "device"] = setting("cpu", resume="stated")
@@ -103,8 +104,8 @@ class TrainConfig:
     caption_dropout: float = setting(0.0, resume="stated")
     """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
     control_dropout: float = setting(-1.0, resume="stated")
-    """Share of samples whose optional conditions (a first frame, where text alone is enough) are left out, in [0, 1]. -1 means the
-    model's own: half of the samples if it generates from text alone as well as from an image (TI2V), else none."""
+    """Share of samples that are trained without their optional conditions (such as a first frame), in [0, 1]. -1 means the model's own:
+    half of the samples if it generates from text alone as well as from an image (TI2V), else none."""
     mask_weight: float = setting(0.0, resume="stated")
     """Weight of the loss where a sample's mask is black, in [0, 1]; it is 1 where the mask is white, and between for grey. Samples without a
     mask (data.masks) have weight 1 everywhere."""
@@ -134,7 +135,7 @@ class TrainConfig:
     """Activation checkpointing: what the backward recomputes instead of keeping. One policy for all blocks, or by blocks or devices:
     `full, 0-9=none`. Results are bitwise identical."""
     attention: str = setting("sdpa", resume="stated")
-    """Attention backend."""
+    """Attention backend; `--help train` has a table of them. `sdpa` lets torch choose the kernel."""
     kernels: Literal["torch", "triton"] = setting("torch", resume="stated")
     """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, of converting int8 and nf4 weights, of
     rounding for base.compute, and of writing updates into bf16 weights: `torch` in several passes over memory, or `triton` in one. Both compute in fp32 and differ in the last
@@ -213,10 +214,11 @@ class SaveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutConfig:
-    """The `[held_out]` section."""
+    """The `[held_out]` section: validation, which is the loss on clips that are not trained on."""
 
     clips: int = setting(0, resume="refused")
-    """Least number of clips that are not trained on but validated; all windows of a file stay together. 0 disables validation."""
+    """Number of clips for validation, which are not trained on; it can become more, because all windows of a file stay together. 0 disables
+    validation."""
     sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="refused")
     """Noise levels at which each clip is measured, in [0, 1]."""
     every_steps: int = setting(0, resume="free")

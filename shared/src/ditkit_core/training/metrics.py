@@ -17,7 +17,7 @@ from ditkit_core.io.trackers import TIMES, LibraryTracker, TensorBoard, TrackedR
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """The `[log]` section."""
+    """The `[log]` section: where the numbers of a run are written."""
 
     every_steps: int = setting(1, resume="free")
     """Optimizer steps between two lines of metrics.jsonl; a line describes its own step only."""

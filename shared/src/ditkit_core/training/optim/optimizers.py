@@ -129,7 +129,7 @@ def optimizers_that(can: Callable[[OptimizerKind], bool]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The `[optim]` section."""
+    """The `[optim]` section: the optimizer, and its learning rate over the steps."""
 
     name: OptimizerName = setting("adamw", resume="refused")
     """`adamw` (fused), `adamw8bit` (torchao), `muon` (block matrices by Muon, the rest by AdamW; full fine-tune only),
@@ -140,7 +140,7 @@ class OptimConfig:
     """Other learning rates by layer, each as `PATTERN=RATE`: a name's end (`self_attn.q=5e-5`) or a glob (`layers.[0-9].*=1e-5`). The first
     that fits a layer counts; schedule and warm-up are those of `lr`."""
     loraplus_lr_ratio: float = setting(1.0, resume="refused")
-    """LoRA+: learning rate of B over that of A, above 0; 16 is usual. As in peft, the magnitudes of a DoRA have B's."""
+    """LoRA+: learning rate of B over that of A, above 0; 16 is usual. As in peft, the magnitudes of a DoRA have B's rate."""
     weight_decay: float = setting(0.01, resume="stated")
     """Decoupled weight decay; vectors (biases, norms) have none."""
     betas: tuple[float, float] = setting((0.9, 0.999), resume="stated")
@@ -154,7 +154,7 @@ class OptimConfig:
     final_lr_fraction: float = setting(0.0, resume="stated")
     """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`."""
     fused_backward: bool = setting(False, resume="stated")
-    """Update each parameter in the backward as soon as its gradient is complete, so that no full set of gradients exists, but for the sums
+    """Update each parameter in the backward as soon as its gradient is complete, so that no full set of gradients exists except for the sums
     that train.accumulation needs. Needs train.clip_by = last_step or block, or train.clip_norm = 0."""
     rounding: Literal["nearest", "stochastic", "split"] = setting("nearest", resume="stated")
     """Rounding of updated bf16 weights (full fine-tune with model.dtype = bf16): `stochastic`, or `split`, which stores the bits that bf16
