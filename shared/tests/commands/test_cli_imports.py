@@ -60,7 +60,7 @@ ANSWERS = [
     ("train", ["--data.folder", "clipz"], 1, "data.folder clipz does not exist"),
     ("encode", ["--data.folders", '["here", "clipz"]'], 1, "data.folders clipz does not exist"),
     ("train", ["--data.folder", "here", "--model.base", "./Wan"], 1, "model.base = './Wan': there is no such file"),
-    ("train", ["--init-from", "runz", "--data.folder", "here"], 1, "--init-from runz is not there; correct the path"),
+    ("train", ["--init-from", "runz", "--data.folder", "here"], 1, "--init-from runz does not exist; correct the path"),
     (
         "sample",
         ["--run", "run", "--adapter", "a.safetensors"],

@@ -238,7 +238,7 @@ def test_what_does_not_fit_next_to_the_steps_is_said_with_the_status_of_a_plan(m
     assert fit_stage.fit_run(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()
     assert "sample: VAE decoder does not fit 10GiB; sample.vae_tiling = true" in printed.err
-    assert "training fits, but the items above do not" in printed.err and "[train]" in printed.out
+    assert "training fits, but the rows above do not" in printed.err and "[train]" in printed.out
 
 
 def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch, capsys):

@@ -47,12 +47,12 @@ def test_a_name_that_no_export_could_bear_is_refused() -> None:
         said = refusal(**{"run.folder": f"here/{name}."})
         assert (
             said
-            == f"run.folder: the name {name[:20]}... has 201 bytes, and exports bear it; use or rename it to one of at most 200 bytes"
+            == f"run.folder: the name {name[:20]}... has 201 bytes, and exports get this name; rename the folder or choose one with at most 200 bytes"
         )
 
 
 def test_a_run_with_a_save_does_not_need_the_run_that_it_started_from() -> None:
-    assert refusal("gone") == "--init-from gone is not there; correct the path"
+    assert refusal("gone") == "--init-from gone does not exist; correct the path"
     Path("run/state/step-000010").mkdir(parents=True)
     assert refusal("gone") == ""
 

@@ -312,7 +312,7 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
         capsys
     )
     assert world.train("third", 1, "--init-from", "nowhere") == 1
-    assert "--init-from nowhere is not there; correct the path" in error(capsys)
+    assert "--init-from nowhere does not exist; correct the path" in error(capsys)
     (world.folder / "first" / "low_noise" / "state").rename(world.folder / "first" / "low_noise" / "gone")
     assert world.train("third", 1, "--init-from", "first") == 1
     assert "has no save of the low_noise expert" in error(capsys)

@@ -162,7 +162,7 @@ def test_an_image_of_one_moment_is_not_shared_by_other_windows(folder: Path) -> 
     assert len(look(folder, columns=moment).samples) == 2
     for windows in ("all", "uniform"):
         with pytest.raises(
-            UserError, match="start .*face.png is how one clip begins, but data.windows takes .* from its file"
+            UserError, match="start .*face.png shows how one clip begins, but data.windows takes .* from its file"
         ):
             look(folder, columns=moment, windows=windows)
         left = look(folder, columns=moment, windows=windows, on_bad="skip")

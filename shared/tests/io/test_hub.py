@@ -67,7 +67,7 @@ def test_what_cannot_work_is_refused_without_asking_the_hub(tmp_path: Path, monk
     for wrong in ("me/fox/adapter", "https://huggingface.co/me/fox", "me/", "-x", "me\\fox"):
         assert "is not the id of a repository; write it as NAME/REPO" in refused(repository=wrong)
     card = tmp_path / "card.md"
-    assert "card.md is not there; leave --push out to write it" in refused(repository="me/fox", card=str(card))
+    assert "card.md does not exist; leave out --push to write it" in refused(repository="me/fox", card=str(card))
     card.write_text("# mine")
     check_hub(Hub(repository="me/fox", card=str(card)))
     assert "card.md exists; name another file, or add --push" in refused(card=str(card))

@@ -268,7 +268,7 @@ def test_a_full_fine_tune_of_two_experts_over_merged_adapters_is_sampled_and_wri
 def test_an_assistant_that_could_not_be_taken_out_is_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     file = donor(world)
     for flags, said in (
-        (("--adapter.method", "full"), "with @-1, in sample.adapter"),
+        (("--adapter.method", "full"), "with @-1 in sample.adapter"),
         (("--export.merged", "true"), "export.merged"),
     ):
         capsys.readouterr()

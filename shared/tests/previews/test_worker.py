@@ -95,7 +95,7 @@ def test_they_are_those_sampled_in_place_and_disturb_nothing(
 
 @pytest.mark.slow
 def test_a_real_process_samples_the_same(world: World) -> None:
-    """Started while training goes on, and found by `ModelSpec.found_at`."""
+    """Started while training goes on, and found by `ModelSpec.import_path`."""
     assert world.train("here", 6, *EVERY) == 0
     assert world.train("there", 6, *ELSEWHERE) == 0
     here, there = world.folder / "here", world.folder / "there"

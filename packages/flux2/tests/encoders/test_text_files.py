@@ -150,7 +150,7 @@ def test_too_few_layers_are_refused_at_once(mistral: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("changes", [{"hidden_size": "wide"}, {"num_hidden_layers": None}])
 def test_a_configuration_without_sizes_is_refused_at_once(qwen: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     refused(
-        made, "config.json says no num_hidden_layers or hidden_size", base=str(qwen),
+        made, "config.json has no num_hidden_layers or no hidden_size", base=str(qwen),
         text_encoder=changed_config(qwen, tmp_path, **changes),
     )  # fmt: skip
 

@@ -111,7 +111,7 @@ class AdapterConfig:
             )
         if self.method in ("lokr", "loha") and (self.dropout or self.use_rslora or self.use_dora):
             raise UserError(
-                f"adapter.method = {self.method} has no adapter.dropout, use_rslora or use_dora, which are for lora; leave them out"
+                f"adapter.dropout, use_rslora and use_dora are for adapter.method = lora, and this one is {self.method}; leave them out"
             )
         if self.method != "lokr" and (self.decompose_factor != -1 or self.decompose_both):
             raise UserError(

@@ -128,7 +128,7 @@ def _in_norm_of(
     """The adapters of a DoRA with magnitudes over the norm that a form has, which needs the base's weights."""
     if not (options.base or config.model.base or config.model.transformer):
         raise UserError(
-            f"{options.adapter} is a DoRA, and files of the {form} form have its magnitudes over another norm, which takes the base: give "
+            f"{options.adapter} is a DoRA, whose magnitudes are over another norm in the {form} form; the base is needed to convert them: give "
             "--base FILE"
         )
     source, arch, _ = _base(spec, config, options)

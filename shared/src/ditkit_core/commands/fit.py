@@ -89,7 +89,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     for row in lacking:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
     if lacking:
-        warn("training fits, but the items above do not; change them in these settings before you use the settings")
+        warn("training fits, but the rows above do not; correct the settings for them before you train")
     changed = "".join(f"# changed: {each}\n" for each in level.changed)
     text = f"# {found.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n{changed}\n{to_toml(fitted)}"
     if out is None:

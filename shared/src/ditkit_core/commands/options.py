@@ -65,7 +65,7 @@ class TrainOptions:
 
     demo: bool = False
     """Train a generated tiny checkpoint on generated clips; both are written into the run folder."""
-    init_from: str = option("", missing="--init-from {path} is not there; correct the path")
+    init_from: str = option("", missing="--init-from {path} does not exist; correct the path")
     """Run folder whose trained weights initialize this new run, which starts at step 0."""
     plan: bool = option(False, excludes={"fit": "and --fit: --fit prints the memory plan of its choice as well"})
     """Print the peak memory per device and whether the run fits, then exit; needs no weights and no GPU. Exit status 0 if it fits, 3 if

@@ -282,7 +282,7 @@ def checked_control(
         if column.moment and any(window.first for window in windows):
             clips = f"{len(windows)} clips" if len(windows) > 1 else "a clip"
             raise UserError(
-                f"{what} is how one clip {column.moment}s, but data.windows takes {clips} from its file, not only from the start; "
+                f"{what} shows how one clip {column.moment}s, but data.windows takes {clips} from its file, not only from the start; "
                 'set data.windows = "first", split the file into clips, or leave the column empty for it'
             )
     elif not stat.S_ISREG(at.st_mode):

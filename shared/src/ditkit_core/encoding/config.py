@@ -36,7 +36,7 @@ class PriorConfig:
             raise UserError(f"prior.weight = {self.weight} is not above 0 and at most 1000; set 1, or remove [prior]")
         if not 0 <= self.match_base < 1:
             raise UserError(
-                f"prior.match_base = {self.match_base} is no share of the steps from 0 to below 1; set 0.25"
+                f"prior.match_base = {self.match_base} must be a share of the steps, from 0 to below 1; set 0.25"
             )
         if self.match_base and self.folder:
             raise UserError(

@@ -47,7 +47,7 @@ def check_hub(hub: Hub) -> None:
         raise UserError(f"{where} is not the id of a repository; write it as NAME/REPO, such as me/my-lora")
     if card is not None and not card.is_file():
         raise UserError(
-            f"--card {card} is not there; leave --push out to write it, or --card to upload one that is made"
+            f"--card {card} does not exist; leave out --push to write it, or leave out --card to upload a generated one"
         )
     if constants.is_offline_mode():
         raise UserError(f"{where}: the hub is set to offline; unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE")

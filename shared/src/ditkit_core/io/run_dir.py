@@ -199,8 +199,8 @@ class RunFolder:
         """
         if (length := len(os.fsencode(self.name))) > _LONGEST_NAME_BYTES:
             raise UserError(
-                f"run.folder: the name {self.name[:20]}... has {length} bytes, and exports bear it; use or rename it to one of at most "
-                f"{_LONGEST_NAME_BYTES} bytes"
+                f"run.folder: the name {self.name[:20]}... has {length} bytes, and exports get this name; rename the folder or choose "
+                f"one with at most {_LONGEST_NAME_BYTES} bytes"
             )
 
     def follows_save(self, path: Path, step: int) -> bool:
@@ -357,7 +357,7 @@ def check_shared(folder: Path, key: str, ranks: Ranks) -> None:
         mark.unlink(missing_ok=True)
     if not all(seen):
         raise UserError(
-            f"{folder} of rank {seen.index(False)} is not the folder of that name that rank 0 has; set {key} to one that all machines share"
+            f"rank {seen.index(False)} sees another folder {folder} than rank 0; set {key} to a folder that all machines share"
         )
 
 

@@ -250,7 +250,7 @@ def _stored(path: Path, start: int, about: Mapping[str, Any]) -> StoredTensor:
         raise ValueError(f"{shape} at {first} to {end}")
     if about["dtype"] in _NOT_READ:
         raise UserError(
-            f"{path} has tensors of dtype {about['dtype']}, which are not read; get the weights in bf16 or fp8"
+            f"{path} has tensors of dtype {about['dtype']}, which ditkit does not read; get the weights in bf16 or fp8"
         )
     dtype, count = _DTYPES[about["dtype"]], math.prod(shape)
     if len(shape) > _MAX_DIMS or math.prod(filter(None, shape)) >= 2**63 or count * dtype.itemsize != end - first:

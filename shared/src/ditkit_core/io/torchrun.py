@@ -192,7 +192,7 @@ def _store(launch: _Launch, *, wait: bool = True) -> "Store":
         return _rendezvous(launch, whole)
     except (RuntimeError, ValueError) as error:
         raise UserError(
-            f"the processes cannot meet at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason_of(error)}); start them "
+            f"the processes cannot connect at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason_of(error)}); start them "
             "with torchrun, and check that its machines reach each other"
         ) from error
 

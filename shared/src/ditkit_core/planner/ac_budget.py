@@ -96,8 +96,8 @@ def choose(task: BudgetTask) -> Choice:
     if not lacking and task.host is not None:
         lacking = [f"the host lacks {gib(held - task.host)} GiB for {gib(held)} GiB of activations"]
     raise UserError(
-        f"{KEY} = budget: nothing fits; with {smallest[0]} for all blocks {', '.join(lacking)}; give it more, train.swap_blocks, "
-        "fewer data.frames or a smaller data.height and width; --fit says which"
+        f"{KEY} = budget: nothing fits; with {smallest[0]} for all blocks {', '.join(lacking)}; set train.swap_blocks, "
+        "fewer data.frames, or a smaller data.height and width; --fit says which"
     )
 
 

@@ -97,7 +97,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
             "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
         )
     if run.config.adapter.method == "full" and run.precision.matmul == torch.float64:
-        raise UserError("adapter.method = full in fp64 is for comparisons alone; set model.dtype = fp32")
+        raise UserError("adapter.method = full in fp64 is for comparisons only; set model.dtype = fp32")
     if _trains_bf16(run) and optim.rounding == "nearest":
         raise UserError(
             "adapter.method = full with model.dtype = bf16 and optim.rounding = nearest rounds most updates away; set "
@@ -256,7 +256,7 @@ def check_preview_device(run: RunContext) -> None:
     # Another device means another process, which has to import the model family by name.
     if not run.spec.import_path:
         raise UserError(
-            f"sample.device = {name!r}: another process cannot find the model {run.spec.name} (its ModelSpec.found_at is empty); "
+            f"sample.device = {name!r}: another process cannot find the model {run.spec.name} (its ModelSpec.import_path is empty); "
             "leave sample.device out"
         )
     try:

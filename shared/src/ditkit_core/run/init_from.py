@@ -66,7 +66,7 @@ def start_of_expert(init_from: str, expert: Expert) -> str:
     if inside.has_save:
         return str(inside.path)
     if not whole.path.is_dir():
-        raise UserError(f"--init-from {init_from} is not there; correct the path")
+        raise UserError(f"--init-from {init_from} does not exist; correct the path")
     if whole.has_save:
         raise UserError(
             f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "

@@ -68,13 +68,13 @@ def _check_assistants(run: RunContext) -> None:
     if config.adapter.method == "full":
         opposite, low = f"{-parse_merge(entry, key)[1]:g}", "_low" * key.endswith("_low")
         raise UserError(
-            f"{key} is for adapters, because the weights of a full fine-tune would contain it; name its file in base.merge{low} instead and, with "
-            f"@{opposite}, in sample.adapter{low}, and take it out of what is exported with --adapter FILE --merge --strength {opposite}"
+            f"{key} is for adapters, because the weights of a full fine-tune would contain it; instead name its file in base.merge{low}, and with "
+            f"@{opposite} in sample.adapter{low}; then take it out of the export with --adapter FILE --merge --strength {opposite}"
         )
     if config.export.merged:
         raise UserError(
-            f"{key} is part of the base in training alone, and with export.merged it could not be taken out again; merge the adapter's file with "
-            "the export command's --adapter FILE --merge"
+            f"{key} is part of the base in training only, and export.merged could not take it out again; leave export.merged out, and merge the "
+            "adapter's file with the export command: --adapter FILE --merge"
         )
 
 

@@ -115,7 +115,9 @@ class SampleConfig:
         """
         guidance = self.guidance or defaults.guidance
         if defaults.guided_by == "nothing" and guidance != defaults.guidance:
-            warn(f"sample.guidance = {self.guidance:g} is not used: this is a distilled model, which samples without")
+            warn(
+                f"sample.guidance = {self.guidance:g} is not used: this model is distilled, and samples without guidance"
+            )
             guidance = defaults.guidance
         own = self.negative != AUTHORS_NEGATIVE
         if defaults.guided_by != "negative" and own and self.negative:

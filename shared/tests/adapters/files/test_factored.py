@@ -221,8 +221,8 @@ def test_factors_of_a_file_are_not_replaced_without_a_word(base: Path, tmp_path:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"method": "lokr", "dropout": 0.1}, "adapter.method = lokr has no adapter.dropout"),
-        ({"method": "loha", "use_dora": True}, "adapter.method = loha has no adapter.dropout, use_rslora or use_dora"),
+        ({"method": "lokr", "dropout": 0.1}, "are for adapter.method = lora, and this one is lokr"),
+        ({"method": "loha", "use_dora": True}, "use_dora are for adapter.method = lora, and this one is loha"),
         ({"method": "loha", "decompose_factor": 4}, "are for adapter.method = lokr, and this one is loha"),
         ({"method": "lokr", "decompose_factor": 0}, "must be at least 1, or -1"),
     ],

@@ -83,7 +83,7 @@ def describe(source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
         family, config = _of_file(source)
     depth, needed = config.get("num_hidden_layers"), family.layers[-1]
     if not isinstance(depth, int) or not isinstance(config.get("hidden_size"), int):
-        raise UserError(f"{source.path}: config.json says no num_hidden_layers or hidden_size; fetch it again")
+        raise UserError(f"{source.path}: config.json has no num_hidden_layers or no hidden_size; fetch it again")
     if depth < needed:
         raise UserError(
             f"{source.path} has {depth} layers, and FLUX.2 reads the hidden states after layer {needed}; {_GET}"
