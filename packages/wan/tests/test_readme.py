@@ -31,3 +31,9 @@ def test_every_preset_is_in_the_readme_as_it_is() -> None:
         assert int(transformers) == (len(WAN.architecture.experts(arch)) or 1)
         spec = WAN.for_arch(arch)
         assert size == f"{' × '.join(map(str, spec.data.size))}, {spec.data.fps:g}", preset
+
+
+def test_the_readme_has_every_named_set_of_layers() -> None:
+    section = README.read_text(encoding="utf-8").partition("## What is trained")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    assert [row[1].strip("`") for row in rows[1:]] == list(WAN.adapters.targets)
