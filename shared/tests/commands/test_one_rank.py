@@ -325,6 +325,16 @@ def test_ranks_with_other_settings_are_refused_before_anything_is_written(folder
     assert not (folder / "other flags").exists()
 
 
+def test_ranks_with_other_options_are_refused_before_anything_is_written(folder):
+    """They are in no configuration: one machine's line lacks --init-from."""
+    (line,) = lines(folder, "other start")
+    assert re.search(
+        r"rank 1 on \S+ has another set of options \(none\) than rank 0 on \S+ \(--init-from alone\); start every rank with",
+        line,
+    )
+    assert not (folder / "other start").exists()
+
+
 @pytest.mark.parametrize("name", ["data", "base", "torch version", "ditkit version"])
 def test_ranks_with_something_else_are_refused_before_weights_are_read(folder, name):
     (line,) = lines(folder, f"other {name}")

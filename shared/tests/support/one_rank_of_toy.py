@@ -267,6 +267,7 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
     "fast clock of 0": (has_a_fast_clock, 0),
     "fast clock of 1": (has_a_fast_clock, 1),
     "other flags": (lambda: FLAGS.extend(["--train.seed", "7"]), 1),
+    "other start": (lambda: FLAGS.extend(["--init-from", "alone"]), 0),
     "experts of one": (lacks_an_expert, 1),
     "no room to decode": (has_no_room_to_decode, 1),
     "no class image": (cannot_generate_a_class_image, 1),
@@ -400,7 +401,7 @@ AFTER = {
     "experts divided": "experts alone",
     "full divided later": "full alone",
     "merged divided later": "merged alone",
-    **dict.fromkeys(("adapter alone", "adapter"), "alone"),
+    **dict.fromkeys(("adapter alone", "adapter", "other start"), "alone"),
 }
 """Cases that read what another one has written."""
 WORLDS: dict[Path, World] = {}

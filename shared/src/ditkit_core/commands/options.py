@@ -46,8 +46,8 @@ def check_combination(options: Any) -> None:
     Raises:
         UserError: If an option excludes another one, or is given without an option that it needs.
     """
-    given = [field for field in dataclasses.fields(options) if getattr(options, field.name) != field.default]
-    flags = {field.name: f"--{field.name.replace('_', '-')}" for field in given}
+    given = _given(options)
+    flags = {field.name: _flag(field) for field in given}
     # Contradictions are reported first: if two options exclude each other, adding a missing third one does not help.
     for field in given:
         for names, message in field.metadata.get("excludes", {}).items():
@@ -57,6 +57,19 @@ def check_combination(options: Any) -> None:
         for names, message in field.metadata.get("goes_with", {}).items():
             if not any(name in flags for name in names.split()):
                 raise UserError(f"{flags[field.name]} {message}")
+
+
+def describe_options(options: Any) -> str:
+    """The given options as they were typed, or `none`."""
+    return ", ".join(f"{_flag(field)} {getattr(options, field.name)}" for field in _given(options)) or "none"
+
+
+def _given(options: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(options) if getattr(options, field.name) != field.default]
+
+
+def _flag(field: dataclasses.Field[Any]) -> str:
+    return f"--{field.name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import ditkit_core
-from ditkit_core.commands.options import STAGES, verb_of
+from ditkit_core.commands.options import STAGES, describe_options, verb_of
 from ditkit_core.config.schema import config_values
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import warn
@@ -32,6 +32,7 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
         torch.set_num_threads(config.train.threads)
     about = {
         "configuration": json_hash(config_values(config)),
+        "set of options": describe_options(options),
         "ditkit version": ditkit_core.__version__,
         "torch version": torch.__version__,
     }
