@@ -5,7 +5,9 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +204,25 @@ def test_two_ranks_do_not_share_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"started 2 processes on \S+, which has 1 GPUs; set --nproc-per-node 1"):
         torchrun._refuse_shared_gpus(launch)
+
+
+def test_processes_of_two_torchruns_do_not_share_a_gpu(monkeypatch):
+    """Each of them has the machine's first one, and fewer processes than GPUs."""
+
+    class Second(Ranks):
+        def all_gather_object(self, value):
+            return [["here", "GPU-a"], value]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpu, refused in (
+        ("GPU-b", ""),
+        ("GPU-a", r"^ranks 0 and 1 on \S+ use the same GPU \(GPU-a\); start one torchrun"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda local, gpu=gpu: SimpleNamespace(uuid=gpu))
+        with pytest.raises(UserError, match=refused) if refused else nullcontext():
+            torchrun._refuse_same_gpu(Second(1, 2), 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    torchrun._refuse_same_gpu(Second(1, 2), 0)
 
 
 def test_gpus_without_nccl_are_refused_with_what_works(monkeypatch):

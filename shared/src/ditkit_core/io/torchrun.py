@@ -109,6 +109,8 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         _connect(launch, store, on_gpus=device != "cpu")
         ranks = _present = Ranks(launch.rank, launch.size, shard=config.shard, on_step=watch.summarize_loss)
         ranks.check_same(about)
+        if device != "cpu":
+            _refuse_same_gpu(ranks, launch.local)
         own = Process.this()
         watch.siblings = siblings(ranks.all_gather_object((own.pid, own.error_file)))
         ranks = _present = watch.ranks = ranks.grouped(config.context)
@@ -171,6 +173,24 @@ def _refuse_shared_gpus(launch: _Launch) -> None:
         raise UserError(
             f"torchrun started {launch.num_local} processes on {socket.gethostname()}, which has {gpus} GPUs; set --nproc-per-node {gpus}"
         )
+
+
+def _refuse_same_gpu(ranks: Ranks, local: int) -> None:
+    """Refuse two processes on one GPU, as two torchruns on one machine start them; NCCL would end them as if one was lost.
+
+    Raises:
+        UserError: With the first two; on all ranks.
+    """
+    import torch
+
+    own = str(torch.cuda.get_device_properties(local).uuid) if torch.cuda.is_available() else ""
+    found, users = ranks.all_gather_object([socket.gethostname(), own]), dict[str, int]()
+    for rank, (host, gpu) in enumerate(found):
+        if gpu and (other := users.setdefault(gpu, rank)) != rank:
+            raise UserError(
+                f"ranks {other} and {rank} on {host} use the same GPU ({gpu}); start one torchrun on each machine, with --nproc-per-node of at "
+                "most its GPUs"
+            )
 
 
 def complain_once(message: str) -> None:
