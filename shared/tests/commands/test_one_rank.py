@@ -71,6 +71,17 @@ def test_two_ranks_save_measure_and_sample_as_one(folder):
     assert all(exported(one)[1:] == exported(two)[1:] for one, two in zip(*files, strict=True)), "names and bytes"
 
 
+def test_three_ranks_use_samples_of_every_size_as_one_process_does(folder):
+    """Of three sizes one has a single image, so that micro-batches have one or two; no rank waits for more of that size."""
+    names = "sizes alone", "sizes of three"
+    assert result(folder, names[1]) == {"codes": {}}, lines(folder, names[1])
+    one, three = (json.loads((folder / name / "state/step-000004/state.json").read_text()) for name in names)
+    assert one == three
+    assert all(
+        "4 samples have 3 shapes: 1.3 in a micro-batch" in (folder / f"{name} 0.log").read_text() for name in names
+    )
+
+
 def test_ranks_that_divide_weights_and_tokens_sample_as_one_with_an_adapter_for_samples(folder):
     """Before training, whose sums over ranks have another order. The adapter is an export of another run."""
     assert result(folder, "adapter") == {"codes": {}}, lines(folder, "adapter")

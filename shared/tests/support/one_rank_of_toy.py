@@ -80,16 +80,8 @@ class VaeSampler(ToySampler):
 FLAGS = [
     *("--train.device", "cpu", "--encode.device", "cpu"),
     *("--train.accumulation", "3", "--train.threads", "1", "--train.checkpointing", "none"),
-    *(
-        "--held_out.clips",
-        "1",
-        "--ema.decay",
-        "0.9",
-        "--optim.lr",
-        "0.01",
-        "--sample.prompts",
-        '["a cat", "a dog", "a bird"]',
-    ),
+    *("--held_out.clips", "1", "--ema.decay", "0.9", "--optim.lr", "0.01"),
+    *("--sample.prompts", '["a cat", "a dog", "a bird"]'),
     *("--ranks.timeout", "60", "--save.keep_last", "9"),
 ]
 UNSAVED = ("stopped", "fast clock of 0", "fast clock of 1")
@@ -286,6 +278,8 @@ CASES: dict[str, tuple[Callable[[], None], int]] = {
             "full divided later",
             "merged alone",
             "merged divided later",
+            "sizes alone",
+            "sizes of three",
         ),
         (lambda: None, 0),
     ),
@@ -304,6 +298,10 @@ WHOLE = (
 )
 FULL = (*WHOLE, "--adapter.method", "full")
 MERGED = (*WHOLE, "--adapter.use_dora", "true", "--export.merged", "true")
+SIZES = (
+    *(*SAVED, "--data.folder", "sizes", "--data.buckets", "true"),
+    *("--data.bucket_step", "4", "--train.batch_size", "2"),
+)
 MORE = {
     **dict.fromkeys(UNSAVED, ()),
     "adapter alone": ADAPTER,
@@ -318,6 +316,7 @@ MORE = {
     "stopped for ever": (*SAVED, "--ranks.timeout", "4"),
     "full alone": FULL,
     **dict.fromkeys(("full divided", "full divided later"), (*FULL, "--ranks.shard", "2")),
+    **dict.fromkeys(("sizes alone", "sizes of three"), SIZES),
     "merged alone": MERGED,
     "merged divided later": (*MERGED, "--ranks.shard", "2"),
     **{
@@ -414,6 +413,8 @@ def prepare(folder: Path) -> None:
     make_model(TOY, ToyArch(), adapter=ADAPTERS["lora"])  # imports peft
     WORLDS[folder] = World(folder)
     save_file({"weight": torch.eye(4)}, folder / "vae.safetensors")
+    for place, size in enumerate(((16, 16), (32, 8), (16, 16), (32, 8), (8, 32))):
+        WORLDS[folder].add(f"sizes/{place}.png", size, f"#{place}0{place}0ff", f"picture of size {place}")
     # Each stage of a run collects garbage: in the ranks that was half of all time, looking through what this process has imported.
     gc.collect()
     gc.freeze()
@@ -427,7 +428,7 @@ def run_case(folder: Path, name: str) -> None:
         previews_again(folder, AFTER[name], name)
     if name.endswith(" divided later"):
         exports_again(folder, AFTER[name], name)
-    ended = launch(work, folder, name, num=1 if "alone" in name else 2)
+    ended = launch(work, folder, name, num=1 if "alone" in name else 3 if "three" in name else 2)
     (folder / f"{name}.json").write_text(json.dumps(ended))
 
 
