@@ -70,6 +70,8 @@ class RankBytes:
 
     peak: int
     sent: int
+    told: int = 0
+    """`sent_bytes` of the metrics."""
 
 
 def planned(job: StepJob, case: RankCase) -> RankBytes:
@@ -136,10 +138,11 @@ def measured(job: StepJob, case: RankCase, ranks: Ranks) -> RankBytes:
         for step in range(2):
             tracker.restart_peak()
             tracker.sent.clear()
+            before = ranks.bytes_sent
             now = StepContext(step=step, seed=0, flow=job.flow, ranks=ranks)
             training_step(trained, batches, optimizer, now, lr=1e-4, clip_norm=1.0)
         tracker.poll()
-        return RankBytes(tracker.peak[_HOST], sum(tracker.sent.values()))
+        return RankBytes(tracker.peak[_HOST], sum(tracker.sent.values()), ranks.bytes_sent - before)
 
 
 def _adapter(job: StepJob) -> AdapterConfig | None:

@@ -65,7 +65,7 @@ class Ranks:
     seconds_waited: float = 0.0
     """Spent in exchanges so far, which is mostly waiting for slower ranks."""
     bytes_sent: int = 0
-    """Given to exchanges so far."""
+    """Sent to other ranks so far, as rings send them: a rank keeps its own part."""
     step: int = 0
     """The step that is being trained, counted from 1, for messages of a failure; 0 outside of training. `begin_step` sets it."""
     leads: bool = False
@@ -142,13 +142,13 @@ class Ranks:
         if self.size == 1:
             return numbers
         total = numbers.clone()
-        with self._exchange(total):
+        with self.exchange(_summed(total, distributed().get_world_size(group or self.channel))):
             distributed().all_reduce(total, group=group or self.channel)
         return total
 
     def gather(self, tensor: "Tensor", into: "list[Tensor] | None", group: Any) -> None:
         """Send a tensor to the first rank, which gets those of its group in `into`."""
-        with self._exchange(tensor):
+        with self.exchange(0 if into else tensor.nbytes):
             distributed().gather(tensor, into, dst=0, group=group)
 
     def sum_of_groups(self, numbers: "Tensor") -> "Tensor":
@@ -158,7 +158,7 @@ class Ranks:
     def mean_in_group(self, tensor: "Tensor") -> "Tensor":
         """The mean of the tensors of this context group's ranks, written into this one."""
         if self.context > 1:
-            with self._exchange(tensor):
+            with self.exchange(_summed(tensor, self.context)):
                 distributed().all_reduce(tensor, group=self.group)
             tensor /= self.context
         return tensor
@@ -172,7 +172,7 @@ class Ranks:
         import torch
 
         received = torch.empty_like(parts)
-        with self._exchange(parts):  # as bytes: gloo does not know every dtype
+        with self.exchange(parts.nbytes - parts.nbytes // self.context):  # as bytes: gloo does not know every dtype
             distributed().all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self.group)
         return received
 
@@ -182,25 +182,25 @@ class Ranks:
 
         found = part.new_empty(self.context, *part.shape)
         into, own = (x.reshape(-1).view(torch.uint8) for x in (found, part))
-        with self._exchange(own):
+        with self.exchange(own.nbytes * (self.context - 1)):
             distributed().all_gather_into_tensor(into, own, group=self.group)
         return found
 
     def send(self, tensor: "Tensor", to: int) -> None:
         """Send a tensor to a rank that receives it."""
-        with self._exchange(tensor):
+        with self.exchange(tensor.nbytes):
             distributed().send(tensor, to)
 
     def recv(self, buffer: "Tensor", source: int) -> "Tensor":
         """The tensor that a rank sent, in `buffer`."""
-        with self._exchange():
+        with self.exchange(0):
             distributed().recv(buffer, source)
         return buffer
 
     def broadcast(self, tensor: "Tensor", source: int = 0, group: Any = None) -> "Tensor":
         """The tensor of the first rank, or of the one at a place of a group, written into this one on the others."""
         if self.size > 1:
-            with self._exchange(tensor if distributed().get_rank(group) == source else None):
+            with self.exchange(tensor.nbytes if distributed().get_rank(group) == source else 0):
                 distributed().broadcast(tensor, group=group, group_src=source)
         return tensor
 
@@ -235,7 +235,7 @@ class Ranks:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = text
         found = [torch.empty_like(padded) for _ in range(self.size)]
-        with self._exchange(padded):
+        with self.exchange(padded.nbytes * (self.size - 1)):
             distributed().all_gather(found, padded, group=self.channel)
         return [json.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths, strict=True)]
 
@@ -287,8 +287,8 @@ class Ranks:
                     )
 
     @contextmanager
-    def _exchange(self, tensor: "Tensor | None" = None) -> Iterator[None]:
-        """Count an exchange, and name what its failure means."""
+    def exchange(self, num_bytes: int) -> Iterator[None]:
+        """Count an exchange in which this rank sends so many bytes, and name what its failure means."""
         began = time.perf_counter()
         try:
             yield
@@ -299,7 +299,12 @@ class Ranks:
                 raise
             raise lost_in(error) from error
         self.seconds_waited += time.perf_counter() - began
-        self.bytes_sent += 0 if tensor is None else tensor.nbytes
+        self.bytes_sent += num_bytes
+
+
+def _summed(tensor: "Tensor", size: int) -> int:
+    """Bytes that a rank sends for a sum that all ranks get."""
+    return 2 * tensor.nbytes * (size - 1) // size
 
 
 def world() -> Ranks | None:

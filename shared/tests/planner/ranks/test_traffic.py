@@ -26,4 +26,5 @@ def test_a_rank_has_and_sends_what_is_planned(tmp_path_factory, name):
     measured = RankBytes(**json.loads(once(base, SCRIPT.stem, measure))[name])
     plan = planned(case.job(TOY, ARCH, SIZE), case)
     assert plan.sent == pytest.approx(measured.sent, rel=0.01) and measured.sent > 10**6
+    assert measured.told == pytest.approx(measured.sent, rel=0.01)
     assert plan.peak == pytest.approx(measured.peak, rel=0.05)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import world
+from ditkit_core.io.ranks import Ranks, world
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.linear import CastLinear
@@ -103,6 +103,28 @@ def divide(
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
                 module.set_gradient_divide_factor(float(sum_over))
     return whole
+
+
+def count_exchanges(model: nn.Module, ranks: Ranks, replicas: int) -> None:
+    """Have the ranks count what FSDP2 exchanges for a model, of which there are so many copies over them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    class Gather(DefaultAllGather):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any) -> Any:
+            with ranks.exchange(output_tensor.nbytes - input_tensor.nbytes):
+                return super().__call__(output_tensor, input_tensor, *given, **named)
+
+    class Scatter(DefaultReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any) -> Any:
+            # The sum over copies follows, in a collective that FSDP2 lets nobody replace.
+            over_copies = 2 * output_tensor.nbytes * (replicas - 1) // replicas
+            with ranks.exchange(input_tensor.nbytes - output_tensor.nbytes + over_copies):
+                return super().__call__(output_tensor, input_tensor, *given, **named)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(Gather())
+            module.set_custom_reduce_scatter(Scatter())
 
 
 def _enter_backward(unit: Any, given: Any) -> None:

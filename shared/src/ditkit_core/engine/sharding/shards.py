@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ditkit_core.engine.sharding.division import Division, Rows, mesh_of
+from ditkit_core.engine.sharding.fsdp import count_exchanges
 from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks, distributed
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
@@ -60,6 +61,7 @@ class Shards:
         # Also has FSDP2 take over rows that were read after it had divided the model. It pads those of a rank with fewer than others, which are in
         # other memory from then on: in the first forward that would be too late for `local`.
         root.to(device)
+        count_exchanges(root, ranks, self._division.replicas)
         self._root, self._ranks, self._group = root, ranks, self._division.group
         # A block may return a part of the carry that it was given, which nothing writes into: FSDP2 warns of each.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
