@@ -12,8 +12,12 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.adapters.inject import canonical_name, trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
+from ditkit_core.run.model import fingerprints_of
 from ditkit_core.run.prepare import LoadedModel, MetaModel, arch_here, build_meta_model, load_weights
 from ditkit_core.testing.denied import denied
 from ditkit_core.testing.specs import altered
@@ -140,6 +144,24 @@ def test_merging_a_file_and_starting_from_it_give_the_same_model(base, tmp_path)
     inputs = toy_inputs()
     torch.testing.assert_close(merged.model(inputs), started.model(inputs), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(merged.model(inputs)[0], plain.model(inputs)[0], rtol=1e-2)
+
+
+def test_what_ranks_compare_has_every_file_of_the_model(base, tmp_path):
+    """Two files of one name, too; each is known by its content."""
+    paths = [tmp_path / name for name in ("a/cats.safetensors", "b/cats.safetensors", "start.safetensors")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        lora(path, "blocks.0.qkv")
+    merge = tuple(str(path) for path in paths[:2])
+    config = RunConfig(base=BaseConfig(merge=merge), adapter=AdapterConfig(init=str(paths[2])))
+    run, source = create_run(ONE, config, ToyArch()), SafetensorsSource.open(base / "transformer")
+    before, keys = fingerprints_of(run, source), ["adapter.init", "base", "base.merge[0]", "base.merge[1]"]
+    assert sorted(before) == keys
+    for path, key in zip(paths, ("base.merge[0]", "base.merge[1]", "adapter.init"), strict=True):
+        lora(path, "blocks.0.qkv", alpha=2.0)
+        after = fingerprints_of(run, source)
+        assert {name for name in keys if after[name] != before[name]} == {key}
+        before = after
 
 
 def test_a_start_decides_rank_alpha_and_modules_and_says_so(base, tmp_path):

@@ -51,7 +51,7 @@ from ditkit_core.run.context import RunContext, create_run, with_arch
 from ditkit_core.run.encoding import Encoded, encode_all
 from ditkit_core.run.expert_runs import Component, ComponentRuns, components_of, is_joint, resolve_arch, runs_of
 from ditkit_core.run.init_from import check_start, start_from
-from ditkit_core.run.model import build_model, engine_of, load_divided, tracked_run
+from ditkit_core.run.model import build_model, engine_of, fingerprints_of, load_divided, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
 from ditkit_core.run.train_data import (
@@ -284,7 +284,7 @@ def _train_component(
     data = _encode(run, unloaded, num_images)  # by all ranks at once: each claims what it encodes
     _stage(3, "load the model")
     keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
-    ranks.check_same({"data": json_hash(keys), "base": unloaded.stored.source.fingerprint()})
+    ranks.check_same({"data": json_hash(keys), **fingerprints_of(run, unloaded.stored.source)})
     prepared, data = _load(run, unloaded, placement, data, num_images)
     start_from(component.init_from, prepared, folder)
     if not run.config.train.steps:

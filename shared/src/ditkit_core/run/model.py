@@ -10,6 +10,7 @@ from torch import nn
 
 import ditkit_core
 from ditkit_core.adapters.files.export import check_adapted
+from ditkit_core.adapters.files.read import parse_merge
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name, module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
@@ -19,8 +20,10 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.io.console import say
+from ditkit_core.io.files import local_path
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.run.context import RunContext
@@ -109,6 +112,17 @@ def build_model(run: RunContext) -> MetaModel:
     check_adapted(run.spec, config.export, unloaded.model)
     check_rates(config.optim, list(map(module_of, trainable_parameters(unloaded.model))))
     return unloaded
+
+
+def fingerprints_of(run: RunContext, base: SafetensorsSource) -> dict[str, str]:
+    """Of the base, and of each adapter file that is merged into it, stays next to it or starts what is trained: by key."""
+    named = enumerate(run.config.base.files(run.component))
+    paths = {f"{key}[{place}]": parse_merge(entry, key)[0] for place, (key, entry) in named}
+    if run.config.adapter.init:
+        paths["adapter.init"] = local_path(run.config.adapter.init)
+    return {"base": base.fingerprint()} | {
+        key: SafetensorsSource.open(path).fingerprint() for key, path in paths.items()
+    }
 
 
 def tracked_run(run: RunContext, folder: RunFolder) -> TrackedRun:
