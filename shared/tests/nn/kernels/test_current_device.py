@@ -1,4 +1,5 @@
-"""A kernel of Triton is launched with the device of its tensors current, whichever device the thread was on."""
+"""How kernels of Triton are launched: with the device of their tensors current, whichever device the thread was on, and with nothing left to
+a default that differs between versions of Triton."""
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -17,18 +18,18 @@ KERNELS = kernel_modules()
 
 
 class Launches:
-    """In place of a compiled kernel: notes the current device."""
+    """In place of a compiled kernel: notes the current device, and the options by name."""
 
-    def __init__(self, stand_in: StandIn, seen: list[int]):
+    def __init__(self, stand_in: StandIn, seen: list[tuple[int, dict[str, Any]]]):
         self._stand_in, self._seen = stand_in, seen
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *given, **named: self._seen.append(self._stand_in.runtime.current_device())
+        return lambda *given, **named: self._seen.append((self._stand_in.runtime.current_device(), named))
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    found: list[int] = []
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    found: list[tuple[int, dict[str, Any]]] = []
     with StandIn() as stand_in:
         for module in vars(KERNELS).values():
             for name in jit_functions(module):
@@ -60,9 +61,24 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "rounding.restored", (rows, bits, bits), {}
 
 
-def test_its_device_is_the_current_one(seen: list[int]) -> None:
+def test_its_device_is_the_current_one_and_its_arithmetic_is_said(seen: list[tuple[int, dict[str, Any]]]) -> None:
+    """Triton 3.9 warns where nothing says whether products and sums are fused, and in 3.10 they no longer are."""
     given = list(calls())
     for place, tensors, named in given:
         attrgetter(place)(KERNELS)(*tensors, **named)
-    assert seen == [2] * len(given)
+    assert [device for device, _ in seen] == [2] * len(given)
+    assert all(isinstance(named.get("enable_fp_fusion"), bool) for _, named in seen)
     assert {place.partition(".")[0] for place, *_ in given} == vars(KERNELS).keys()
+
+
+def test_no_step_compiles_a_kernel_for_its_random_key() -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel = KERNELS.rounding._stochastic
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    bits, values = there(4, 8, dtype=torch.int16), there(4, 8)
+    keys = [(7, -5), (16, 7), (-32, 1), (1, 0), (2**31 - 1, -(2**31))]
+    found = [bind(bits, values, *key, 0, 32, 32, CHUNK=2**23, BLOCK=1024)[1] for key in keys]
+    assert all(each == found[0] for each in found)

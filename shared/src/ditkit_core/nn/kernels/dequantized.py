@@ -41,7 +41,9 @@ def rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of 8 bits [out, in] by a scale of their row [out, 1]."""
     out = codes.new_empty(codes.shape, dtype=dtype)
     with device_current(codes):
-        _rows[(triton.cdiv(out.numel(), _BLOCK),)](codes, scale, out, out.numel(), WIDTH=codes.shape[1], BLOCK=_BLOCK)
+        _rows[(triton.cdiv(out.numel(), _BLOCK),)](
+            codes, scale, out, out.numel(), WIDTH=codes.shape[1], BLOCK=_BLOCK, enable_fp_fusion=False
+        )
     return out
 
 
@@ -50,6 +52,7 @@ def nf4(codes: Tensor, scale: Tensor, factor: Tensor, mean: Tensor, levels: Tens
     out = codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
     with device_current(codes):
         _nf4[(triton.cdiv(codes.numel(), _BLOCK),)](
-            codes, scale, factor, mean, levels, out, codes.numel(), SCALED=_SCALED, GROUP=_GROUP, BLOCK=_BLOCK
-        )
+            codes, scale, factor, mean, levels, out, codes.numel(), SCALED=_SCALED, GROUP=_GROUP, BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return out

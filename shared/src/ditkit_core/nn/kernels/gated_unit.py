@@ -37,7 +37,9 @@ def forward(x: Tensor) -> Tensor:
     rows, half = x.flatten(0, -2), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], half)
     with device_current(x):
-        _forward[(len(rows), triton.cdiv(half, _BLOCK))](rows, out, rows.stride(0), HALF=half, BLOCK=_BLOCK)
+        _forward[(len(rows), triton.cdiv(half, _BLOCK))](
+            rows, out, rows.stride(0), HALF=half, BLOCK=_BLOCK, enable_fp_fusion=True
+        )
     return out
 
 
@@ -47,6 +49,6 @@ def backward(gradient: Tensor, x: Tensor) -> Tensor:
     d_x = x.new_empty(x.shape)
     with device_current(x):
         _backward[(len(rows), triton.cdiv(half, _BLOCK))](
-            gradients, rows, d_x, gradients.stride(0), rows.stride(0), HALF=half, BLOCK=_BLOCK
+            gradients, rows, d_x, gradients.stride(0), rows.stride(0), HALF=half, BLOCK=_BLOCK, enable_fp_fusion=True
         )
     return d_x

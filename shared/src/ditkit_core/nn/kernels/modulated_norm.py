@@ -72,7 +72,7 @@ def forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, 
     with device_current(x):
         _forward[(batch * tokens,)](
             x, scale, shift, out, eps, tokens, *x.stride()[:2], *_strides(scale, shift), OFFSET=offset, DIM=dim, W=w,
-            num_warps=warps(w),
+            num_warps=warps(w), enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -89,7 +89,7 @@ def backward(
     with device_current(x):
         _backward[(programs, batch)](
             gradient, x, scale, d_x, d_affine, eps, tokens, *gradient.stride()[:2], *x.stride()[:2], *_strides(scale, scale),
-            OFFSET=offset, TRAINED=trained, DIM=dim, W=w, num_warps=warps(w),
+            OFFSET=offset, TRAINED=trained, DIM=dim, W=w, num_warps=warps(w), enable_fp_fusion=True,
         )  # fmt: skip
     return d_x, d_affine
 

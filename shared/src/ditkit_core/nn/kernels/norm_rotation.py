@@ -90,6 +90,7 @@ def forward(
         _forward[(batch * tokens,)](
             x, weight, rotary, out, inverse, eps, tokens, *x.stride()[:2], *_strides(rotary),
             WIDTH=width, GROUPS=groups, HEAD=head, ROTATES=rotary is not None, G=g, W=w, num_warps=warps(g * w),
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out, inverse
 
@@ -108,7 +109,7 @@ def backward(
         _backward[(programs,)](
             gradient, x, weight, rotary, inverse, d_x, d_weight, rows, tokens, *gradient.stride()[:3], *x.stride()[:2],
             *_strides(rotary), WIDTH=width, GROUPS=groups, HEAD=head, ROTATES=rotary is not None, TRAINED=trained, G=g, W=w,
-            num_warps=warps(g * w),
+            num_warps=warps(g * w), enable_fp_fusion=True,
         )  # fmt: skip
     return d_x, d_weight
 

@@ -90,6 +90,7 @@ def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tupl
         _round[(len(x),)](
             x, columns, codes, scale, x.stride(0),
             WIDTH=x.shape[1], SCALED=columns is not None, LIMIT=limit, TINY=_TINY, BLOCK=_BLOCK,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scale
 

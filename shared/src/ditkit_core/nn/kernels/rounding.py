@@ -22,7 +22,8 @@ def _mixed(bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
     return (bits ^ ((bits >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * FACTOR
 
 
-@triton.jit
+# The key is another one in every step: a kernel for each of its properties (16 divides it, it is 1) would be compiled in the middle of a run.
+@triton.jit(do_not_specialize=["first", "last"])
 def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -64,18 +65,20 @@ def stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int
     count = values.numel()
     with device_current(values):
         grid = (triton.cdiv(count, _BLOCK),)
-        _stochastic[grid](weight, values, first, last, start, of, count, CHUNK=chunk, BLOCK=_BLOCK)
+        _stochastic[grid](
+            weight, values, first, last, start, of, count, CHUNK=chunk, BLOCK=_BLOCK, enable_fp_fusion=False
+        )
 
 
 def split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
     """The bits of the nearest bf16, and what is left of the values in units of fp32's spacing."""
     count = values.numel()
     with device_current(values):
-        _split[(triton.cdiv(count, _BLOCK),)](weight, values, rest, count, BLOCK=_BLOCK)
+        _split[(triton.cdiv(count, _BLOCK),)](weight, values, rest, count, BLOCK=_BLOCK, enable_fp_fusion=False)
 
 
 def restored(values: Tensor, weight: Tensor, rest: Tensor) -> None:
     """What `split` was given."""
     count = values.numel()
     with device_current(values):
-        _join[(triton.cdiv(count, _BLOCK),)](values, weight, rest, count, BLOCK=_BLOCK)
+        _join[(triton.cdiv(count, _BLOCK),)](values, weight, rest, count, BLOCK=_BLOCK, enable_fp_fusion=False)
