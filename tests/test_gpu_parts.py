@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -36,11 +37,12 @@ def test_the_facts_of_a_gpu(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         parts, "_attention_kernels", lambda device, queries, keys, *given: f"flash of {queries}, {keys}"
     )
+    monkeypatch.setattr(parts, "_low_scores_have_gradients", lambda device, tokens: tokens == 704)
     compute_fp32_in_fp32()
     with FakeTensorMode():  # which has tensors of a GPU, without memory
         rows = {row.pop("name"): row for row in parts.facts(GPU, False)}
     assert rows["NVIDIA H200"]["value"].endswith(", driver 580.65")
-    assert [row["ok"] for row in rows.values() if "ok" in row] == [True] * 4
+    assert [row["ok"] for row in rows.values() if "ok" in row] == [True] * 5
     assert rows["kernel of cross attention"] == {"value": "flash of 20280, 512"}
     assert rows["taken by libraries since the first call"] == {"value": "3.00 GiB"}
     assert rows["in use before"]["value"].startswith("30.00 GiB")
@@ -72,6 +74,56 @@ def test_backwards_that_differ_are_seen(parts: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parts, "attend", noisy)
     assert parts._repeated(CPU, "sdpa", 16)["ok"] is False
     assert enabled == [True] * 5 and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_gradients_that_are_not_finite_are_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = parts.attend
+    assert parts._low_scores_have_gradients(CPU, 192)
+    monkeypatch.setattr(parts, "attend", lambda q, *given, **named: attend(q, *given, **named) * (q * torch.inf))
+    assert not parts._low_scores_have_gradients(CPU, 192)
+
+
+def test_each_pass_over_memory_is_timed_and_its_gradients_found(parts: Any) -> None:
+    import gpu_passes
+
+    rows = {row["name"]: row for row in gpu_passes.passes(CPU, True)}
+    assert list(rows) == [f"{name}, torch" for name in gpu_passes.passes_of(CPU, 1, 128)] and len(rows) == 9
+    assert all(row["forward GB/s"] > 0 and row["host µs"] > 0 for row in rows.values())
+    with_backward = {name for name, row in rows.items() if row.get("backward GB/s", 0) > 0}
+    assert with_backward == {
+        f"{name}, torch" for name in ("modulated norm", "modulated norm, trained", "norm and rotation", "gated unit", "gated sum")
+    }  # fmt: skip
+    made = gpu_passes.passes_of(CPU, 3, 128)
+    sizes = {
+        name: sorted(leaf.numel() for leaf in gpu_passes._leaves(made[name].run()))
+        for name in ("modulated norm, trained", "gated sum")
+    }
+    assert sizes == {"modulated norm, trained": [128, 128, 3 * 128], "gated sum": [3 * 128, 3 * 128]}
+
+
+def test_where_a_step_waits_is_what_torch_warns_of(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_passes
+
+    modes, to_host = list[str](), torch.Tensor.cpu
+
+    def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+        if modes[-1:] == ["warn"]:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+        return to_host(tensor)
+
+    for name, value in {"set_sync_debug_mode": modes.append, "synchronize": lambda device: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "cpu", waited_for)
+    rows = list(gpu_passes.waits(CPU, parts._families(True)))
+    assert [row["name"] for row in rows] == [f"toy, {kernels}: waits in a step" for kernels in ("torch", "triton")]
+    assert all(row["ok"] and row["value"].startswith("train_step.py:") for row in rows)
+    assert modes == ["warn", "default"] * 6
+    step = gpu_passes.training_step
+    monkeypatch.setattr(
+        gpu_passes, "training_step", lambda *given, **named: (torch.ones(1).cpu(), step(*given, **named))
+    )
+    assert [row["ok"] for row in gpu_passes.waits(CPU, parts._families(True))] == [False, False]
 
 
 @pytest.mark.exhaustive  # the two families at 1,024 tokens

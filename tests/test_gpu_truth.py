@@ -37,7 +37,7 @@ if name == "crashing":
     os.kill(os.getpid(), signal.SIGSEGV)
 if name == "lacking":
     print("Traceback (most recent call last):\\n  here\\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\\n"
-          "a.py:9: UserWarning: objects leaked\\n  warnings.warn(", file=sys.stderr)
+          + "a.py:9: UserWarning: objects leaked\\n  warnings.warn(\\n" * 2, file=sys.stderr)
     sys.exit(1)
 if name == "leaving":
     left = os.fork()
@@ -69,6 +69,8 @@ def test_every_part_ends_as_it_did_and_none_takes_another_with_it(truth, tmp_pat
     assert ends["leaving"]["seconds"] < 100, "what a part leaves behind is not waited for"
     (left,) = (row["value"] for row in truth.read(out) if row.get("name") == "left")
     assert not _runs(left), "it would keep memory of the GPU"
+    warned = [(row["part"], row["value"]) for row in truth.read(out) if row.get("name") == "warning"]
+    assert warned == [("lacking", "UserWarning: objects leaked")]
     there = {row["part"] for row in truth.read(out) if row.get("name") == "first"}
     assert there >= {"fine", "wrong", "broken", "crashing", "leaving", "last"}, (
         "a part's rows are there however it ended"
@@ -354,6 +356,7 @@ def test_everything_in_it_runs_without_a_gpu(tmp_path: Path) -> None:
         "tests",
         "plan",
         "speed",
+        "passes",
         "streaming",
         "klein",
         "demos",

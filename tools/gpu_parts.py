@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gpu_passes
 import plan_truth
 from device_clock import launches, milliseconds, seconds, started_on
 from ditkit_core.engine.block_hooks import BlockHooks
@@ -63,6 +64,7 @@ def facts(device: torch.device, tiny: bool) -> Rows:
             "name": f"kernel of {what} attention",
             "value": _attention_kernels(device, tokens, keys, heads, is_masked),
         }
+    yield {"name": "query gradients of low scores", "ok": _low_scores_have_gradients(device, 192 if tiny else 704)}
     if on_gpu:
         square = torch.ones(1024, 1024, device=device, dtype=torch.bfloat16)
         torch.mm(square, square)
@@ -86,6 +88,16 @@ def _attention_kernels(device: torch.device, queries: int, keys: int, heads: int
     mask = torch.arange(keys, device=device)[None] < keys - 8 if is_masked else None
     found = launches(lambda: attend(q, k, v, name="self", padding_mask=mask).float().mean().backward(), device)
     return ", ".join(dict.fromkeys(each.name[:60] for each in found if each.kind.startswith("attention"))) or "composed"
+
+
+def _low_scores_have_gradients(device: torch.device, tokens: int) -> bool:
+    """Whether they are finite where all scores are -120: before cuDNN 9.26 they are not on Hopper, with a mask and 64 modulo 128 keys."""
+    q, k, v = (0.1 * torch.randn(1, tokens, 1, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0], k[..., 0] = 1.0, -120.0 * 8
+    mask = torch.ones(1, tokens, dtype=torch.bool, device=device)
+    attend(q.requires_grad_(), k, v, name="self", padding_mask=mask).float().square().sum().backward()
+    assert q.grad is not None
+    return bool(q.grad.isfinite().all())
 
 
 def numbers(device: torch.device, tiny: bool) -> Rows:
@@ -333,6 +345,13 @@ def plan(device: torch.device, tiny: bool) -> Rows:
             planned = next_planned
 
 
+def passes(device: torch.device, tiny: bool) -> Rows:
+    """`gpu_passes.passes`, and on a GPU `gpu_passes.waits`."""
+    yield from gpu_passes.passes(device, tiny)
+    if device.type == "cuda":
+        yield from gpu_passes.waits(device, _families(tiny))
+
+
 def demos(device: torch.device, tiny: bool) -> Rows:
     """`gpu_runs.demos`."""
     import gpu_runs  # imports diffusers, for which no other part has the seconds
@@ -349,7 +368,21 @@ def real(device: torch.device, tiny: bool) -> Rows:
 
 PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
     part.__name__: part
-    for part in (facts, numbers, bitwise, quantized, computed, tests, plan, speed, streaming, klein, demos, real)
+    for part in (
+        facts,
+        numbers,
+        bitwise,
+        quantized,
+        computed,
+        tests,
+        plan,
+        speed,
+        passes,
+        streaming,
+        klein,
+        demos,
+        real,
+    )
 }
 
 

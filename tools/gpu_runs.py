@@ -105,9 +105,11 @@ def _on(device: torch.device) -> list[str]:
 
 def _command(family: str, folder: str, *given: str) -> "subprocess.CompletedProcess[str]":
     script = f"import sys; from ditkit_{family}.cli import train; sys.exit(train())"
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", script, *given], capture_output=True, text=True, check=False, cwd=folder
     )
+    sys.stderr.write(done.stderr)  # whose warnings gpu_truth.py lists
+    return done
 
 
 def _outcome(done: "subprocess.CompletedProcess[str]", run: Path, steps: int) -> dict[str, Any]:

@@ -45,6 +45,7 @@ PARTS = (
     Part(name="tests", seconds=120, about="The tests for a GPU"),
     Part(name="plan", seconds=150, about="Plans against allocated, reserved and the driver's memory"),
     Part(name="speed", seconds=150, about="A step against diffusers', and where its time goes"),
+    Part(name="passes", seconds=60, about="Rates of elementwise work, its cost on the host, and where a step waits"),
     Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
     Part(name="klein", seconds=60, about="FLUX.2 klein 4B: launches and gaps"),
     Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
@@ -78,6 +79,8 @@ def run(
         before = len(read(out))
         end = _ended(command(part), min(limit or part.seconds, left))
         rows = read(out)[before:]
+        for line in end.pop("warnings"):
+            append(out, {"part": part.name, "name": "warning", "value": line})
         if end["status"] == "ok" and any(row.get("ok") is False for row in rows):
             end["status"] = "failed"
         failed += end["status"] != "ok"
@@ -91,20 +94,30 @@ def _ended(command: Sequence[str], limit: float) -> dict[str, Any]:
     began = time.monotonic()
     # A file and not a pipe, which a compiler's workers keep open after the process is gone.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        child, code = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True), None
         try:
             code = child.wait(limit)
-            status = "failed" if code else "ok"
-            said.seek(0)
-            error = f"{_reason(said.read())} ({_code(code)})".lstrip() if code else ""
         except subprocess.TimeoutExpired:
-            status, error = "failed", f"ended after {limit:.0f} s"
+            pass
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # a process may hang inside of a driver
                 child.wait(_LAST_SECONDS)
-    return {"status": status, "seconds": time.monotonic() - began, "error": error}
+        said.seek(0)
+        lines = said.read()
+    if code is None:
+        error = f"ended after {limit:.0f} s"
+    else:
+        error = f"{_reason(lines)} ({_code(code)})".lstrip() if code else ""
+    end = {"status": "ok" if code == 0 else "failed", "seconds": time.monotonic() - began, "error": error}
+    return {**end, "warnings": _warnings(lines)}
+
+
+def _warnings(said: str) -> list[str]:
+    """What Python warned of, each once: torch and Triton warn on a GPU of what no CPU shows."""
+    found = re.findall(r"^\S+:\d+: (\w*Warning: .+)$", said, re.MULTILINE)
+    return [line[:200] for line in dict.fromkeys(found)]
 
 
 def _reason(said: str) -> str:
