@@ -95,6 +95,12 @@ def _set_aside_what_is_kept() -> None:
     _imported, _num_tests = len(sys.modules), 0
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs, unless tests are chosen for them: a run takes a GPU where there is one, and tests of runs compare with the CPU's bits."""
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of workers, and of commands that tests start
+
+
 gc.disable()  # until all tests are imported, which leaves little to collect, and took two seconds of looking for it
 
 

@@ -1,9 +1,10 @@
 """What conftest.py promises to every test, seen from inside one, in whatever worker it runs."""
 
 import gc
+import os
 import socket
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jaxtyping
 import pytest
@@ -104,3 +105,16 @@ def test_what_tests_import_and_keep_is_looked_through_by_no_later_collection_of_
     for _ in range(20):
         conftest.pytest_runtest_setup()
     assert len(kept) == 1000 and gc.get_freeze_count() >= before + 900
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [("not slow and not exhaustive and not gpu", ""), ("slow", ""), ("", ""), ("gpu", "0"), ("gpu or slow", "0")],
+)
+def test_only_tests_for_a_gpu_see_one(chosen, seen, request, monkeypatch):
+    """A run that names no device takes a GPU where there is one."""
+    plugins = request.config.pluginmanager.get_plugins()
+    (conftest,) = (plugin for plugin in plugins if getattr(plugin, "__file__", None) == str(ROOT / "conftest.py"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    conftest.pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=chosen)))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

@@ -9,6 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
+from ditkit_core.testing.gpu import ON_A_GPU
+
 _STEPS = 6
 _FLAGS = (
     *("--train.steps", str(_STEPS), "--save.every_steps", str(_STEPS), "--held_out.every_steps", str(_STEPS)),
@@ -26,7 +28,10 @@ class TwoDevicesConformance:
 
     @pytest.mark.parametrize(
         "device",
-        [pytest.param("cuda", marks=[pytest.mark.slow, _TWO_GPUS]), pytest.param("cpu", marks=pytest.mark.exhaustive)],
+        [
+            pytest.param("cuda", marks=[pytest.mark.slow, ON_A_GPU, _TWO_GPUS]),
+            pytest.param("cpu", marks=pytest.mark.exhaustive),
+        ],
     )
     @pytest.mark.parametrize("divided", [(), ("--ranks.shard", "2"), ("--ranks.context", "2")], ids=" ".join)
     def test_two_devices_train_what_one_trains(self, tmp_path: Path, device: str, divided: tuple[str, ...]) -> None:

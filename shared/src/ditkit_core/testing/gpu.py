@@ -14,7 +14,9 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-GPUS = ["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_A_GPU = pytest.mark.gpu
+"""Of a case that needs a GPU; another case runs the same lines without one."""
+GPUS = ["stand-in", pytest.param("cuda", marks=ON_A_GPU)]
 """Values for the fixture."""
 
 
