@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -170,6 +171,8 @@ def test_only_training_runs_in_several_processes(
     command: str, flags: tuple[str, ...],
 ) -> None:  # fmt: skip
     """What else torchrun starts is refused before any work."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "")
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
     monkeypatch.setattr(cli, "launched", lambda: SimpleNamespace(rank=0, size=2))
     given = ["--run", str(tmp_path)] if command in ("sample", "export") else ["--data.folder", str(tmp_path)]
     assert cli.run(TOY, command, [*given, *flags]) == 2
@@ -177,6 +180,9 @@ def test_only_training_runs_in_several_processes(
         f"error: only training runs in several processes; start {TOY.name}-{command} with these options without torchrun\n"
     )
     assert stages.called is None
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR", (
+        "where a connection breaks, the frames of torch would hide the line that says why"
+    )
 
 
 def test_an_interrupt_is_one_line_and_exit_status_130(

@@ -1,11 +1,13 @@
 """The heartbeat by which ranks know that another one has stopped, in rounds of its own and not in seconds of a clock; and GPUs that do not suffice."""
 
+import _thread
 import json
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io import torchrun
 from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, lost_in
 from ditkit_core.io.siblings import Process
+from ditkit_core.io.signals import Interrupts
 
 ENDED = Process(2**22 + 1, "")
 """Linux gives no process this number."""
@@ -195,6 +198,91 @@ def test_a_line_of_any_length_fits_into_the_summary(summary):
     for line in ("é" * 5000, '"' * 5000, "x"):
         Process.this().summarize(line)
         assert summary() and line.startswith(summary())
+
+
+def test_a_rank_whose_torchrun_was_killed_ends(heartbeat, monkeypatch, summary, capsys):
+    made = heartbeat(Store(alive_1="1 8"), 120.0, Rounds())
+    monkeypatch.setattr(torchrun.os, "getppid", lambda: 1)
+    with pytest.raises(Ended):
+        made.run()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: rank 0 of 2 on \S+ in step 8: its torchrun was killed; the same command continues", line)
+    assert summary() == line.removeprefix("error: ")
+
+
+def test_of_a_store_that_is_gone_one_rank_of_a_machine_speaks(heartbeat, capsys):
+    class Gone(Store):
+        def set(self, name: str, value: str) -> None:
+            raise RuntimeError("[socket.cpp:1] Broken pipe")
+
+        def check(self, names: list[str]) -> bool:
+            return bool(self.set("", ""))
+
+        def compare_set(self, name: str, expected: str, value: str) -> bytes:
+            return bytes(self.check([]))
+
+    for local in (0, 1):
+        made = heartbeat(Gone(), 120.0, Rounds())
+        made._launch.local = local
+        with pytest.raises(Ended):
+            made.run()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "torchrun's store cannot be reached (Broken pipe): torchrun ended on the machine of rank 0, or" in line
+    assert line.endswith("the same command continues from the last save")
+
+
+def test_a_signal_ends_a_rank_that_waits_for_one_that_starts_late(monkeypatch):
+    """Two are there and the third is not; a wait inside of torch would end after five seconds."""
+    monkeypatch.setattr(torchrun, "_START_SECONDS", 5.0)
+    store, began = torch.distributed.HashStore(), time.monotonic()
+
+    def start(rank: int) -> None:
+        torchrun._rendezvous(torchrun._Launch(rank, 3, rank, 3), store, torch.distributed.PrefixStore("0", store))
+
+    def first() -> None:
+        with suppress(UserError):
+            start(0)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+
+    def end(*given: Any) -> None:
+        raise Ended
+
+    timer, before = threading.Timer(0.5, _thread.interrupt_main), signal.signal(signal.SIGINT, end)
+    timer.start()
+    try:
+        with pytest.raises(Ended):
+            start(1)
+        assert time.monotonic() - began < 4
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, before)
+        thread.join()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_before_all_are_there_ends_the_wait_of_the_others(summary, rank):
+    """As of a flag or a path that is wrong on its machine alone."""
+    store, line = torch.distributed.HashStore(), "rank 2 of 3 on elsewhere: data.folder /d does not exist"
+    early = torch.distributed.PrefixStore("0", store)
+    early.set("failed", f"2:{line}")
+    with pytest.raises(UserError) as found:
+        torchrun._rendezvous(torchrun._Launch(rank, 3, 0, 1), store, early)
+    assert str(found.value) == line == summary()
+
+
+def test_signals_end_a_rank_that_torch_connects(monkeypatch):
+    """torch waits there for ranks that are gone, and Python would handle no signal."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *given, **named: seen.append(signal.getsignal(signal.SIGTERM))
+    )
+    with Interrupts():
+        before = signal.getsignal(signal.SIGTERM)
+        torchrun._connect(torchrun._Launch(rank=0, size=2, local=0, num_local=2), Store(), on_gpus=False)
+        assert signal.getsignal(signal.SIGTERM) == before
+    assert seen == [signal.SIG_DFL]
 
 
 def test_two_ranks_do_not_share_a_gpu(monkeypatch):

@@ -22,6 +22,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+@contextmanager
+def signals_by_default() -> Iterator[None]:
+    """Inside the block, SIGINT and these signals end the process at once and without a word, for a call that waits outside of Python."""
+    with _handled(signal.SIG_DFL, ("SIGINT", *_ENDING), replaced=lambda _: True):
+        yield
+
+
 class Interrupts(ExitStack):
     """Inside the block, SIGINT, SIGTERM, SIGHUP and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts.
 
@@ -41,7 +48,9 @@ class Interrupts(ExitStack):
 
 @contextmanager
 def _handled(
-    handler: Callable[[int, FrameType | None], None], names: tuple[str, ...], replaced: Callable[[Any], bool]
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
+    names: tuple[str, ...],
+    replaced: Callable[[Any], bool],
 ) -> Iterator[None]:
     """Install a handler for the block where `replaced` says so of the present one, and restore that at its end.
 

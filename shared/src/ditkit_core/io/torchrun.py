@@ -34,7 +34,7 @@ from ditkit_core.io.ranks import (
     reason_of,
 )
 from ditkit_core.io.siblings import Process, siblings
-from ditkit_core.io.signals import Interrupts
+from ditkit_core.io.signals import Interrupts, signals_by_default
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -157,7 +157,10 @@ def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
         torch.cuda.set_device(launch.local)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=WITHOUT_LIMIT)
+        with signals_by_default():  # torch waits for the others without a look at signals, also for one that is gone
+            dist.init_process_group(
+                backend, store=store, rank=launch.rank, world_size=launch.size, timeout=WITHOUT_LIMIT
+            )
     except RuntimeError as error:
         raise UserError(
             f"the ranks cannot connect to each other ({reason_of(error)}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network device "
@@ -207,9 +210,8 @@ def _store(launch: _Launch, *, wait: bool = True) -> "Store":
     dist = distributed()
     try:
         whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
-        if not wait:  # to print one line
-            return cast("Store", dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole))
-        return _rendezvous(launch, whole)
+        early = dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
+        return _rendezvous(launch, whole, early) if wait else cast("Store", early)
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the processes cannot connect at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason_of(error)}); start them "
@@ -217,45 +219,65 @@ def _store(launch: _Launch, *, wait: bool = True) -> "Store":
         ) from error
 
 
-def _rendezvous(launch: _Launch, whole: "Store") -> "Store":
+def _rendezvous(launch: _Launch, whole: "Store", early: "Store") -> "Store":
     """A part of the store for these processes alone, once all of them have started.
 
     After a restart the store still has what the processes before it wrote, and machines count restarts differently. So every process
     writes an id of its own, and rank 0 publishes the ids that it has read. A process that finds its id there knows that both are running.
+
+    Args:
+        launch: This process's place.
+        whole: torchrun's store.
+        early: Where a process says why it ends before that (`complain_once`).
     """
-    dist, own, end = distributed(), uuid.uuid4().hex, time.monotonic() + _START_SECONDS
+    dist, own = distributed(), uuid.uuid4().hex
     whole.set(f"ditkit/id/{launch.rank}", own)
     if launch.rank == 0:
         part = dist.PrefixStore(f"ditkit/{own}", whole)
         missing, ids = set(range(1, launch.size)), dict[int, str]()
-        while missing:
+        for _ in _starting(launch, early, missing):
             for rank in list(missing):
                 if whole.check([f"ditkit/id/{rank}"]):
                     ids[rank] = whole.get(f"ditkit/id/{rank}").decode()
                 if part.check([f"here/{rank}"]):
                     missing.discard(rank)
             whole.set("ditkit/round", json.dumps([own, ids]))
-            if missing and time.monotonic() > end:
-                raise UserError(
-                    f"rank {min(missing)} of {launch.size} did not start within {_START_SECONDS:g} s; look at its output"
-                )
-            time.sleep(0.05)
-    else:
-        first, read_by_first = "", ""
-        while read_by_first != own:
-            if whole.check(["ditkit/round"]):
-                first, published = json.loads(whole.get("ditkit/round"))
-                read_by_first = published.get(str(launch.rank), "")
-            if time.monotonic() > end:
-                raise UserError(f"rank 0 did not start within {_START_SECONDS:g} s; look at its output")
-            time.sleep(0.05)
-        part = dist.PrefixStore(f"ditkit/{first}", whole)
-    part.set(f"alive/{launch.rank}", "0")
-    part.set(f"here/{launch.rank}", socket.gethostname())
-    part.wait(
-        [f"here/{rank}" for rank in ((0,) if launch.rank else range(launch.size))], timedelta(seconds=_START_SECONDS)
-    )
+        part.set("alive/0", "0")
+        part.set("here/0", socket.gethostname())
+        return cast("Store", part)
+    missing = {0}
+    for _ in _starting(launch, early, missing):
+        first, published = json.loads(whole.get("ditkit/round")) if whole.check(["ditkit/round"]) else ("", {})
+        if published.get(str(launch.rank)) == own:
+            part = dist.PrefixStore(f"ditkit/{first}", whole)
+            part.set(f"alive/{launch.rank}", "0")
+            part.set(f"here/{launch.rank}", socket.gethostname())
+            missing -= {0} if part.check(["here/0"]) else set()
     return cast("Store", part)
+
+
+def _starting(launch: _Launch, early: "Store", missing: "set[int]") -> Iterator[None]:
+    """Look for the missing ranks again and again. In a wait inside of torch, Python would handle no signal, such as torchrun's own.
+
+    Raises:
+        UserError: If they do not start in time, or one has said why it ends.
+    """
+    end = time.monotonic() + _START_SECONDS
+    while missing:
+        yield
+        if missing and early.check(["failed"]):
+            rank, _, line = early.get("failed").decode().partition(":")
+            Process.this().summarize(line)
+            if (
+                launch.local or 0 <= int(rank) - launch.rank < launch.num_local
+            ):  # one of each other machine prints it, too
+                mute()
+            raise UserError(line)
+        if missing and time.monotonic() > end:
+            raise UserError(
+                f"rank {min(missing)} of {launch.size} did not start within {_START_SECONDS:g} s; look at its output"
+            )
+        time.sleep(min(0.5, launch.size / 100))  # the store answers all ranks
 
 
 class _Heartbeat(threading.Thread):
@@ -274,7 +296,7 @@ class _Heartbeat(threading.Thread):
         """Of which the step is read, once they are connected."""
         self.siblings: dict[int, Process] = {}
         """The other ranks that torchrun started on this machine, once they are connected."""
-        self._process, self._reason = Process.this(), ""
+        self._process, self._parent, self._reason = Process.this(), os.getppid(), ""
 
     def run(self) -> None:
         """Write and read heartbeats until `end`."""
@@ -282,6 +304,8 @@ class _Heartbeat(threading.Thread):
         known, silent, count, failed = dict.fromkeys(others, b""), dict.fromkeys(others, 0.0), 0, 0.0
         while not self._ended.wait(self._interval):
             count += 1
+            if os.getppid() != self._parent:
+                self._end_process("its torchrun was killed; the same command continues from the last save")
             try:
                 self._own.set(f"alive/{self._launch.rank}", f"{count} {self.ranks.step}")
                 signs = self._own.multi_get([f"alive/{rank}" for rank in others])
@@ -289,7 +313,10 @@ class _Heartbeat(threading.Thread):
                     failed += self._interval
                     self._follow(self._own.get("failed").decode().partition(":")[2])
             except RuntimeError as error:
-                self._end_process(f"torchrun's store cannot be reached ({reason_of(error)})")
+                self._end_process(
+                    f"torchrun's store cannot be reached ({reason_of(error)}): torchrun ended on the machine of rank 0, or the network to it broke; "
+                    "the same command continues from the last save"
+                )
                 return
             if failed > _GRACE:
                 os._exit(1)
@@ -303,7 +330,7 @@ class _Heartbeat(threading.Thread):
                         f"no heartbeat for {self._timeout:g} s (ranks.timeout): it hangs or is stopped; look at that machine, the same command "
                         "continues from the last save",
                         of=rank,
-                        step=int(sign.split()[-1]) or None,  # ranks go through steps together
+                        step=max(int(sign.split()[-1]), self.ranks.step),  # ranks go through steps together
                     )
 
     def _follow(self, line: str) -> None:
@@ -398,8 +425,8 @@ class _Heartbeat(threading.Thread):
         own = f"{self._launch.rank}:{line}"
         try:
             found = self._own.compare_set("failed", "", own).decode()
-        except RuntimeError:  # the store is gone, so that nobody else can be asked
-            return line, True
+        except RuntimeError:  # the store is gone, so that nobody else can be asked: one of a machine says so
+            return line, self._launch.local == 0
         return found.partition(":")[2], found == own
 
     def _wait_for_cause(self) -> int | None:
