@@ -331,7 +331,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_both_with_its_evidence(folde
 
 def test_ranks_with_other_settings_are_refused_before_anything_is_written(folder):
     (line,) = lines(folder, "other flags")
-    assert re.search(r"rank 1 on \S+ has another configuration \(\w+\) than rank 0 on", line)
+    assert re.search(r"rank 1 on \S+ has another train.seed \(7\) than rank 0 on \S+ \(0\)", line)
     assert line.removeprefix("error: ") in result(folder, "other flags")["said"]
     assert not (folder / "other flags").exists()
 

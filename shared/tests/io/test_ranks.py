@@ -92,3 +92,14 @@ def test_a_rank_that_differs_in_something_is_refused_with_its_machine(name):
         UserError, match=rf"rank 2 on elsewhere has another {name} \(another\) than rank 0 on \S+ \({own[name]}\)"
     ):
         First(0, 3).check_same(own)
+
+
+def test_of_a_long_setting_that_differs_the_beginning_is_said():
+    class First(Ranks):
+        def all_gather_object(self, value):
+            return [value, {**value, "sample.prompts": "a" * 5000}]
+
+    with pytest.raises(
+        UserError, match=r"rank 1 on \S+ has another sample.prompts \(a{80}\.\.\.\) than rank 0 on \S+ \(\[\]\)"
+    ):
+        First(0, 2).check_same({"sample.prompts": "[]"})

@@ -1,6 +1,7 @@
 """Does the work of a command, and explains how it ended: a mistake, an interruption, or a lack of memory."""
 
 import importlib
+import json
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from ditkit_core.commands.options import STAGES, describe_options, verb_of
 from ditkit_core.config.schema import config_values
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import warn
-from ditkit_core.io.files import json_hash
 from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
 from ditkit_core.io.torchrun import joined_ranks
 from ditkit_core.models.precision import compute_fp32_in_fp32
@@ -31,11 +31,11 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     about = {
-        "configuration": json_hash(config_values(config)),
-        "set of options": describe_options(options),
         "ditkit version": ditkit_core.__version__,
         "torch version": torch.__version__,
+        "set of options": describe_options(options),
     }
+    about |= {key: json.dumps(value) for key, value in config_values(config).items()}
     try:
         with joined_ranks(config.ranks, config.train.device, about):
             status = _stage(command, options)(spec, config, options)

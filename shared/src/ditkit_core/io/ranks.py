@@ -280,10 +280,10 @@ class Ranks:
         found = self.all_gather_object({"host": socket.gethostname(), **about})
         for rank, each in enumerate(found):
             for name, value in each.items():
-                if name != "host" and value != found[0][name]:
+                if name != "host" and value != (first := found[0].get(name, "none")):
                     raise UserError(
-                        f"rank {rank} on {each['host']} has another {name} ({value}) than rank 0 on {found[0]['host']} ({found[0][name]}); "
-                        "start every rank with the same command, files and versions"
+                        f"rank {rank} on {each['host']} has another {name} ({_shortened(value)}) than rank 0 on {found[0]['host']} "
+                        f"({_shortened(first)}); start every rank with the same command, files and versions"
                     )
 
     @contextmanager
@@ -311,6 +311,10 @@ def world() -> Ranks | None:
     """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`engine/sharding/fsdp.py`)."""
     dist = distributed()
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= 80 else f"{value[:80]}..."
 
 
 def is_broken_exchange(error: Exception) -> bool:
