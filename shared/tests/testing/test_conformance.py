@@ -1,12 +1,11 @@
 """The toy model passes the checks that every model passes, and broken models do not."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.carries import check_carry
@@ -16,7 +15,7 @@ from ditkit_core.testing.world import Items, make_model, outcome
 
 
 class TestToyWithDropoutInBlockAndAttention(Conformance):
-    """Wan and FLUX.2, which have none, pass the same checks without dropout."""
+    """Wan and FLUX.2, which have none, pass the same checks without dropout. It has no `last_layers`: a dropout's mask is saved after them."""
 
     spec = TOY
     arch = TOY.architecture.presets["dropout"]
@@ -25,10 +24,6 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)
-
-    def num_last_matmuls(self, blocks: Sequence[nn.Module]) -> int:
-        """None: a dropout follows them, whose mask is saved after them."""
-        return 0
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
     def test_a_sample_in_a_ragged_batch_equals_itself_alone(self, dtype: torch.dtype) -> None:

@@ -144,9 +144,6 @@ class Step:
 class PolicyChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
-    last_layers: ClassVar[tuple[str, ...]] = ()
-    """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
-    repeats them; nor does `full` the last of a block, but for its adapter's product with A."""
     added_as_they_are: ClassVar[tuple[str, ...]] = ()
     """Those of them whose result is added without a gate: where they are trained themselves, nothing keeps it either."""
 

@@ -67,7 +67,8 @@ def make_quantized(
             layer.bias = values[f"{name}.bias"]
     if computed:
         compute_in_8_bits(model, kind)
-        assert any(layer.in_8_bits for layer in quantized_weights(model).values())
+        computing = [layer for layer in quantized_weights(model).values() if layer.in_8_bits]
+        assert computing, "no layer of `arch` takes products of 8-bit codes: make its sizes multiples of 16"
     if adapter is not None:
         add_adapter(model, spec, adapter, torch.Generator().manual_seed(3))
     return model.train()
@@ -160,9 +161,8 @@ class QuantizedChecks(ModelChecks):
             with pytest.MonkeyPatch.context() as patch:
                 counts[policy] = count_dequantized(patch)
                 outcome(self.spec, model, self.items(2), BlockEngine(policy=policy))
-        blocks = [b for b in model.blocks() if any(isinstance(m, QuantizedLinear) for m in b.modules())]
         recomputed = len(counts["full"]) - len(counts["none"])
-        assert recomputed <= len(quantized_weights(model)) - self.num_last_matmuls(blocks), counts
+        assert recomputed <= len(quantized_weights(model)) - self._num_last_matmuls(model), counts
 
     def test_a_model_written_in_scaled_8_bits_is_read_back_as_it_is(self, tmp_path: Path) -> None:
         """ComfyUI's form: one scale to a tensor of the file, which several of our layers may share."""
@@ -197,9 +197,17 @@ class QuantizedChecks(ModelChecks):
                 dtype = torch.float32 if spec.precision.keep_fp32(name) else torch.bfloat16
                 assert torch.equal(found, parameter.to(dtype).float()), name
 
-    def num_last_matmuls(self, blocks: Sequence[nn.Module]) -> int:
-        """In how many of the blocks a quantized matmul comes after everything that a backward needs: all, unless the model says."""
-        return len(blocks)
+    def _num_last_matmuls(self, model: Any) -> int:
+        """In how many blocks a quantized matmul comes after everything that a backward needs: one of `last_layers`."""
+        return sum(
+            any(name in self.last_layers and _is_quantized(layer) for name, layer in block.named_modules())
+            for block in model.blocks()
+        )
+
+
+def _is_quantized(layer: nn.Module) -> bool:
+    """Whether a layer, below its adapter if it has one, is quantized."""
+    return any(isinstance(module, QuantizedLinear) for module in layer.modules())
 
 
 def _below_base_layer(name: str) -> str:

@@ -293,6 +293,10 @@ class ModelChecks:
 
     spec: ClassVar[ModelSpec]
     arch: ClassVar[Any]
+    last_layers: ClassVar[tuple[str, ...]] = ()
+    """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
+    repeats them; nor does `full` the last of a block, but for its adapter's product with A. None where something behind them saves
+    their result (a norm, a dropout)."""
 
     def items(self, count: int, ragged: bool = False) -> Items:
         """Training items, deterministic; of different sizes if `ragged`.
