@@ -4,6 +4,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -38,6 +39,18 @@ class _ToyWithoutDropout(Conformance):
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)
+
+
+def test_a_model_of_rms_norms_passes_the_checks_of_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch composes an RMS norm: no operation of it is named after norms, and in bf16 only its result is in that dtype."""
+
+    def rms_norm(x: Tensor, shape: list[int]) -> Tensor:
+        return F.rms_norm(x, shape)
+
+    monkeypatch.setattr(F, "layer_norm", rms_norm)
+    checks = _ToyWithoutDropout()
+    checks.test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone("norms")
+    checks.test_a_place_that_is_raised_alone_runs_wider_alone("norms")
 
 
 class _Carry(NamedTuple):

@@ -29,7 +29,7 @@ _OPERATIONS = {
     "rotary_tables": ("_to_copy",),
     "rotary": ("mul",),
     "qk_norms": ("mul", "_to_copy"),
-    "norms": ("native_layer_norm",),
+    "norms": ("native_layer_norm", "_to_copy"),  # an RMS norm is composed in a wider dtype, and rounded at its end
     "modulation": ("addcmul", "mul"),
     "residual": ("addcmul", "add", "_to_copy"),
     "entry": ("native_layer_norm", "_to_copy"),
