@@ -154,7 +154,7 @@ def test_kernels_are_recognised_by_their_names_and_gaps_by_their_times(truth):
 
     kinds = {
         "flash_fwd_kernel": "attention", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention backward",
-        "fmha_cutlassB_bf16_bwd": "attention backward", "nvjet_tst_128x256": "matmul", "ampere_sgemm_128x64": "matmul fp32",
+        "fmha_cutlassB_bf16_aligned_128x64_k128_sm80(": "attention backward", "fmha_cutlassF_f32_aligned_64x64_rf_sm80(": "attention", "nvjet_tst_128x256": "matmul", "ampere_sgemm_128x64": "matmul fp32",
         "Memcpy HtoD": "copy", "vectorized_elementwise_kernel": "elementwise",
     }  # fmt: skip
     assert {name: kind_of(name, on_gpu=True) for name in kinds} == kinds

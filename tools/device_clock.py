@@ -132,7 +132,11 @@ def kind_of(name: str, *, on_gpu: bool) -> str:
         is_attention = "scaled_dot_product_flash" in low
         is_product = low in ("aten::mm", "aten::addmm", "aten::bmm", "aten::mkldnn_linear")
     if is_attention:
-        return "attention backward" if any(word in low for word in ("bwd", "bprop", "backward")) else "attention"
+        return (
+            "attention backward"
+            if any(word in low for word in ("bwd", "bprop", "backward", "cutlassb"))
+            else "attention"
+        )
     if is_product:
         return "matmul fp32" if on_gpu and any(word in low for word in ("sgemm", "simt", "f32f32_f32f32")) else "matmul"
     return "copy" if low.startswith(("memcpy", "memset")) else "elementwise"
