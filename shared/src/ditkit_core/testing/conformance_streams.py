@@ -14,7 +14,7 @@ from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.testing.combinations import every_value
+from ditkit_core.testing.combinations import every_pair
 from ditkit_core.testing.conformance_swap import train_streamed
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, micro_batches, offloadable
@@ -27,7 +27,13 @@ from ditkit_core.training.validation import validation_loss
 
 ONE, TWO = torch.device("cpu:1"), torch.device("cpu:2")
 LEVERS = ("swap", "offload", "split", "swap, offload", "swap, offload, split")
-TRAINED = ("lora with dropout", "full")
+TRAINED = {
+    "lora": ("lora with dropout", 1),
+    "lora, every other block": ("lora with dropout", 2),
+    "full": ("full", 1),
+    "full, every other block": ("full", 2),
+}
+"""What is trained, and of how many blocks one is streamed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +104,11 @@ class StreamChecks(ModelChecks):
     """Part of `Conformance`; needs its `spec`, `arch` and `items`."""
 
     @pytest.mark.parametrize(
-        ("levers", "policy", "trained", "one_of"),
-        every_value(LEVERS, offloadable((*POLICIES, "ops(matmul, attention)")), TRAINED, (1, 2)),
+        ("policy", "levers", "training"),
+        every_pair(offloadable((*POLICIES, "ops(matmul, attention)")), LEVERS, list(TRAINED)),
     )
-    def test_streams_wait_for_each_other(self, levers: str, policy: str, trained: str, one_of: int) -> None:
+    def test_streams_wait_for_each_other(self, policy: str, levers: str, training: str) -> None:
         """As on GPUs: no access is unordered, and no memory is given away while a stream uses it."""
+        trained, one_of = TRAINED[training]
         case = StreamCase(trained=trained, policy=policy, levers=levers, one_of=one_of)
         assert unordered(self.spec, self.arch, self.items(2, ragged=True), case) == []
