@@ -177,10 +177,40 @@ def test_the_core_has_few_folders_of_few_files_with_an_introduction_each():
             assert len(tree.body) == 1 and 3 <= len(file.read_text("utf-8").splitlines()) <= 6, file
 
 
-def test_the_contract_between_folders_is_short():
+def layers_of_the_core() -> list[list[str]]:
+    """The folders of each line of the contract between folders, from the top."""
     contracts = read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]["contracts"]
     (layers,) = [each["layers"] for each in contracts if each["type"] == "layers"]
-    assert len(layers) <= MOST_LAYERS
+    return [line.split(" | ") for line in layers]
+
+
+def test_the_contract_between_folders_is_short():
+    assert len(layers_of_the_core()) <= MOST_LAYERS
+
+
+def wrong_in_introduction(folder: str, text: str) -> list[str]:
+    """Files to start at that are not there, and folders to import that are not those of the next line of the contract."""
+    layers = layers_of_the_core()
+    (line,) = [index for index, names in enumerate(layers) if folder.partition("/")[0] in names]
+    said = re.search(r"the folders from (.+?) downwards", text)
+    below = set(re.findall(r"\w+", said[1])) - {"and"} if said else set()
+    sentence = re.search(r"Start (?:reading )?at (.+?)\.(?:\s|$)", text, re.DOTALL)
+    assert sentence is not None, folder
+    started = re.findall(r"[\w/]+(?:\.py|/)(?!\w)", sentence[1])
+    assert started, folder
+    return [
+        *(name for name in started if not (ROOT / CORE / folder / name).exists()),
+        *(name for name in sorted(below) if name not in layers[line + 1]),
+    ]
+
+
+def test_an_introduction_names_files_that_are_there_and_the_folders_below():
+    texts = {folder: ROOT / CORE / folder / "__init__.py" for folder in folders_of(file.path for file in core())}
+    texts = {folder: file.read_text(encoding="utf-8") for folder, file in texts.items() if folder}
+    assert len(texts) > MOST_FOLDERS and sum("downwards" in text for text in texts.values()) > 10
+    assert {folder: wrong for folder, text in texts.items() if (wrong := wrong_in_introduction(folder, text))} == {}
+    guilty = "It may import the folders from planner and run downwards. Start reading at gone.py, then attention/."
+    assert wrong_in_introduction("nn", guilty) == ["gone.py", "planner", "run"]
 
 
 def test_no_file_names_a_folder_of_somebodys_machine():
