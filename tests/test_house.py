@@ -1,6 +1,7 @@
 """Rules that a machine can check: what library code never does, and what the repository never holds."""
 
 import ast
+import builtins
 import functools
 import re
 from collections import Counter
@@ -106,6 +107,25 @@ def test_library_code_does_nothing_forbidden():
     assert found == []
     (only,) = allowed
     assert "broad except" in only
+
+
+def test_exceptions_that_docstrings_name_are_there():
+    """Ours, Python's, or something that some module of ours imports."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    known = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.alias)} | set(dir(builtins))
+    documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    found = [
+        (file.name, name)
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+        for name in re.findall(
+            r"^    (\w+): ", (ast.get_docstring(node) or "").partition("\nRaises:\n")[2], re.MULTILINE
+        )
+    ]
+    assert len(found) > 100
+    assert [f"{file}: {name}" for file, name in found if name not in known] == []
 
 
 def uses_ranks(node: ast.AST) -> str:

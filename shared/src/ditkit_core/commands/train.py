@@ -77,7 +77,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
 
     Raises:
         UserError: For mistakes that the user can fix, before anything slow where possible.
-        Stopped: If a signal ended it early.
+        Interrupted: If a signal ended it early.
     """
     run, ranks = create_run(spec, config), current_ranks()
     # Only families with experts need the architecture this early; a demo's checkpoint does not exist yet.
@@ -260,7 +260,7 @@ def _train_component(
         previews: What takes the previews; or the run that was asked for, whose previews are generated with this transformer.
 
     Raises:
-        Stopped: If a signal ended it early.
+        Interrupted: If a signal ended it early.
     """
     run, ranks = component.run, current_ranks()
     say_beginning(run, changes)
