@@ -67,6 +67,14 @@ def test_of_a_killed_process_one_item_is_encoded_again(cases: dict[str, Any], na
     assert sum(process == first for process, _ in killed["log"]) == 3
 
 
+@pytest.mark.exhaustive
+def test_two_processes_take_little_more_than_half_of_the_time(tmp_path: Path) -> None:
+    """Of 60 clips and 61 captions, whose encoder waits as one on a GPU does."""
+    found = json.loads(run_script(SCRIPT, tmp_path / "work", "timed").splitlines()[-1])
+    assert found["two"]["codes"] == [0, 0] and len(begun(found["two"])) == 121
+    assert found["two"]["seconds"] <= 0.6 * found["one"]["seconds"]
+
+
 def test_a_claim_is_of_one_at_a_time_and_leaves_nothing(tmp_path: Path) -> None:
     entry = tmp_path / "media" / "ab" / "abc.safetensors"
     with claimed(entry) as first, claimed(entry) as second:

@@ -29,6 +29,9 @@ NUM = 12
 class LoggedEncoder(CountingEncoder):
     """Takes its time, and logs what it begins."""
 
+    seconds = 0.02
+    """That an item takes."""
+
     def __init__(self, kind: str, log: Path, at_once: int = 1) -> None:
         super().__init__(kind)
         self.items_at_once = at_once
@@ -39,7 +42,7 @@ class LoggedEncoder(CountingEncoder):
     ) -> list[dict[str, torch.Tensor]]:
         with self._log.open("a") as log:  # appended in one write, so that lines of processes do not mix
             log.write("".join(f"{os.getpid()} {self.kind} {_name(item)}\n" for item in items))
-        time.sleep(0.02)
+        time.sleep(self.seconds * len(items))
         return super().encode(items, advance)
 
 
@@ -47,9 +50,9 @@ def _name(item: Any) -> str:
     return item if isinstance(item, str) else f"{item.float().mean():.6f}"
 
 
-def samples(folder: Path) -> list[Sample]:
-    for number in range(NUM):
-        path = picture(folder / f"{number}.png", (16, 16), f"#{number * 20:02x}4080")
+def samples(folder: Path, num: int = NUM) -> list[Sample]:
+    for number in range(num):
+        path = picture(folder / f"{number}.png", (16, 16), f"#{number * 240 // num:02x}4080")
         path.with_suffix(".txt").write_text(f"caption {number}")
     return scan(
         DataConfig(folder=str(folder), frames=1, height=16, width=16), frame_step=4, size_step=16, fps=16.0
@@ -68,6 +71,11 @@ def fill(given: list[Sample], folder: Path, at_once: int, kill: Callable[[Logged
 
 def nothing(media: LoggedEncoder, text: LoggedEncoder) -> None:
     pass
+
+
+def as_a_gpu(media: LoggedEncoder, text: LoggedEncoder) -> None:
+    """Most of an item's time, the process waits for another device."""
+    media.seconds = text.seconds = 0.25
 
 
 def die() -> None:
@@ -112,18 +120,22 @@ CASES: dict[str, tuple[Callable[[LoggedEncoder, LoggedEncoder], None], ...]] = {
     "killed in encode": (in_encode, nothing),
     "killed in write": (in_write, nothing, nothing),
 }
+TIMED = {"one": (as_a_gpu,), "two": (as_a_gpu, as_a_gpu)}
 
 
 def run(given: list[Sample], folder: Path, kills: Sequence[Callable[..., None]], at_once: int = 4) -> dict[str, Any]:
     folder.mkdir()
+    began = time.monotonic()
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=fill, args=(given, folder, at_once, kill)) for kill in kills]
     for process in processes:
         process.start()
     for process in processes:
         process.join(100)
+    seconds = time.monotonic() - began
     cache = folder / "cache"
     return {
+        "seconds": seconds,
         "codes": [process.exitcode for process in processes],
         "log": [line.split(" ", 1) for line in (folder / "log").read_text().splitlines()],
         "entries": {str(path.relative_to(cache)): contents(path) for path in sorted(cache.rglob("*.safetensors"))},
@@ -133,6 +145,6 @@ def run(given: list[Sample], folder: Path, kills: Sequence[Callable[..., None]],
 
 
 if __name__ == "__main__":
-    into = Path(sys.argv[1])
-    given = samples(into / "data")
-    print(json.dumps({name: run(given, into / name, kills) for name, kills in CASES.items()}))
+    into, cases = Path(sys.argv[1]), TIMED if "timed" in sys.argv else CASES
+    given = samples(into / "data", 60 if cases is TIMED else NUM)
+    print(json.dumps({name: run(given, into / name, kills) for name, kills in cases.items()}))
