@@ -18,7 +18,7 @@ import torch
 from ditkit_core.errors import UserError
 from ditkit_core.io import torchrun
 from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, lost_in
-from ditkit_core.io.siblings import Process
+from ditkit_core.io.siblings import Process, refuse_shared_gpus
 from ditkit_core.io.signals import Interrupts
 
 ENDED = Process(2**22 + 1, "")
@@ -286,12 +286,11 @@ def test_signals_end_a_rank_that_torch_connects(monkeypatch):
 
 
 def test_two_ranks_do_not_share_a_gpu(monkeypatch):
-    launch = torchrun._Launch(rank=0, size=4, local=0, num_local=2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    torchrun._refuse_shared_gpus(launch)
+    refuse_shared_gpus(2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"started 2 processes on \S+, which has 1 GPUs; set --nproc-per-node 1"):
-        torchrun._refuse_shared_gpus(launch)
+        refuse_shared_gpus(2)
 
 
 def test_processes_of_two_torchruns_do_not_share_a_gpu(monkeypatch):
@@ -308,9 +307,9 @@ def test_processes_of_two_torchruns_do_not_share_a_gpu(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda local, gpu=gpu: SimpleNamespace(uuid=gpu))
         with pytest.raises(UserError, match=refused) if refused else nullcontext():
-            torchrun._refuse_same_gpu(Second(1, 2), 0)
+            Second(1, 2).check_own_gpu(0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    torchrun._refuse_same_gpu(Second(1, 2), 0)
+    Second(1, 2).check_own_gpu(0)
 
 
 def test_gpus_without_nccl_are_refused_with_what_works(monkeypatch):

@@ -286,6 +286,26 @@ class Ranks:
                         f"({_shortened(first)}); start every rank with the same command, files and versions"
                     )
 
+    def check_own_gpu(self, local: int) -> None:
+        """Refuse two processes on one GPU, as two torchruns on one machine start them; NCCL would end them as if one was lost.
+
+        Args:
+            local: The number of this process's GPU.
+
+        Raises:
+            UserError: With the first two; on all ranks.
+        """
+        import torch
+
+        own = str(torch.cuda.get_device_properties(local).uuid) if torch.cuda.is_available() else ""
+        found, users = self.all_gather_object([socket.gethostname(), own]), dict[str, int]()
+        for rank, (host, gpu) in enumerate(found):
+            if gpu and (other := users.setdefault(gpu, rank)) != rank:
+                raise UserError(
+                    f"ranks {other} and {rank} on {host} use the same GPU ({gpu}); start one torchrun on each machine, with --nproc-per-node of "
+                    "at most its GPUs"
+                )
+
     @contextmanager
     def exchange(self, num_bytes: int) -> Iterator[None]:
         """Count an exchange in which this rank sends so many bytes, and name what its failure means."""

@@ -6,11 +6,14 @@ Where this system has no /proc, no rank is known.
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from ditkit_core.errors import UserError
 
 _LENGTH = 8192
 """Bytes of a file of torchrun's summary."""
@@ -88,3 +91,18 @@ def siblings(places: Sequence[tuple[int, str]]) -> dict[int, Process]:
         for rank, each in found.items()
         if each != own and Path(each.error_file).parents[1:2] == run and not each.has_ended
     }
+
+
+def refuse_shared_gpus(num: int) -> None:
+    """Refuse so many processes of one torchrun on a machine with fewer GPUs.
+
+    Raises:
+        UserError: With the number that it has.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus and num > gpus:
+        raise UserError(
+            f"torchrun started {num} processes on {socket.gethostname()}, which has {gpus} GPUs; set --nproc-per-node {gpus}"
+        )

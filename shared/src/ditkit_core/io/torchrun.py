@@ -33,7 +33,7 @@ from ditkit_core.io.ranks import (
     lost_in,
     reason_of,
 )
-from ditkit_core.io.siblings import Process, siblings
+from ditkit_core.io.siblings import Process, refuse_shared_gpus, siblings
 from ditkit_core.io.signals import Interrupts, signals_by_default
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         ranks = _present = Ranks(launch.rank, launch.size, shard=config.shard, on_step=watch.summarize_loss)
         ranks.check_same(about)
         if device != "cpu":
-            _refuse_same_gpu(ranks, launch.local)
+            ranks.check_own_gpu(launch.local)
         own = Process.this()
         watch.siblings = siblings(ranks.all_gather_object((own.pid, own.error_file)))
         ranks = _present = watch.ranks = ranks.grouped(config.context)
@@ -149,7 +149,7 @@ def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
 
     dist, backend = distributed(), "gloo"
     if on_gpus and torch.cuda.is_available():
-        _refuse_shared_gpus(launch)
+        refuse_shared_gpus(launch.num_local)
         if not dist.is_nccl_available():
             raise UserError(
                 "this torch has no NCCL, which several GPUs need; train on one GPU, or set train.device = cpu"
@@ -166,34 +166,6 @@ def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
             f"the ranks cannot connect to each other ({reason_of(error)}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network device "
             "that reaches the others"
         ) from error
-
-
-def _refuse_shared_gpus(launch: _Launch) -> None:
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpus and launch.num_local > gpus:
-        raise UserError(
-            f"torchrun started {launch.num_local} processes on {socket.gethostname()}, which has {gpus} GPUs; set --nproc-per-node {gpus}"
-        )
-
-
-def _refuse_same_gpu(ranks: Ranks, local: int) -> None:
-    """Refuse two processes on one GPU, as two torchruns on one machine start them; NCCL would end them as if one was lost.
-
-    Raises:
-        UserError: With the first two; on all ranks.
-    """
-    import torch
-
-    own = str(torch.cuda.get_device_properties(local).uuid) if torch.cuda.is_available() else ""
-    found, users = ranks.all_gather_object([socket.gethostname(), own]), dict[str, int]()
-    for rank, (host, gpu) in enumerate(found):
-        if gpu and (other := users.setdefault(gpu, rank)) != rank:
-            raise UserError(
-                f"ranks {other} and {rank} on {host} use the same GPU ({gpu}); start one torchrun on each machine, with --nproc-per-node of at "
-                "most its GPUs"
-            )
 
 
 def complain_once(message: str) -> None:
