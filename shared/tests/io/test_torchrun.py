@@ -4,6 +4,7 @@ import _thread
 import json
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -270,6 +271,23 @@ def test_a_rank_that_fails_before_all_are_there_ends_the_wait_of_the_others(summ
     with pytest.raises(UserError) as found:
         torchrun._rendezvous(torchrun._Launch(rank, 3, 0, 1), store, early)
     assert str(found.value) == line == summary()
+
+
+@pytest.mark.parametrize("port", ["x", ""])
+def test_a_mistake_is_said_where_no_store_can_be_reached(monkeypatch, capsys, port):
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in (given | {"MASTER_PORT": port or _closed_port()}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "mute", lambda: None)
+    monkeypatch.setattr(torchrun, "_GRACE", 0.2)
+    torchrun.complain_once("unknown key --nope")
+    assert capsys.readouterr().err == "error: unknown key --nope\n"
+
+
+def _closed_port() -> str:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return str(found.getsockname()[1])
 
 
 def test_signals_end_a_rank_that_torch_connects(monkeypatch):

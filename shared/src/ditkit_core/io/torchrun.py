@@ -174,14 +174,20 @@ def complain_once(message: str) -> None:
         complain(f"error: {message}")
     else:
         mute()
-        _Heartbeat(_store(launch, wait=False), launch, _GRACE).report(message)
+        try:
+            early = _store(launch, wait=False)
+        except UserError:  # of two mistakes, the one that was found first
+            complain(f"error: {message}")
+        else:
+            _Heartbeat(early, launch, _GRACE).report(message)
 
 
 def _store(launch: _Launch, *, wait: bool = True) -> "Store":
     """The store that torchrun's processes meet at; `wait` until all of them are there."""
-    dist = distributed()
+    dist, seconds = distributed(), _START_SECONDS if wait else _GRACE
     try:
-        whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=_START_SECONDS)))
+        with signals_by_default():  # as in `_connect`
+            whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
         early = dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
         return _rendezvous(launch, whole, early) if wait else cast("Store", early)
     except (RuntimeError, ValueError) as error:
@@ -196,11 +202,7 @@ def _rendezvous(launch: _Launch, whole: "Store", early: "Store") -> "Store":
 
     After a restart the store still has what the processes before it wrote, and machines count restarts differently. So every process
     writes an id of its own, and rank 0 publishes the ids that it has read. A process that finds its id there knows that both are running.
-
-    Args:
-        launch: This process's place.
-        whole: torchrun's store.
-        early: Where a process says why it ends before that (`complain_once`).
+    In `early`, a process says why it ends before that (`complain_once`).
     """
     dist, own = distributed(), uuid.uuid4().hex
     whole.set(f"ditkit/id/{launch.rank}", own)
@@ -376,7 +378,7 @@ class _Heartbeat(threading.Thread):
         if rank != self._launch.rank:
             with suppress(RuntimeError):
                 host = self._own.get(f"here/{rank}").decode()
-        return f"rank {rank} of {self._launch.size} on {host}{_in_step(step)}: {message}"
+        return f"rank {rank} of {self._launch.size} on {host}{f' in step {step}' * (step > 0)}: {message}"
 
     def _summarize(self, line: str) -> None:
         if line != self._reason:
@@ -436,7 +438,3 @@ class _Heartbeat(threading.Thread):
         else:
             with suppress(RuntimeError):
                 self._main.set(f"alive/{self._launch.rank}", "left")
-
-
-def _in_step(step: int) -> str:
-    return f" in step {step}" if step else ""
