@@ -74,7 +74,7 @@ def full_disk(folder: Path, ranks: Ranks) -> str:
 
     def failing(path: Path, shapes: Any, tensor_of: Callable[[str], Tensor], metadata: Any) -> None:
         if ranks.rank == 1 and len(list((folder / "run" / "state").glob("step-*"))) == 1:
-            raise OSError("No space left on device")
+            raise OSError(28, "No space left on device")
         WRITE_FILE(path, shapes, tensor_of, metadata)
 
     sharded_checkpoint.write_safetensors = failing

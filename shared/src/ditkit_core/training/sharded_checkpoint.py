@@ -40,7 +40,7 @@ def write_part(folder: Path, part: Part, ranks: Ranks) -> Mapping[str, Any]:
         UserError: On all ranks, if one of them cannot write.
     """
     own: dict[str, Any] = {}
-    failure = ""
+    failure, what = "", f"rank {ranks.rank} cannot write its part of {folder.parent}"
     path = folder / f"shard-{ranks.rank + 1:05d}-model-00001-of-00001.safetensors"
     offsets = {
         name: {"saved_offsets": [first, *[0] * (tensor.ndim - 1)][: tensor.ndim]}
@@ -52,8 +52,10 @@ def write_part(folder: Path, part: Part, ranks: Ranks) -> Mapping[str, Any]:
             # The words under which torch.distributed.checkpoint finds the place of rows in the whole.
             write_safetensors(path, shapes, lambda name: part[name][0], {"DCP_SHARDING_INFO": json.dumps(offsets)})
             own[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
-    except (OSError, UserError) as error:
-        failure = f"rank {ranks.rank} cannot write its part of {folder.parent}: {error}"
+    except OSError as error:
+        failure = f"{what}: {error.strerror or error}; free some space or choose another folder"
+    except UserError as error:
+        failure = f"{what}: {error}"
     found: list[dict[str, Any]] = ranks.all_gather_object({"files": own, "failure": failure})
     for each in found:
         if each["failure"]:
