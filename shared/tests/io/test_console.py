@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ditkit_core.io import console
 from ditkit_core.io.tables import Table
+from ditkit_core.training.trainer import ProgressBar
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\rforged \x9b31m \u202egpj"
 """Sets the title, clears the screen, overwrites the line, colours it, and reverses the order of what follows."""
@@ -105,3 +106,21 @@ Table(head=["name"], rows=[["b:cat:"]]).show()
     environment = os.environ | {"TTY_COMPATIBLE": "1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert "runs/:cat:/a" in done.stdout and "b:cat:" in done.stdout
+
+
+@pytest.mark.parametrize(("terminal", "left"), [(False, "about 16 min left"), (True, "0:16:00")])
+def test_the_remaining_time_counts_neither_what_precedes_training_nor_earlier_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, left: str
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console, "CONSOLE", Console(force_terminal=terminal, width=80, get_time=lambda: now[0]))
+    for start in (0, 20):  # a new run, and one that continues; both have 16 steps of a minute left at the end
+        with console.progress("train", start + 20) as bar:
+            shown = ProgressBar(bar)
+            shown.started(start)
+            now[0] += 0.0 if start else 3600.0  # validation and samples before training
+            for step in range(1, 5):
+                now[0] += 60.0
+                shown.after_step(start + step, {"loss": 0.5})
+        assert left in [line for line in capsys.readouterr().out.splitlines() if "train" in line][-1]

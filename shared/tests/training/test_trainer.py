@@ -49,6 +49,9 @@ class Recorder:
     def advance(self, amount=1):
         self.steps += amount
 
+    def begin(self, completed):
+        self.steps = completed
+
     def update(self, **fields):
         self.fields.update(fields)
 
@@ -73,6 +76,14 @@ def test_on_a_gpu_the_peak_with_gaps_is_measured_too(tmp_path, monkeypatch, caps
     toy_run(tmp_path, 2, callbacks=[ProgressBar(console._PlainBar("train", 2, 0))])
     assert [line["peak_reserved_bytes"] for line in lines(tmp_path) if "loss" in line] == [3 * 2**29] * 2
     assert "with gaps 1.50 GiB" in capsys.readouterr().out
+
+
+def test_a_printed_step_has_its_own_figures(tmp_path, capsys):
+    with console.progress("train", 5) as bar:
+        toy_run(tmp_path, 5, callbacks=[ProgressBar(bar)])
+    losses = [f"loss {line['loss']:.4f}" for line in lines(tmp_path) if "loss" in line]
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train ")]
+    assert len(printed) == 5 and all(loss in line for loss, line in zip(losses, printed, strict=True))
 
 
 def test_saves_measurements_and_lines_come_on_schedule(tmp_path):

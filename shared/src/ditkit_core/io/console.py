@@ -169,6 +169,13 @@ class Bar(Protocol):
         """Report that `amount` more items are done."""
         ...
 
+    def begin(self, completed: int) -> None:
+        """Report that `completed` items are done, and estimate the remaining time from the items that follow alone.
+
+        For the end of a first item that took longer than others will, and for items that an earlier process has done.
+        """
+        ...
+
     def update(self, **fields: SupportsFloat) -> None:
         """Set figures to show with the bar, before the advance that they belong to; other figures stay.
 
@@ -186,6 +193,10 @@ class NullProgress:
 
     @staticmethod
     def advance(amount: float = 1) -> None:
+        """Show nothing."""
+
+    @staticmethod
+    def begin(completed: int) -> None:
         """Show nothing."""
 
     @staticmethod
@@ -245,6 +256,10 @@ class _LiveBar:
     def advance(self, amount: float = 1) -> None:
         self._bar.advance(self._task, amount)
 
+    def begin(self, completed: int) -> None:
+        # rich counts the time from the first change on, and without the items of that change.
+        self._bar.update(self._task, completed=completed)
+
     def update(self, **fields: SupportsFloat) -> None:
         self._figures |= _figures(fields)
 
@@ -270,6 +285,10 @@ class _PlainBar:
         elif not self._estimated:  # the first tenth may take hours, so estimate before it is done
             for estimate in self._left():
                 say(f"{self._stage} {int(self._done)}/{self._total}  {estimate}")
+
+    def begin(self, completed: int) -> None:
+        self._start, self._done_before, self._estimated = time.monotonic(), float(completed), False
+        self.advance(completed - self._done)
 
     def _left(self) -> list[str]:
         """The estimated remaining time as a list of one text; empty in the first minute, before the first item, and at the end."""

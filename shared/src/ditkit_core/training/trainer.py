@@ -129,14 +129,20 @@ class ProgressBar(Callback):
     """Shows the step and its metrics."""
 
     def __init__(self, bar: Bar):
-        self._bar = bar
+        self._bar, self._is_first = bar, True
 
     def started(self, step: int) -> None:
-        self._bar.advance(float(step))
+        if step:
+            self._bar.begin(step)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._bar.advance(1.0)
         self._bar.update(**metrics)
+        # The first step compiles, and validation and samples before training come before it: no measure of the steps that follow.
+        if self._is_first:
+            self._bar.begin(step)
+        else:
+            self._bar.advance()
+        self._is_first = False
 
     def after_validation(self, step: int, loss: ValidationResult) -> None:
         self._bar.update(held_out=loss.mean)
