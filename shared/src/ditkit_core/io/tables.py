@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rich import table as rich_table
 from rich.markup import escape
+from rich.measure import Measurement
 
 from ditkit_core.errors import printable
 from ditkit_core.io import console
@@ -34,12 +35,20 @@ class Table:
             for line in self.lines():
                 console.say(line)
             return
-        table = rich_table.Table(show_header=bool(self.head))
-        for title, is_right in zip(self.head or [""] * len(self.is_right), self.is_right, strict=True):
-            table.add_column(escape(title), justify="right" if is_right else "left")
+        table, room = self._on_terminal(self.head), console.CONSOLE.width
+        if _width(table).maximum > room:  # rich would cut words to keep the other titles on one line
+            table = self._on_terminal([title.replace(" ", "\n") for title in self.head])
+            if _width(table).minimum > room:
+                table.box, table.padding = None, (0, 1, 0, 0)
+        console.CONSOLE.print(table)
+
+    def _on_terminal(self, head: Sequence[str]) -> rich_table.Table:
+        table = rich_table.Table(show_header=bool(head))
+        for title, is_right in zip(head or [""] * len(self.is_right), self.is_right, strict=True):
+            table.add_column(escape(title), justify="right" if is_right else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*(escape(printable(cell)) for cell in row))  # a file name may look like rich's markup
-        console.CONSOLE.print(table)
+        return table
 
     def lines(self) -> list[str]:
         """The table as aligned text."""
@@ -55,6 +64,11 @@ class Table:
         """The table as lines of Markdown."""
         marks = ["---:" if is_right else "---" for is_right in self.is_right]
         return [f"| {' | '.join(cells)} |" for cells in (self.head, marks, *self.rows)]
+
+
+def _width(table: rich_table.Table) -> Measurement:
+    """The width that a table needs if its texts are wrapped (minimum) or not (maximum), however narrow the terminal is."""
+    return Measurement.get(console.CONSOLE, console.CONSOLE.options.update(max_width=100_000), table)
 
 
 def is_number(cell: str) -> bool:

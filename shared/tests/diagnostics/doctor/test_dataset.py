@@ -1,5 +1,6 @@
 """The doctor's findings as values: codes that stay, JSON that stays, a page that holds whatever files are called."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -7,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import MediaInfo
@@ -38,6 +40,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     file_row,
     same_content,
 )
+from ditkit_core.io import console
 
 DOCS = Path(__file__).parents[4] / "docs" / "doctor.md"
 HOSTILE = '<script>alert("x")</script>&\'[bold]{0}'
@@ -92,6 +95,20 @@ def a_checkup() -> CheckReport:
             Finding(code="D20", severity="note", where="", what="not tried", remedy=""),
         ),
     )  # fmt: skip
+
+
+def test_the_tables_show_every_word_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "CONSOLE", Console(file=shown, force_terminal=True, color_system=None, width=80))
+    plain, edited = a_checkup().buckets
+    prior = replace(edited, dataset="prior", frames=81, height=480, width=832)
+    for buckets in ((plain,), (plain, edited), (plain, prior)):
+        shown.truncate(0)
+        print_check(replace(a_checkup(), buckets=buckets))
+        text = shown.getvalue()
+        assert "…" not in text.split("not trained on")[0]
+        assert all(word in text for word in ("frames", "height", "width", "samples", "micro-batches"))
+        assert ("references" in text) is (len(buckets) > 1) and ("dataset" in text) is (prior in buckets)
 
 
 def test_every_code_is_in_the_docs_with_its_meaning_and_no_other() -> None:
@@ -160,8 +177,8 @@ def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture
     print_check(a_checkup())
     said = capsys.readouterr().out
     assert "toy: 3 samples of 1 file, 1 micro-batch in an epoch; 9 frames are used, 23 are not" in said
-    row = next(line for line in said.splitlines() if line.startswith("data  "))
-    assert row.split() == ["data", "9", "64", "64", "0", "3", "1", "48", "2", "1"]
+    row = next(line for line in said.splitlines() if line.strip().startswith("9  "))
+    assert row.split() == ["9", "64", "64", "0", "3", "1", "48", "2", "1"]
     assert f"warning: D06 {HOSTILE}: a cut; cut it" in said and "not tried" in said
     row = next(line for line in said.splitlines() if line.startswith(HOSTILE) and "lacks" in line)
     assert row.removeprefix(HOSTILE).split() == ["3.00", "1.00", "2.00", "0.00", "lacks", "2.00"]

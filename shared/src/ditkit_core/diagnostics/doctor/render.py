@@ -132,16 +132,19 @@ def _buckets(checkup: CheckReport) -> Titled:
 
 
 def _of_rows(rows: Sequence[BucketRow | FileRow]) -> Table:
-    """A table with a column for each field."""
+    """A table with a column for each field, except fields that say nothing about any row: ten columns do not fit a terminal."""
     names = [field.name for field in fields(rows[0])] if rows else []
+    names = [name for name in names if name not in _USUAL or any(getattr(row, name) != _USUAL[name] for row in rows)]
     cells = [[_cell(row, name) for name in names] for row in rows]
     return Table(head=[_TITLES.get(name, name) for name in names], rows=cells)
 
 
+_USUAL = {"dataset": "data", "references": 0, "held_out": 0, "seconds": 0, "fps": 0, "trained_fps": 0, "enlarged": 1}
+"""By field, the value that says nothing: images have no rate, and most runs neither references nor class images."""
 _TITLES = {
     "held_out": "held out",
     "tokens": "tokens each",
-    "batch_size": "in a micro-batch",
+    "batch_size": "batch size",
     "micro_batches": "micro-batches",
     "trained_fps": "trained at",
 }

@@ -139,7 +139,9 @@ def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
     if look.blank > BLANK_SHARE * look.frames:
         kind = "black" if look.is_black else "of one colour"
         what = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the image is {kind}"
-        yield Finding.warning("D07", where, what, "remove it, or cut them off")
+        yield Finding.warning(
+            "D07", where, what, "cut them off, or remove the clip" if look.frames > 1 else "remove it"
+        )
     elif look.is_still:
         what = f"nothing moves in its {look.frames} frames"
         yield Finding.warning("D08", where, what, "train it as an image, or remove it")
