@@ -28,6 +28,29 @@ def look(folder: Path, *, columns: tuple[Column, ...] = COLUMNS, **settings: Any
     return scan(data, frame_step=4, size_step=16, fps=16.0, columns=columns)
 
 
+def test_each_path_of_the_section_may_begin_with_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    for name in ("set", "depth", "masks"):
+        numbered_video(tmp_path / name / "a.mp4", size=(32, 32))
+    (tmp_path / "list.jsonl").write_text(json.dumps({"video": "a.mp4", "text": "x"}))
+
+    def found(home: str) -> Dataset:
+        paths = {
+            "metadata": f"{home}/list.jsonl",
+            "controls": (f"control_video={home}/depth",),
+            "masks": f"{home}/masks",
+        }
+        return look(Path(f"{home}/set"), **paths)
+
+    assert found("~") == found(str(tmp_path)) and found("~").samples[0].mask
+    (tmp_path / "set" / "a.txt").write_text("x")
+    several = DataConfig(folders=("~/set",), frames=5, height=32, width=32)
+    assert len(scan(several, frame_step=4, size_step=16, fps=16.0).samples) == 1
+
+
 def rows(folder: Path, *found: dict[str, Any], kind: str = "jsonl") -> None:
     if kind == "jsonl":
         (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, found)))

@@ -128,6 +128,22 @@ def test_metadata_that_the_configuration_names_may_be_in_another_folder(tmp_path
     assert len(look(tmp_path / "set", metadata=str(tmp_path / "list.jsonl")).samples) == 1
 
 
+def test_metadata_named_from_the_working_directory_is_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    for name in ("set/list.jsonl", "list.jsonl"):
+        (tmp_path / name).write_text(LISTS["metadata.jsonl"])
+    assert_one_line(
+        lambda: look(Path("set"), metadata="set/list.jsonl"), 'data.folder: set data.metadata = "list.jsonl"'
+    )
+    assert_one_line(lambda: look(Path("set"), metadata="list2.jsonl"), "correct the path or leave data.metadata empty")
+    (tmp_path / "set" / "list.jsonl").unlink()
+    outside = (tmp_path / "list.jsonl").as_posix()
+    assert_one_line(lambda: look(Path("set"), metadata="list.jsonl"), f'set data.metadata = "{outside}"')
+
+
 @pytest.mark.parametrize(("name", "limit"), [("videos.txt", "MOST_LIST_BYTES"), ("good.txt", "MOST_TEXT_BYTES")])
 def test_a_text_of_any_size_is_not_read(tmp_path: Path, name: str, limit: str) -> None:
     if name == "videos.txt":

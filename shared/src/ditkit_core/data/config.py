@@ -1,10 +1,11 @@
 """The `[data]` section of a configuration, and the checks that its settings agree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
 
 Windows = Literal["first", "uniform", "random", "all"]
 
@@ -140,6 +141,23 @@ class DataConfig:
                 raise UserError(
                     f"data.{name} = {pixels} is not a multiple of {size_step}; set {below} or {below + size_step}"
                 )
+
+    def with_home(self) -> "DataConfig":
+        """The section with `~` replaced in its paths: no shell has done it for a run file."""
+
+        def path(text: str) -> str:
+            return str(local_path(text)) if text.startswith("~") else text
+
+        controls = [entry.partition("=") for entry in self.controls]
+        return replace(
+            self,
+            folder=path(self.folder),
+            folders=tuple(map(path, self.folders)),
+            metadata=path(self.metadata),
+            references=path(self.references),
+            controls=tuple(f"{column}{equals}{path(folder)}" for column, equals, folder in controls),
+            masks=path(self.masks),
+        )
 
     def _check_folders(self) -> None:
         if self.folder and self.folders:

@@ -129,6 +129,7 @@ def scan(
         UserError: If a setting does not fit the model, a folder is unusable or has no usable sample, or an entry is bad
             and the configuration does not skip it.
     """
+    config = config.with_home()
     folders, key = (config.folders, "data.folders") if config.folders else ((config.folder,), key)
     for folder in folders:
         _check_folder(folder, key, config)

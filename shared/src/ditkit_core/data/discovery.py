@@ -71,7 +71,7 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
         return list(_caption_files(reader)), _not_read(reader)
     path = folder / found[0]
     if status(path) is None:
-        raise UserError(f"data.metadata {path} does not exist; correct the path or leave data.metadata empty")
+        raise UserError(f"data.metadata {path} does not exist; {_path_remedy(folder, found[0])}")
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
     if path.name in MEDIA_LISTS:
         readers[".txt"] = _line_lists
@@ -86,6 +86,16 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
     if not entries:
         raise UserError(f"{path} lists no clips; write a line for each clip, or remove the file")
     return entries, []
+
+
+def _path_remedy(folder: Path, metadata: str) -> str:
+    """How to correct a `data.metadata` that does not exist; other settings name paths from the working directory, so it is looked for there."""
+    meant = Path(os.path.abspath(metadata))
+    if not meant.is_file():
+        return "correct the path or leave data.metadata empty"
+    inside = os.path.abspath(folder)
+    right = meant.relative_to(inside) if meant.is_relative_to(inside) else meant
+    return f'the path starts at data.folder: set data.metadata = "{right.as_posix()}"'
 
 
 def _read_list(reader: Reader, path: Path) -> str:
