@@ -76,3 +76,5 @@ def test_the_refusal_names_each_key_with_both_values_and_the_remedy() -> None:
     message = str(refuse(compare(STORED, Tree(keys=Keys(rank=8, targets=()))).refused, Path("runs/a")))
     assert 'keys.rank 16 -> 8; keys.targets ["q"] -> []' in message
     assert "--init-from runs" in message and "--run.folder NEW" in message and "\n" not in message
+    spaced = str(refuse([], Path("my runs")))
+    assert spaced.endswith("--init-from 'my runs'"), "what a shell reads as one word"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ditkit_core.commands.options import EncodeOptions
+from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, prune, verify
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
@@ -38,7 +39,8 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
     if options.verify_cache:
         _verify_cache(run)
     encoded, prior = encode_all(run)
-    say(f"{len(encoded) + len(prior)} samples are encoded in {run.data.cache.folder}")
+    count = len(encoded) + len(prior)
+    say(f"{plural(count, 'sample')} {'is' if count == 1 else 'are'} encoded in {run.data.cache.folder}")
     if options.dump:
         _dump_samples(run, local_path(options.dump), encoded)
     if rule is not None:  # last, when it is known which entries this data needs

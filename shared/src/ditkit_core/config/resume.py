@@ -5,6 +5,7 @@ would continue with whatever file is passed, and nobody would notice that it bec
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ def refuse(refused: Iterable[ConfigChange], folder: Path) -> UserError:
     """The error for changes that would make another run."""
     return UserError(
         f"{folder} contains another run, refused to continue it with {'; '.join(map(str, refused))}: undo these changes, or start "
-        f"a new run from its weights with --run.folder NEW --init-from {folder}"
+        f"a new run from its weights with --run.folder NEW --init-from {shlex.quote(str(folder))}"
     )
 
 

@@ -1,6 +1,7 @@
 """The data that a run trains on: its micro-batches in order, the record that a resumed run is compared with, and whether the model takes it."""
 
 import json
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +162,7 @@ def _refuse(folder: RunFolder, changed: Collection[str]) -> None:
         raise UserError(
             f"{folder.path} was trained on something else ({len(changed)} changed, first {min(changed)!r}: clip, mask, caption, encoder "
             f"or weights); put it back, set data.folder to where its data is now, or start a new run from its weights with "
-            f"--run.folder NEW --init-from {folder.path}"
+            f"--run.folder NEW --init-from {shlex.quote(str(folder.path))}"
         )
 
 
