@@ -1,6 +1,7 @@
 """What follows a save: nothing of it is lost when a kill comes between the two, and nothing stale stays."""
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from functools import cache
@@ -15,8 +16,10 @@ from sampling_child import children
 from toy_world import World, equal
 
 from ditkit_core.adapters.files import export as adapters
-from ditkit_core.commands import export
+from ditkit_core.commands import cli, export
+from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.previews import callbacks, manager
 from ditkit_core.sampling import render
 from ditkit_core.testing.killed import Killed
@@ -219,3 +222,24 @@ def test_the_copy_under_the_earlier_name_of_an_experts_adapter_is_replaced(tmp_p
     expert: Any = SimpleNamespace(expert=SimpleNamespace(name="low_noise"), config=SimpleNamespace(run_folder=own))
     export.copy_expert_adapters(expert, whole)
     assert os.listdir(whole.exports) == [f"{name}_low_noise.safetensors"]
+
+
+def test_what_out_names_is_not_replaced(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(command: str, *flags: str) -> str:
+        assert cli.run(world.spec, command, ["--run", "run", *flags]) == 1
+        return capsys.readouterr().err
+
+    assert world.train("run", 1) == 0
+    Path("mine.safetensors").write_text("mine")
+    assert "mine.safetensors exists; name another one with --out" in refused("export", "--out", "mine.safetensors")
+    assert Path("mine.safetensors").read_text() == "mine"
+    merge = ("--merge", "--out", "merged")
+    assert cli.run(world.spec, "export", ["--run", "run", *merge]) == 0
+    whole = Path("merged", "transformer_official")
+    before = {path: path.read_bytes() for path in whole.iterdir()}
+    assert f"{whole} exists; name another one with --out" in refused("export", *merge)
+    assert {path: path.read_bytes() for path in whole.iterdir()} == before
+    with pytest.raises(UserError, match=re.escape(f"merged contains no .safetensors file; name {whole}")):
+        SafetensorsSource.open(Path("merged"))
+    assert "has the name of a file, and several are written" in refused("sample", "--prompt", "x", "--out", "a.mp4")
+    assert not Path("a.mp4").exists()

@@ -23,6 +23,7 @@ from ditkit_core.adapters.files.export import (
 )
 from ditkit_core.adapters.files.export_names import (
     ExportName,
+    adapter_file,
     copies_of_expert,
     exports_without_save,
     finished_adapters,
@@ -106,13 +107,14 @@ def _export(
         The files, or the folders of a whole transformer.
     """
     spec, config = run.spec, run.config
+    given = local_path(options.out)
+    own = given.with_name(f"{given.stem}{expert and '_'}{expert}{given.suffix}") if options.out else None
+    if own is not None:
+        _check_free(own, spec, wanted, whole=wanted.merged or config.adapter.method == "full")
     unloaded = build_model(run)
     prepared = load_model(run, unloaded, place(run, unloaded))
     step = load_trained(prepared, config.run_folder, options.step)
-    given = local_path(options.out)
-    out = ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
-    if options.out:
-        out = given.with_name(f"{given.stem}{expert and '_'}{expert}{given.suffix}")
+    out = own or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     metadata = export_metadata(run, prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
@@ -153,6 +155,19 @@ def _check_out(out: str, *, whole: bool) -> None:
         raise UserError(f"--out {out} is a file, and a whole transformer is written into a folder; name a folder")
     if out and not whole and (path.is_dir() or path.suffix != ".safetensors"):
         raise UserError(f"--out {out} is not a file name; give one that ends with .safetensors")
+
+
+def _check_free(out: Path, spec: ModelSpec, wanted: ExportConfig, *, whole: bool) -> None:
+    """Refuse an --out that exists: it may be somebody's only copy. Names that the run chooses itself are written anew."""
+    if whole:
+        folder = out.with_suffix("") if out.suffix == ".safetensors" else out
+        paths = [folder / f"transformer_{form}" for form in whole_forms(spec, wanted)]
+    else:
+        forms = wanted.forms if len(wanted.forms) > 1 else ("official",)  # a single file has the name as it is given
+        paths = [adapter_file(out.parent, out.stem, form) for form in forms]
+    for path in paths:
+        if path.exists():
+            raise UserError(f"{path} exists; name another one with --out, or remove it")
 
 
 class Exporter(Callback):

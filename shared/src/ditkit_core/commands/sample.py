@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.commands.options import SampleOptions
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
@@ -31,6 +32,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     Raises:
         UserError: If there are no trained weights, no prompts, or settings that the model cannot sample with.
     """
+    if Path(options.out).suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+        raise UserError(f"--out {options.out} has the name of a file, and several are written; name a folder")
     given = {"prompts": options.prompt, "references": options.reference, "controls": options.control}
     changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}

@@ -186,7 +186,9 @@ def _files_of(path: Path) -> list[Path]:
             )
         files = _files_of(indices[0]) if indices else [file for file in inside if file.suffix == ".safetensors"]
         if not files:
-            raise UserError(f"{path} contains no .safetensors file; name the folder or file with the weights")
+            below = [folder for folder in inside if folder.is_dir() and any(folder.glob("*.safetensors"))]
+            remedy = f"name {' or '.join(map(str, below[:3]))}" if below else "name the folder or file with the weights"
+            raise UserError(f"{path} contains no .safetensors file; {remedy}")
         return files
     if not path.name.endswith(".index.json"):
         return [path]
