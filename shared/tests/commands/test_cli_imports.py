@@ -67,6 +67,13 @@ ANSWERS = [
         1,
         "there is no adapter file a.safetensors; check the path",
     ),
+    ("train", ["--run", "other"], 1, "other is a run of wan: use wan-train, or choose another run.folder"),
+    (
+        "sample",
+        ["--run.folder", "other", "--prompt", "x"],
+        1,
+        "other is a run of wan: use wan-sample, or choose another",
+    ),
     ("train", ["--data.folder", "here", "--log.tracker", "wandb"], 1, 'uv pip install "ditkit-toy[wandb]"'),
     ("train", ["--log.tracker", "mlflow"], 2, "must be one of none, wandb, trackio"),
     ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; check the path"),
@@ -82,6 +89,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "here").mkdir(parents=True)
         (folder / "run").mkdir()
         (folder / "run" / "config.toml").write_text("[adapter]\nrank = 4\n")
+        (folder / "other").mkdir()
+        (folder / "other" / "config.toml").write_text("[adapter]\nrank = 4\n")
+        (folder / "other" / "about.json").write_text('{"model": {"family": "wan"}}')
         (folder / "typo.toml").write_text("[trian]\nsteps = 3\n")
         given = json.dumps([[(command, argv) for command, argv, *_ in ANSWERS], sorted(SLOW)])
         subprocess.run([sys.executable, "-c", PROGRAM, given, str(folder)], check=True)

@@ -230,6 +230,12 @@ def test_a_config_json_that_would_take_all_time_or_memory_is_one_line(base, cont
         prepared(base)
 
 
+def test_the_config_json_of_another_family_is_named_by_its_class(base):
+    (base / "transformer" / "config.json").write_text('{"_class_name": "WanTransformer3DModel"}')
+    with pytest.raises(UserError, match=r"does not describe this model of toy \(WanTransformer3DModel; "):
+        prepared(base)
+
+
 def test_a_single_file_may_have_the_architecture_of_its_bases_config_json(base, tmp_path):
     config = base / "transformer" / "config.json"
     config.write_text(json.dumps(asdict(ToyArch(depth=3, heads=4))))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import ditkit_core
 from ditkit_core.commands.options import OPTIONS, ExportOptions, check_combination, verb_of
-from ditkit_core.commands.preflight import check_paths
+from ditkit_core.commands.preflight import check_family, check_paths
 from ditkit_core.config.cli_args import CommonOptions, Flags, read_flags
 from ditkit_core.config.help import format_help
 from ditkit_core.config.json_schema import json_schema
@@ -136,6 +136,7 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         return 0
     verb = verb_of(command, flags.options)
     try:
+        check_family(command, config.run_folder, family.name)
         check_preset(config.model.preset, family.presets)
         check_paths(command, verb, config, flags.options, family.components)
         if command == "train" and not verb:

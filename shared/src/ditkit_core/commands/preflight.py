@@ -3,6 +3,7 @@
 It only finds missing files. The code that reads an existing file reports what is wrong with it.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,6 +12,7 @@ from typing import Any
 from ditkit_core.data.config import folder_error
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import is_hub_id, not_there
 from ditkit_core.run.config import RunConfig
 
@@ -58,6 +60,31 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
         path = "" if one_expert else getattr(config.model, part)
         if path and not is_hub_id(path) and _is_missing(path):
             raise not_there(f"model.{part}", path)
+
+
+def check_family(command: str, folder: RunFolder, name: str) -> None:
+    """Refuse the run of another family, whose weights and settings these commands would misread.
+
+    Args:
+        command: `train`, `encode`, `sample` or `export`.
+        folder: The folder that the configuration names, whether there is a run or not.
+        name: The family of the command.
+
+    Raises:
+        UserError: If the folder says that it is another one's.
+    """
+    try:
+        found = json.loads(folder.about.read_bytes())["model"]["family"]
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        RecursionError,
+    ):  # no run yet, or a damaged file: its reader reports that
+        return
+    if found != name:
+        raise UserError(f"{folder.path} is a run of {found}: use {found}-{command}, or choose another run.folder")
 
 
 def _check_data(config: RunConfig) -> None:

@@ -366,7 +366,9 @@ def _described(spec: ModelSpec, path: Path) -> Any:
             with at_most_parameters(_MAX_PARAMETERS):
                 build_on_meta(spec, arch, Precision())
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"{path} does not describe this model ({error!r}); {remedy}") from error
+        kind = config.get("_class_name")  # the one of another family says which command is meant
+        of = f"{kind}; " if isinstance(kind, str) else ""
+        raise UserError(f"{path} does not describe this model of {spec.name} ({of}{error!r}); {remedy}") from error
     return arch
 
 
