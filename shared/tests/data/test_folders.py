@@ -1,5 +1,6 @@
 """Several folders in one dataset, and how often an epoch has the samples of each."""
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -91,6 +92,16 @@ def test_folders_that_contradict_themselves_are_said(settings: dict[str, Any], s
 def test_folders_have_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data.folders .*gone does not exist or is not a folder"):
         look(filled(tmp_path / "a", "x"), tmp_path / "gone")
+
+
+def test_a_missing_relative_folder_is_named_with_the_place_that_it_starts_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match=f"gone does not exist or is not a folder in {re.escape(str(tmp_path))}; correct"
+    ):
+        look(Path("gone"))
 
 
 def test_class_images_have_neither_folders_nor_the_trigger_word() -> None:

@@ -183,6 +183,8 @@ def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(t
     square = str(picture(tmp_path / "square.png", (50, 50), "red"))
     assert size() == (64, 64)
     assert size(references=(wide, square)) == (32, 128)
+    with pytest.raises(UserError, match=r"sample\.references: .*gone\.png does not exist; correct the path"):
+        size(references=(wide, str(tmp_path / "gone.png")), height=32)
     assert size(references=(square, wide)) == (64, 64)
     assert size(references=(wide,), height=48, width=16) == (48, 16) and size(references=(wide,), width=16) == (64, 16)
     with pytest.raises(UserError, match=r"missing\.png"):

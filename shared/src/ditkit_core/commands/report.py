@@ -8,7 +8,7 @@ from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.report.page import write_report
-from ditkit_core.diagnostics.report.words import format_number, judge_change
+from ditkit_core.diagnostics.report.words import format_number, judge_change, plural
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
@@ -61,7 +61,7 @@ def _opening(run: RunContext) -> str:
         several = "s" * (len(config.export.forms) > 1)
         forms = f"; its files are in the {' and '.join(config.export.forms)} form{several}, because {why}"
     precision = f"precision {config.precision.preset}, each dtype is in the report"
-    return f"train {what} of {model} for {config.train.steps} steps on {devices} ({precision}){forms}"
+    return f"train {what} of {model} for {plural(config.train.steps, 'step')} on {devices} ({precision}){forms}"
 
 
 def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:

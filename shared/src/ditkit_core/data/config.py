@@ -1,6 +1,7 @@
 """The `[data]` section of a configuration, and the checks that its settings agree."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from ditkit_core.config.field import setting
@@ -14,7 +15,9 @@ def folder_error(folder: str, key: str) -> UserError:
     """The error for a folder of data that is not set or does not exist."""
     if not folder:
         return UserError(f"{key} is not set; name the folder of your clips and captions")
-    return UserError(f"{key} {folder} does not exist or is not a folder; correct the path")
+    # A run file may be elsewhere, and its relative paths start here.
+    where = "" if local_path(folder).is_absolute() else f" in {Path.cwd()}"
+    return UserError(f"{key} {folder} does not exist or is not a folder{where}; correct the path")
 
 
 @dataclass(frozen=True, kw_only=True)

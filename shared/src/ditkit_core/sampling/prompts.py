@@ -129,6 +129,9 @@ def choose_prompts(
         UserError: If `sample.controls` do not fit the model, or a reference whose shape is needed cannot be read.
     """
     references = tuple(local_path(reference) for reference in config.references)
+    for reference in references:
+        if status(reference) is None:
+            raise UserError(f"sample.references: {reference} does not exist; correct the path")
     frames, height, width = size
     # An edit should have the shape of the image that it edits, with about as many pixels as in training.
     if references and not config.height and not config.width:
