@@ -33,7 +33,7 @@ class BaseConfig:
     assistant_low: str = setting("", resume="refused", holds="path")
     """The same for the low-noise expert."""
     quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
-    """Format of the blocks' frozen matrices: 8 or 4 bits, converted to model.dtype for each product."""
+    """Format in which the blocks' frozen matrices are stored, to save memory: 8 or 4 bits, converted to model.dtype for each product."""
     compute: Literal["dtype", "int8", "fp8"] = setting("dtype", resume="stated")
     """Format in which the blocks' frozen matrices are multiplied: `dtype` is model.dtype. `int8` and `fp8` need the same `quantize`: inputs and
     gradients are rounded to 8 bits too, which is faster on a GPU (fp8 from Ada on) and less accurate."""

@@ -123,17 +123,17 @@ class TrainConfig:
     """GiB of each GPU, in order, that are left to other programs (a desktop, for example); one number is for all GPUs. Split points and
     plans use the rest."""
     swap_blocks: tuple[int, ...] = setting((), resume="free")
-    """Streamed blocks on each device, in order: their weights stay in host memory and are prefetched; one number is for all devices.
-    Results are bitwise identical. A full fine-tune needs optim.fused_backward, and also keeps their optimizer state on the host, with
-    accumulation also the sums of their gradients."""
+    """Number of streamed blocks on each device, whose weights stay in host memory and are prefetched (block swap). One number is for all
+    devices. Results are bitwise identical. A full fine-tune needs optim.fused_backward; it also keeps the optimizer state of these blocks
+    on the host, and with accumulation the sums of their gradients."""
     pipelined: bool = setting(False, resume="stated")
     """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a split model work at the same time.
     Needs accumulation of at least 2, and memory for the activations of all micro-batches."""
     threads: int = setting(0, resume="stated")
     """CPU threads of torch; 0 is torch's default. On a CPU the last bits of sums depend on it."""
     checkpointing: str = setting("none", resume="free")
-    """Activation checkpointing: what the backward recomputes instead of keeping. One policy for all blocks, or by blocks or devices:
-    `full, 0-9=none`. Results are bitwise identical."""
+    """Activation checkpointing, which saves memory and takes time: what the backward recomputes instead of keeping. `none`, `attn_only`,
+    `full`, `full+offload`, `budget` and others, for all blocks, or by blocks or devices: `full, 0-9=none`. Results are bitwise identical."""
     attention: str = setting("sdpa", resume="stated")
     """Attention backend; `--help train` has a table of them. `sdpa` lets torch choose the kernel."""
     kernels: Literal["torch", "triton"] = setting("torch", resume="stated")
