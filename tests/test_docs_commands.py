@@ -27,15 +27,17 @@ from ditkit_core.encoding.cache_maintenance import parse_rule
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.run.config import RunConfig
-from ditkit_flux2.cli import FAMILY as FLUX2
-from ditkit_wan.cli import FAMILY as WAN
 from pages import PAGES, blocks, code_in, prose
-from workspace import MEMBERS, ROOT, read_toml
+from workspace import MEMBERS, MODELS, ROOT, read_toml
 
-FAMILIES = {family.name: family for family in (FLUX2, WAN)}
+FAMILIES = {
+    family.name: family for family in (importlib.import_module(f"{member.package}.cli").FAMILY for member in MODELS)
+}
+NAMES = "|".join(FAMILIES)
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
 PROGRAMS = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:nohup |torchrun |srun |uv |uvx |pip |git |python3? |\.ci/run|(?:wan|flux2)-(?:train|encode|sample|export)\b)"
+    r"(?:[A-Z_]+=\S+ )*(?:nohup |torchrun |srun |uv |uvx |pip |git |python3? |\.ci/run|"
+    rf"(?:{NAMES})-(?:train|encode|sample|export)\b)"
 )
 PROJECT = read_toml(ROOT / "pyproject.toml")
 READ_LATER = {"gpus": parse_gpus, "host": lambda text: parse_size(text, "--host"), "prune_cache": parse_rule}
@@ -238,7 +240,7 @@ def expect(holds: object, otherwise: str) -> None:
 FORMS = (
     r"uv sync(?: --package ditkit-\w+)?(?: --extra [\w-]+)?(?: --group \w+)?",
     r"uv lock(?: --upgrade-package NAME)?",
-    r"uv tool install 'git\+URL#subdirectory=packages/(?:wan|flux2)'",
+    rf"uv tool install 'git\+URL#subdirectory=packages/(?:{NAMES})'",
     r"uv pip install pillow-heif",
     r"pip install uv",
     r"git (?:status|diff)",
