@@ -32,7 +32,10 @@ def test_every_module_is_on_one_page_of_the_reference():
         for file in member.modules:
             name = ".".join(file.relative_to(member.folder / "src").with_suffix("").parts)
             if file.name != "__init__.py":
-                assert sum(name == each or name.startswith(f"{each}.") for each in named) == 1, name
+                pages = sum(name == each or name.startswith(f"{each}.") for each in named)
+                assert pages == 1, (
+                    f"{name} is on {pages} pages of docs/api: name it, or its package, under `.. modules::` of one"
+                )
 
 
 @pytest.mark.exhaustive

@@ -18,6 +18,20 @@ needs_uv = pytest.mark.skipif(UV is None, reason="needs uv on the PATH")
 
 by_name = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 
+NAMED_IN = (
+    (".github/CODEOWNERS", "/packages/{name}/"),
+    (".github/workflows/ci.yml", "--editable packages/{name} "),
+    (".github/workflows/ci.yml", "packages/{name}/tests"),
+    (".github/workflows/ci.yml", "{name}-train --demo"),
+    ("ARCHITECTURE.md", "| ditkit_{name} "),
+    ("ARCHITECTURE.md", "distribution ditkit-{name}, import ditkit_{name}"),
+    ("docs/README.md", "(../packages/{name}/README.md)"),
+    ("docs/README.md", "(api/{name}.rst)"),
+    ("docs/api/{name}.rst", ".. modules:: ditkit_{name}"),
+    ("docs/commands.rst", "{name}-export"),
+)
+"""Files that name each model package, and how."""
+
 
 def test_all_members_carry_one_version():
     root = read_toml(ROOT / "pyproject.toml")["project"]
@@ -36,6 +50,16 @@ def test_the_root_installs_every_member_from_the_workspace():
     names = {member.name for member in MEMBERS}
     assert set(root["project"]["dependencies"]) == names
     assert root["tool"]["uv"]["sources"] == {name: {"workspace": True} for name in names}
+
+
+@pytest.mark.parametrize("member", MODELS, ids=lambda member: member.name)
+def test_a_model_package_is_named_where_all_of_them_are(member):
+    name, missing = member.name.removeprefix("ditkit-"), []
+    for file, text in NAMED_IN:
+        path = ROOT / file.format(name=name)
+        if text.format(name=name) not in (path.read_text(encoding="utf-8") if path.is_file() else ""):
+            missing.append(f"{path.relative_to(ROOT)} lacks {text.format(name=name)!r}")
+    assert not missing, "; ".join(missing)
 
 
 @pytest.mark.parametrize("member", MODELS, ids=lambda member: member.name)
