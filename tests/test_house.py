@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from house_measures import CORE, LONGEST_FUNCTION, MOST_PARAMETERS, defined_twice, folders_of, working_tree
-from workspace import MEMBERS, ROOT, read_toml, text_files
+from workspace import MEMBERS, MODELS, ROOT, read_toml, text_files
 
 SOURCES = [file for member in MEMBERS for file in member.modules]
 LARGEST_LINES = 450
@@ -261,6 +261,23 @@ def test_every_test_is_collected_under_a_strict_name():
             assert not defines or file.name.startswith("test_"), (
                 f"{file.relative_to(ROOT)} holds tests that are not collected"
             )
+
+
+def suites() -> set[str]:
+    """The classes of `ditkit_core/testing` that a family subclasses: `Conformance`, and those that are no part of it."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / CORE / "testing").glob("conformance*.py")]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    parts = {base.id for name in ("Conformance", "CoreChecks") for base in classes[name].bases}
+    return {name for name in classes if name.endswith(("Conformance", "Checks"))} - parts
+
+
+@pytest.mark.parametrize("member", MODELS, ids=lambda member: member.name)
+def test_a_family_passes_every_suite_of_the_core(member):
+    tests = "".join(file.read_text(encoding="utf-8") for file in (member.folder / "tests").rglob("*.py"))
+    lacking = sorted(name for name in suites() if not re.search(rf"\b{name}\b", tests))
+    assert not lacking, (
+        f"subclass in {member.folder.relative_to(ROOT)}/tests, as the other families do: {', '.join(lacking)}"
+    )
 
 
 def test_what_needs_a_gpu_runs_on_a_stand_in_as_well():
