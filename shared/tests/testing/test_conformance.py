@@ -44,13 +44,20 @@ class _ToyWithoutDropout(Conformance):
 def test_a_model_of_rms_norms_passes_the_checks_of_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch composes an RMS norm: no operation of it is named after norms, and in bf16 only its result is in that dtype."""
 
-    def rms_norm(x: Tensor, shape: list[int]) -> Tensor:
+    def composed(x: Tensor, shape: list[int]) -> Tensor:
         return F.rms_norm(x, shape)
 
-    monkeypatch.setattr(F, "layer_norm", rms_norm)
+    monkeypatch.setattr(F, "layer_norm", composed)
     checks = _ToyWithoutDropout()
     checks.test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone("norms")
     checks.test_a_place_that_is_raised_alone_runs_wider_alone("norms")
+
+    def rms_norm_in_fp64(x: Tensor, shape: list[int]) -> Tensor:
+        return composed(x.double(), shape).to(x.dtype)
+
+    monkeypatch.setattr(F, "layer_norm", rms_norm_in_fp64)
+    with pytest.raises(AssertionError, match="only the head's norm"):
+        checks.test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone("norms")
 
 
 class _Carry(NamedTuple):
