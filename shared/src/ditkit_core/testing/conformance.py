@@ -11,6 +11,7 @@ Features that must not change numbers are compared bitwise, on the CPU in one th
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -106,8 +107,10 @@ class CoreChecks(ModelChecks):
     def test_every_parameter_belongs_to_one_stage(self) -> None:
         model: Any = make_model(self.spec, self.arch)
         stages = [model.embed, *model.blocks(), model.head]
-        reached = [id(p) for stage in stages for p in stage.parameters()]
-        assert sorted(reached) == sorted(id(p) for p in model.parameters())
+        own = {id(parameter): name for name, parameter in model.named_parameters()}
+        reached = Counter(own.get(id(p), "one that is not the model's") for stage in stages for p in stage.parameters())
+        astray = {*own.values()} ^ reached.keys() | {name for name, number in reached.items() if number > 1}
+        assert not astray, f"parameters of no stage, or of several: {sorted(astray)}"
 
     def test_carries_are_what_they_are_annotated_as(self) -> None:
         model: Any = make_model(self.spec, self.arch)
@@ -152,7 +155,9 @@ class CoreChecks(ModelChecks):
                 names.clear()
                 with block_settings(BlockSettings(keep=())):
                     carry = block(carry)
-                assert len(names) == len(set(names)), names
+                assert len(names) == len(set(names)), (
+                    f"two calls of attend in {type(block).__name__} have one name: {names}"
+                )
 
     def test_names_go_to_every_form_and_back(self) -> None:
         names = self.spec.architecture.names

@@ -167,8 +167,12 @@ class PolicyChecks(ModelChecks):
         expected = [
             work.again(_BY_BLOCK.get(kind, lambda i: kind)(i)) for i, work in enumerate(every_work) if work is not None
         ]
-        assert under.backward_flops - plain.backward_flops == sum(flops for flops, _ in expected)
-        assert under.outcome.num_attention - plain.outcome.num_attention == sum(again for _, again in expected)
+        flops, attention = (sum(each) for each in zip(*expected, strict=True))
+        repeated = under.backward_flops - plain.backward_flops
+        assert repeated == flops, (
+            f"repeats {repeated} operations, not {flops}: compare last_layers with the end of each block"
+        )
+        assert under.outcome.num_attention - plain.outcome.num_attention == attention
         assert (under.sent > 0) == offload
 
     def _left_out(self, model: Any, adapter: str) -> Collection[str]:
@@ -188,7 +192,9 @@ class PolicyChecks(ModelChecks):
                 continue
             left_out = work.flops - work.saved.flops.total()
             assert left_out <= work.last
-            assert (left_out > 0) == (work.last > 0), type(block).__name__
+            assert (left_out > 0) == (work.last > 0), (
+                f"{type(block).__name__}: leaves out {left_out}, last_layers are {work.last}"
+            )
 
     def _step(self, model: Any, engine: BlockEngine, *, autocast: bool) -> Step:
         flops, sent = 0, 0

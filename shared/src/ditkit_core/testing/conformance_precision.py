@@ -105,7 +105,7 @@ class PrecisionChecks(ModelChecks):
         if place in self.places_without:
             assert names <= {"_to_copy"} and relative_error(lowered.outputs, exact.outputs) == 0
             return
-        assert names.intersection(_OPERATIONS[place]), names
+        assert names.intersection(_OPERATIONS[place]), f"no {place} in bf16, only {sorted(names)}"
         # torch composes an RMS norm, and the norms of q and k are functions of ours, whose square roots are in place.
         left = sum(lowered.forward.seen[name, torch.float64] for name in ("native_layer_norm", "rsqrt"))
         assert place != "norms" or left <= self.head_norms, "only the head's norm is not one of `norms`"
@@ -189,7 +189,9 @@ class PrecisionChecks(ModelChecks):
             carried(replace(Precision(), residual=torch.bfloat16, entry=torch.bfloat16)),
         )
         stream = 2 * self.spec.training.num_tokens(items[0]) * self.arch.dim
-        assert wide - narrow == self.num_streams * stream
+        assert wide - narrow == self.num_streams * stream, (
+            "num_tokens or num_streams differs from the last carry's stream"
+        )
 
     def _preset(self, name: str) -> Precision:
         chosen = {"fast": FAST, "reference": self.spec.precision.reference, "default": {}}[name]

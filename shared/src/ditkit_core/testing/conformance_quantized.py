@@ -162,7 +162,10 @@ class QuantizedChecks(ModelChecks):
                 counts[policy] = count_dequantized(patch)
                 outcome(self.spec, model, self.items(2), BlockEngine(policy=policy))
         recomputed = len(counts["full"]) - len(counts["none"])
-        assert recomputed <= len(quantized_weights(model)) - self._num_last_matmuls(model), counts
+        most = len(quantized_weights(model)) - self._num_last_matmuls(model)
+        assert recomputed <= most, (
+            f"dequantizes {recomputed} again, not {most}: does a block save what its last_layers return?"
+        )
 
     def test_a_model_written_in_scaled_8_bits_is_read_back_as_it_is(self, tmp_path: Path) -> None:
         """ComfyUI's form: one scale to a tensor of the file, which several of our layers may share."""
