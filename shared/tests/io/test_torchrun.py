@@ -201,6 +201,26 @@ def test_a_line_of_any_length_fits_into_the_summary(summary):
         assert summary() and line.startswith(summary())
 
 
+def test_a_rank_of_the_machine_that_was_killed_ends_one_that_exchanges_nothing(heartbeat, summary, capsys):
+    """As in a preview, or in a step longer than torchrun's 30 seconds."""
+    store, rounds = Store(alive_1="1 8", here_1="here"), Rounds()
+    made = heartbeat(store, 120.0, rounds)
+    made.siblings = {1: ENDED}
+    with pytest.raises(Ended):
+        made.run()
+    assert rounds.number * made._interval <= 10
+    assert made.report(torchrun._LOST, of=1), "the main thread finds the same"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 1 of 2 on here in step 8: it was killed") and line.endswith(summary())
+
+
+def test_a_rank_of_the_machine_that_has_finished_is_not_lost(heartbeat, capsys):
+    made = heartbeat(Store(alive_1="left", here_1="here"), 120.0, Rounds(lambda number: number == 20))
+    made.siblings = {1: ENDED}
+    made.run()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_rank_whose_torchrun_was_killed_ends(heartbeat, monkeypatch, summary, capsys):
     made = heartbeat(Store(alive_1="1 8"), 120.0, Rounds())
     monkeypatch.setattr(torchrun.os, "getppid", lambda: 1)

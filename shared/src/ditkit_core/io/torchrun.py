@@ -273,7 +273,7 @@ class _Heartbeat(threading.Thread):
         self._process, self._parent, self._reason = Process.this(), os.getppid(), ""
 
     def run(self) -> None:
-        """Write and read heartbeats until `end`."""
+        """Write and read heartbeats until `end`; and find a rank that was killed: torchrun kills this one before a long step or preview is over."""
         others = range(1, self._launch.size) if self._launch.rank == 0 else range(1)
         known, silent, count, failed = dict.fromkeys(others, b""), dict.fromkeys(others, 0.0), 0, 0.0
         while not self._ended.wait(self._interval):
@@ -286,6 +286,8 @@ class _Heartbeat(threading.Thread):
                 if self._own.check(["failed"]):
                     failed += self._interval
                     self._follow(self._own.get("failed").decode().partition(":")[2])
+                elif (lost := self.ended_sibling()) is not None and self._own.get(f"alive/{lost}") != b"left":
+                    self.report(_LOST, of=lost)
             except RuntimeError as error:
                 self._end_process(
                     f"torchrun's store cannot be reached ({reason_of(error)}): torchrun ended on the machine of rank 0, or the network to it broke; "
@@ -368,7 +370,7 @@ class _Heartbeat(threading.Thread):
             of, message = lost, _LOST
         line = self._line(message, self._launch.rank if of is None else of, self.ranks.step if step is None else step)
         first, is_own = self._first_to_fail(line)
-        if is_own:
+        if is_own and line != self._reason:
             complain(f"error: {line}")
         self._summarize(first)
         return is_own
