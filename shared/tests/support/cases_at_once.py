@@ -1,6 +1,7 @@
 """Runs the cases of a script in processes that are forked from it, several at a time, and each under torchrun's own agent."""
 
 import logging
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -43,10 +44,19 @@ def launch(what: Callable[..., None], folder: Path, name: str, *, num: int = 2, 
         min_nodes=1, max_nodes=1, nproc_per_node=num, run_id=name, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         max_restarts=restarts, start_method="fork", monitor_interval=0.05, local_addr="localhost",
     )  # fmt: skip
+
+    def as_started(*given: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # a fork has the handlers of torchrun, which those that it starts otherwise have not
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        what(*given)
+
     with TestCase().assertLogs("torch.multiprocessing.spawn") as logged:
         logging.getLogger("torch.multiprocessing.spawn").info("started")
         try:
-            elastic_launch(config, what)(folder, name)
+            elastic_launch(config, as_started)(folder, name)
         except ChildFailedError as error:
             killed = [line for line in logged.output if "SIGKILL" in line]
             codes = {each: found.exitcode for each, found in error.failures.items()}
