@@ -40,6 +40,7 @@ FOREIGN_WORDS = {
         "adapter.init": "network_weights lora_weights pretrained_lora_path init_from_existing",
         "adapter.use_dora": "dora dora_wd weight_decompose",
         "set adapter.rank = 10000 for whole factors of a LoKr": "lokr_full_rank full_matrix",
+        "each key is a flag of its own, as --train.steps 5": "set override",
         "each of them is a key of its own, as adapter.decompose_factor or optim.loraplus_lr_ratio": "network_args network_kwargs",
         "set model.dtype = bf16 with optim.rounding = stochastic": "full_bf16",
         "train.steps": "steps max_train_steps max_steps num_steps total_steps",
