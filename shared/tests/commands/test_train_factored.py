@@ -44,7 +44,7 @@ def test_a_run_goes_from_files_to_a_file_and_on_from_there(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--adapter.method", "lokr"), "adapter.method = lokr has no adapter.dropout"),
+        (("--adapter.method", "lokr"), "are for adapter.method = lora, and this one is lokr"),
         (("--adapter.method", "loha", "--adapter.dropout", "0", "--optim.loraplus_lr_ratio", "4"), "adapter.method = loha has none"),
         (("--adapter.method", "lokr", "--adapter.dropout", "0", "--export.forms", '["diffusers"]'), "for more or less than one layer"),
     ],

@@ -392,8 +392,8 @@ def test_all_samples_of_such_a_step_have_one_caption_and_one_weight(tmp_path: Pa
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"match_base": 1.0}, "no share of the steps"),
-        ({"match_base": -0.1}, "no share of the steps"),
+        ({"match_base": 1.0}, "must be a share of the steps"),
+        ({"match_base": -0.1}, "must be a share of the steps"),
         ({"match_base": 0.5, "folder": "class"}, "leave one of the two out"),
         ({"match_base": 0.5, "prompt": "a dog", "images": 20}, "without prior.match_base"),
     ],
