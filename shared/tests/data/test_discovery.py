@@ -1,6 +1,7 @@
 """What a dataset folder may contain besides samples: formats that are not read, lists that are no files, and a machine that lacks something."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -54,6 +55,29 @@ def test_formats_that_are_not_read_are_named_once_each(tmp_path: Path) -> None:
         ("without_caption.psd", ".psd is not read; convert to png, jpg or mp4"),
     ]
     assert found.kinds == ["unused"] * 3
+
+
+def test_captioned_files_that_the_list_lacks_are_named(tmp_path: Path) -> None:
+    """A file was added later, next to a list that is read in place of its caption. Files without a caption may be references."""
+    for name in ("a.png", "b.png", "sub/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        add(tmp_path, name)
+    add(tmp_path, "reference.png", None)
+    lines = [
+        {"image": "a.png", "prompt": "listed"},
+        {"image": str(tmp_path / "sub" / ".." / "b.png"), "prompt": "by its path"},
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = look(tmp_path, frames=1)
+    assert [sample.captions for sample in found.samples] == [("listed",), ("by its path",)]
+    ((name, reason),) = found.excluded
+    assert name == "sub/c.png" and reason.startswith(
+        "metadata.jsonl lists the samples, and this is not in it; add a line for it"
+    )
+    assert found.kinds == ["unused"]
+    add(tmp_path, "later.png")
+    ((name, reason),) = look(tmp_path, frames=1).excluded
+    assert name == "later.png and 1 more" and "add lines for them, or remove metadata.jsonl" in reason
 
 
 def test_heic_is_named_where_its_extra_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

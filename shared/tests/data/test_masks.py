@@ -125,7 +125,7 @@ def test_what_is_wrong_with_a_mask_is_one_line_that_names_it(folder: Path) -> No
         )
     )
     kept = look(folder, on_bad="skip")
-    assert masks_of(kept) == {"sub/b": "a.png"} and [name for name, _ in kept.excluded] == ["a.png"]
+    assert masks_of(kept) == {"sub/b": "a.png"} and [name for name, _ in kept.excluded] == ["a.png", "c.mp4"]
 
 
 def test_a_mask_gets_the_frames_the_size_and_the_crop_of_its_clip(tmp_path: Path) -> None:

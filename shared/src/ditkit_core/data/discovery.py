@@ -55,8 +55,9 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
             one that the folder has is used, otherwise every media file with a caption file of the same name next to it.
 
     Returns:
-        The records in the order of the file, or of the sorted paths. Then, if no file lists the clips, the files that look like clips
-        but are of a format that is not read, as (files, reason), one for each format.
+        The records in the order of the file, or of the sorted paths. Then files that were probably meant as samples and are none, as
+        (files, reason): if a file lists the clips, those with a caption of their own that it does not list; otherwise those that look
+        like clips but are of a format that is not read, one entry for each format.
 
     Raises:
         UserError: If the metadata as a whole cannot be used.
@@ -85,7 +86,7 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
     entries = list(readers[path.suffix.lower()](reader, path, _read_list(reader, path)))
     if not entries:
         raise UserError(f"{path} lists no clips; write a line for each clip, or remove the file")
-    return entries, []
+    return entries, _not_listed(reader, path, entries)
 
 
 def _path_remedy(folder: Path, metadata: str) -> str:
@@ -289,6 +290,25 @@ def _not_read(reader: Reader) -> list[tuple[str, str]]:
         extra = ", or install the extra heic of ditkit-core (pillow-heif)" if suffix in HEIC_SUFFIXES else ""
         found.append((files[0] + more, f"{suffix} is not read; convert to png, jpg or mp4{extra}"))
     return found
+
+
+def _not_listed(reader: Reader, path: Path, entries: Sequence[Record]) -> list[tuple[str, str]]:
+    """The captioned media files of a folder that its list does not have, as one entry; files without a caption may be references or masks."""
+    folder, listed = reader.folder, set[str]()
+    for entry in entries:
+        names = (entry.media, *entry.references, *entry.controls.values())
+        listed |= {os.path.realpath(folder / name) for name in names if "\0" not in name}
+    files = [
+        media
+        for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders)
+        if _texts_of(folder, media) and os.path.realpath(folder / media) not in listed
+    ]
+    if not files:
+        return []
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    lacks, lines = ("these are", "lines for them") if more else ("this is", "a line for it")
+    remedy = f"add {lines}, or remove {path.name} to use the captions next to all files"
+    return [(files[0] + more, f"{path.name} lists the samples, and {lacks} not in it; {remedy}")]
 
 
 def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
