@@ -67,9 +67,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     found = (
         _fit_process(run, gpus, names, host) if ranks is None else fit_over_ranks(run, gpus, ranks, launch.link, host)
     )
-    for line in found.lines:
-        warn(line)
     if found.chosen is None:
+        _warn(found.lines)
         return DOES_NOT_FIT
     if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
         check_preview_device(create_run(spec, found.config))
@@ -83,21 +82,27 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
     changes_so_far = found.level.changed if found.level else ()
     level, auxiliary = _with_encoding(Level(config=found.config, changed=changes_so_far), planned)
-    for each in level.changed[len(changes_so_far) :]:
-        warn(f"encoding does not fit as configured; changed: {each}")
+    lines = [*found.lines]
+    lines += [f"encoding does not fit as configured; changed: {each}" for each in level.changed[len(changes_so_far) :]]
     fitted, lacking = level.config, [row for row in auxiliary if row.fits is False]
-    for row in lacking:
-        warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
+    previews_here = bool(fitted.sample.every_steps and not fitted.sample.device)
+    lines += [describe_shortfall(row, previews_here) for row in lacking]
     if lacking:
-        warn("training fits, but the rows above do not; correct the settings for them before you train")
+        lines.append("training fits, but the rows above do not; correct the settings for them before you train")
     changed = "".join(f"# changed: {each}\n" for each in level.changed)
     text = f"# {found.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n{changed}\n{to_toml(fitted)}"
     if out is None:
-        say(text.rstrip("\n"))
+        say(text.rstrip("\n"))  # before the lines: these hundreds would push them off a terminal
     else:
         write_text(out, text)
-        warn(f"written to {out}")
+        lines.append(f"written to {out}")
+    _warn(lines)
     return DOES_NOT_FIT if lacking else 0
+
+
+def _warn(lines: Sequence[str]) -> None:
+    for line in lines:
+        warn(line)
 
 
 def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> Found:
