@@ -237,7 +237,7 @@ def test_a_full_fine_tune_of_two_experts_over_merged_adapters_is_sampled_and_wri
     files = {name: f"donor/exports/donor_{name}.safetensors" for name in names}
     flags = ["--adapter.method", "full", "--export.dtype", "fp32", "--sample.captions", "0", "--train.steps", "1"]
     assert world.run("train", "--run.folder", "refused", *flags, "--base.assistant_low", files["low_noise"]) == 1
-    assert "in base.merge_low instead and, with @-1, in sample.adapter_low" in capsys.readouterr().err
+    assert "in base.merge_low, and with @-1 in sample.adapter_low" in capsys.readouterr().err
     for name, suffix in names.items():
         flags += [f"--base.merge{suffix}", json.dumps([files[name]])]
         flags += [f"--sample.adapter{suffix}", json.dumps([f"{files[name]}@-1"])]
