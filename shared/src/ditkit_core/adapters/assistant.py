@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.errors import UserError
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.lora import ASSISTANT
 
 
@@ -73,7 +74,7 @@ def put_next_to_doras(
 
 
 def load_assistant(
-    model: nn.Module,
+    model: nn.Module | StagedModel,
     assistant: tuple[AdapterFile, float] | None,
     *,
     device_of: Callable[[str], torch.device],

@@ -146,7 +146,7 @@ def _exactly(module: str) -> str:
 
 
 def initialise(
-    model: nn.Module,
+    model: nn.Module | StagedModel,
     seed: int,
     *,
     device_of: Callable[[str], torch.device],
@@ -256,7 +256,7 @@ def method_of(layer: nn.Module) -> str:
     return next(method for part, method in _FIRST_PARTS.items() if part in layer._modules)
 
 
-def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module | StagedModel) -> dict[str, nn.Parameter]:
     """The trained parameters, by canonical name (`layers.0.self_attn.q.lora_A.weight`)."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.pinned_memory import HOST, CopyLane, HostBuffers
-from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.protocol import Stages
 
 SMALLEST = 2**20
 """Bytes of the smallest storage that is moved. Below this a copy costs more time than the memory is worth."""
@@ -154,7 +154,7 @@ class HostStore:
 @contextmanager
 def offloading(
     memory: HostMemory,
-    model: StagedModel,
+    model: Stages,
     policies: Sequence[Policy],
     devices: Sequence[torch.device | None],
 ) -> Iterator[tuple[HostStore, ...]]:

@@ -31,7 +31,7 @@ from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled, compute_fp32_in_fp32
-from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import BlockSettings, calls_in_force
 
 POLICIES = ("none", "full", "attn_only")
@@ -82,7 +82,7 @@ class BlockEngine:
     def _settings(self) -> BlockSettings:
         return BlockSettings(backend=self.backend, kernels=self.kernels)
 
-    def __call__(self, model: StagedModel, inputs: Any) -> Any:
+    def __call__(self, model: Stages, inputs: Any) -> Any:
         compute_fp32_in_fp32()  # of the process: another's training loop, or a benchmark, calls no command that does
         blocks = model.blocks()
         devices = [device_of(block) for block in blocks]
@@ -110,10 +110,10 @@ class BlockEngine:
             return self._head(model, carry)
 
     # Methods of their own, so that `planner/profiler.py` can measure each stage.
-    def _embed(self, model: StagedModel, inputs: Any) -> Any:
+    def _embed(self, model: Stages, inputs: Any) -> Any:
         return model.embed(inputs)
 
-    def _head(self, model: StagedModel, carry: Any) -> Any:
+    def _head(self, model: Stages, carry: Any) -> Any:
         return model.head(carry)
 
     def _run(self, index: int, block: nn.Module, carry: Any, run: Callable[[int, nn.Module, Any], Any]) -> Any:

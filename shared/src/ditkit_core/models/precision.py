@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ditkit_core.models.protocol import StagedModel
+
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """torch's names of the dtypes, by their short names."""
 
@@ -254,7 +256,7 @@ def precision_of(stage: "nn.Module") -> Precision:
     return next((each for each in found if isinstance(each, Precision)), Precision())
 
 
-def set_precision(model: "nn.Module", precision: Precision) -> None:
+def set_precision(model: "nn.Module | StagedModel", precision: Precision) -> None:
     """Change the compute dtypes of a built model; its parameters keep theirs."""
     for module in model.modules():
         if isinstance(vars(module).get("precision"), Precision):

@@ -8,7 +8,17 @@ decides how each block is run.
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+
+
+class Stages(Protocol):
+    """What an engine runs: a `StagedModel`; for the planner and the audit, some of its blocks or views of them."""
+
+    @property
+    def embed(self) -> nn.Module: ...
+    @property
+    def head(self) -> nn.Module: ...
+    def blocks(self) -> Sequence[nn.Module]: ...
 
 
 class StagedModel(Protocol):
@@ -33,20 +43,23 @@ class StagedModel(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
     def modules(self) -> Iterator[nn.Module]: ...
+    def buffers(self) -> Iterator[Tensor]: ...
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+    def eval(self) -> Any: ...
     def train(self, mode: bool = True) -> Any: ...
     def get_submodule(self, target: str) -> nn.Module: ...
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]: ...
 
 
 class Engine(Protocol):
     """Runs a whole forward."""
 
-    def __call__(self, model: Any, inputs: Any, /) -> Any:
-        """Compute the prediction for some inputs; the model is a `StagedModel` or, for the planner, some blocks of one."""
+    def __call__(self, model: Stages, inputs: Any, /) -> Any:
+        """Compute the prediction for some inputs."""
         ...
 
 
-def run_plain(model: StagedModel, inputs: Any) -> Any:
+def run_plain(model: Stages, inputs: Any) -> Any:
     """The plain forward, without checkpointing, offloading or splitting: embed, every block, head."""
     carry = model.embed(inputs)
     for block in model.blocks():

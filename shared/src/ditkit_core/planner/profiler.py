@@ -21,7 +21,7 @@ from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import call_before_backward
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
-from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.memory import ParameterRows, Profile, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
@@ -163,17 +163,17 @@ class _Watched(BlockEngine):
     entered: Callable[[int], None]
     entered_backward: Callable[[int], None]
 
-    def __call__(self, model: StagedModel, inputs: Any) -> Any:
+    def __call__(self, model: Stages, inputs: Any) -> Any:
         chosen: Any = self.model
         prediction = super().__call__(chosen, inputs)
         last = len(self.model.indices) + 1
         self.entered(last + 1)
         return self._marked((), prediction, last)
 
-    def _embed(self, model: StagedModel, inputs: Any) -> Any:
+    def _embed(self, model: Stages, inputs: Any) -> Any:
         return self._marked((), super()._embed(model, inputs), 0)
 
-    def _head(self, model: StagedModel, carry: Any) -> Any:
+    def _head(self, model: Stages, carry: Any) -> Any:
         self.entered(len(self.model.indices) + 1)
         return super()._head(model, carry)
 

@@ -65,8 +65,7 @@ _MAX_PARAMETERS = 20_000  # of a foreign config.json; the largest transformers t
 class LoadedModel:
     """A model with its weights, ready for the loop."""
 
-    model: Any
-    """The `StagedModel`; typed loosely because callers also use it as an `nn.Module`."""
+    model: StagedModel
     built: "MetaModel"
     """What it was loaded from. `built.stored` reads a base parameter again, before it was rounded or quantized for the model."""
     trainable: dict[str, nn.Parameter] = field(repr=False)
@@ -117,7 +116,7 @@ class MetaModel:
     """A model on `meta` whose files are known to fit, with its adapters injected. No weights were read yet."""
 
     spec: ModelSpec
-    model: Any
+    model: StagedModel
     arch: Any
     preset: str
     """Name of the architecture; empty if a config.json describes it and it matches no preset."""

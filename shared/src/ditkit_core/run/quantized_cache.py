@@ -23,6 +23,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, remove_unfinished
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype
 from ditkit_core.weights.load import Scratch
 from ditkit_core.weights.rows import whole
@@ -72,7 +73,7 @@ class QuantizedCache:
 
     def load(
         self,
-        model: nn.Module,
+        model: nn.Module | StagedModel,
         convert: Callable[[], None],
         *,
         device_of: Callable[[str], torch.device],
@@ -109,7 +110,7 @@ class QuantizedCache:
 
     def _read(
         self,
-        model: nn.Module,
+        model: nn.Module | StagedModel,
         *,
         device_of: Callable[[str], torch.device],
         dtype_of: Callable[[str], torch.dtype],
@@ -248,7 +249,7 @@ def _verified(source: SafetensorsSource, name: str, digest: Tensor, buffer: Tens
 def find_cache(
     folder: str,
     kind: str,
-    model: nn.Module,
+    model: nn.Module | StagedModel,
     source: SafetensorsSource,
     merged: Sequence[tuple[AdapterFile, float]],
     *,
@@ -279,7 +280,7 @@ def find_cache(
     return QuantizedCache(local_path(folder), hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest())
 
 
-def _entries(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> dict[str, _Entry]:
+def _entries(model: nn.Module | StagedModel, dtype_of: Callable[[str], torch.dtype]) -> dict[str, _Entry]:
     """The parameters and buffers of a model's base, scales included, by canonical name.
 
     The order is part of the key of a file: in another one, the files that users have would not be found.

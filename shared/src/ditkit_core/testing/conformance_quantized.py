@@ -196,7 +196,7 @@ class QuantizedChecks(ModelChecks):
         assert not held, "each is in the file, once"
         for name, parameter in model.named_parameters():
             if "lora_" not in name and name not in quantized_weights(read):
-                found = read.state_dict().get(name, read.state_dict().get(_below_base_layer(name)))
+                found = read.state_dict()[name if name in read.state_dict() else _below_base_layer(name)]
                 dtype = torch.float32 if spec.precision.keep_fp32(name) else torch.bfloat16
                 assert torch.equal(found, parameter.to(dtype).float()), name
 

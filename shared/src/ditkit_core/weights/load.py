@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import BLOCK, LAYOUTS, QuantizedLinear, of_all_rows
 from ditkit_core.weights.fused_tensors import FusedTensors
@@ -172,7 +173,7 @@ def _depths(names: Iterable[str]) -> Counter[str]:
 
 
 def load_into(
-    model: nn.Module,
+    model: nn.Module | StagedModel,
     source: SafetensorsSource,
     mapping: Mapping[str, tuple[TensorSlice, ...]],
     *,

@@ -23,6 +23,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.precision import PLACES, Precision, autocast_disabled, dtype_name, set_precision
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.quantized_linear import products_in_dtype, quantized_weights
@@ -54,7 +55,7 @@ _HOST = torch.device("cpu")
 class Subject:
     """The model, data and settings to audit."""
 
-    model: Any
+    model: StagedModel
     """The staged model with its weights, on its devices."""
     spec: ModelSpec
     precision: Precision
@@ -147,7 +148,7 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
 
 
 @contextmanager
-def _eval_mode(model: Any, precision: Precision) -> Iterator[None]:
+def _eval_mode(model: StagedModel, precision: Precision) -> Iterator[None]:
     """Switch dropout off inside the context, which would add differences of its own; restore mode and precision afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
@@ -161,7 +162,7 @@ def _eval_mode(model: Any, precision: Precision) -> Iterator[None]:
 
 
 @contextmanager
-def with_adapters_at_work(model: nn.Module, seed: int) -> Iterator[bool]:
+def with_adapters_at_work(model: nn.Module | StagedModel, seed: int) -> Iterator[bool]:
     """Give adapter matrices that are zero small random values inside the context: while B is zero, no gradient reaches A.
 
     The values are normal with standard deviation 0.01, a function of seed and name; afterwards the matrices are zero again.
