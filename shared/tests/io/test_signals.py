@@ -1,6 +1,7 @@
 """Signals that end a process, outside and inside of training."""
 
 import signal
+import threading
 
 import pytest
 
@@ -25,6 +26,21 @@ def test_a_signal_that_ends_a_process_is_an_interrupt_and_is_put_back(number: si
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+def test_the_first_interrupt_alone_says_what_follows() -> None:
+    said: list[str] = []
+    with Interrupts(lambda: said.append("stopping")) as interrupts:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupts.requested and not said, "programs send it, which read nothing"
+    with pytest.raises(KeyboardInterrupt), Interrupts(lambda: said.append("stopping")):
+        signal.raise_signal(signal.SIGINT)
+        for thread in threading.enumerate():
+            if thread.name == "ditkit-interrupt":
+                thread.join()
+        assert said == ["stopping"]
+        signal.raise_signal(signal.SIGINT)
+    assert said == ["stopping"]
 
 
 @pytest.mark.parametrize("number", ENDING)

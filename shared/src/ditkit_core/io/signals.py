@@ -35,15 +35,23 @@ class Interrupts(ExitStack):
     An ignored SIGHUP stays ignored, because `nohup` lets a run outlive its terminal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_interrupt: Callable[[], None] | None = None) -> None:
+        """Install the handlers.
+
+        Args:
+            on_interrupt: Called at the first Ctrl-C, to say what follows, since a step may take a minute. It runs in a thread of its own: a
+                handler that prints may come in the middle of another line.
+        """
         super().__init__()
-        self.requested = False
+        self.requested, self._on_interrupt = False, on_interrupt
         self.enter_context(_handled(self._on_signal, ("SIGINT", *_ENDING), replaced=lambda _: True))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+        if number == signal.SIGINT and self._on_interrupt is not None:
+            threading.Thread(target=self._on_interrupt, name="ditkit-interrupt").start()
 
 
 @contextmanager

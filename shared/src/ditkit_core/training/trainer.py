@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ditkit_core.training.sharded_checkpoint import BackgroundWriter
 
 _LOGGER = logging.getLogger(__name__)
+_STOPPING = "stopping after this step or preview, with a save; Ctrl-C again stops at once, without one"
 
 
 def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, adapts: bool = False, prior: bool = False) -> None:
@@ -243,7 +244,7 @@ class Trainer:
         if self._last_save is not None:
             self._call(lambda callback: callback.resumed(start))
         with self._log() as metrics, ExitStack() as handlers:
-            interrupts = handlers.enter_context(Interrupts())
+            interrupts = handlers.enter_context(Interrupts(partial(self._warn, _STOPPING)))
             handlers.enter_context(self._data)
             if self._writer is not None:
                 handlers.callback(self._writer.finish)
