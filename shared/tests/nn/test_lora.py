@@ -79,14 +79,18 @@ def test_a_sum_over_a_half_base_rounds_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_change_no_bit(dtype, monkeypatch):
-    """Of outputs and gradients; 23 rows and 13 columns end with a part that is shorter."""
+    """Of outputs and gradients; 23 rows and 13 columns end with a part that is shorter. Sums of such integers are exact: a CPU may add up a
+    product of fewer rows in another order."""
+
+    def integers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randint(-4, 5, shape).to(dtype).requires_grad_()
 
     def run() -> list[Tensor]:
         torch.manual_seed(0)
-        x, base = (torch.randn(23, size).to(dtype).requires_grad_() for size in (8, 13))
-        down, up = torch.randn(4, 8, requires_grad=True), torch.randn(13, 4, requires_grad=True)
+        x, base = (integers(23, size, dtype=dtype) for size in (8, 13))
+        down, up = integers(4, 8), integers(13, 4)
         out = low_rank_sum(x, down, up, 0.5, lambda _: base * 1)
-        return [out, *torch.autograd.grad(out, (x, base, down, up), torch.randn(23, 13).to(dtype))]
+        return [out, *torch.autograd.grad(out, (x, base, down, up), integers(23, 13, dtype=dtype))]
 
     whole = run()
     monkeypatch.setattr(lora_linear, "_at_once", lambda x, axis: 5)

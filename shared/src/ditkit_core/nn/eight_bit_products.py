@@ -8,10 +8,12 @@ rounding of W exists.
 """
 
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ditkit_core.nn.context import device_kind
 from ditkit_core.nn.kernels import ops as kernels
@@ -21,6 +23,7 @@ from ditkit_core.nn.lora import AT_ONCE
 LARGEST_CODE = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
 """What the largest magnitude of a row of inputs becomes, by format of a product's codes."""
 _LEAST_ROWS = 17  # of torch's int8 product on a GPU
+_EXACT_SPAN = 2**24 // 2**14  # products of two codes whose sum fp32 has exactly
 
 
 def product(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor, *, fused: bool) -> Tensor:
@@ -125,9 +128,28 @@ def _rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scaled.to(dtype, memory_format=torch.contiguous_format), scale
 
 
+@cache
+def is_exact_on_cpu() -> bool:
+    """Whether torch's int8 product adds up in 32 bits here. oneDNN's adds pairs in 16 bits, which saturate, on a CPU that lacks VNNI."""
+    with _disable_current_modes():  # of fake tensors: this asks the CPU
+        codes = torch.full((32, 64), 127, dtype=torch.int8)
+        return bool((torch._int_mm(codes, codes.T) == 64 * 127**2).all())
+
+
+def _sums_by_spans(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two matrices of int8 codes: fp32 adds up a span of it without rounding."""
+    sums = torch.zeros(len(left), right.shape[1], dtype=torch.int32, device=left.device)
+    for start in range(0, len(right), _EXACT_SPAN):
+        span = slice(start, start + _EXACT_SPAN)
+        sums += (left[:, span].float() @ right[span].float()).int()
+    return sums
+
+
 def _sums(left: Tensor, right: Tensor) -> Tensor:
     """The product of two matrices of codes: int32 of int8, fp32 of fp8."""
     if left.dtype == torch.int8:
+        if device_kind(left) == "cpu" and not is_exact_on_cpu():
+            return _sums_by_spans(left, right)
         if (missing := _LEAST_ROWS - len(left)) > 0:
             return torch._int_mm(F.pad(left, (0, 0, 0, missing)), right)[: len(left)]
         return torch._int_mm(left, right)
