@@ -77,20 +77,31 @@ def test_a_sum_over_a_half_base_rounds_once():
     assert torch.equal(low_rank_sum(x, down, up, 1.5, lambda _: result), (result.float() + delta).bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_change_no_bit(dtype, monkeypatch):
-    """Of outputs and gradients; 23 rows and 13 columns end with a part that is shorter. Sums of such integers are exact: a CPU may add up a
-    product of fewer rows in another order."""
+def rows_are_apart() -> bool:
+    """Whether this CPU gives a row the same bits among fewer rows, in the three products that are made in parts below."""
+    torch.manual_seed(0)
+    low, up, gradient = torch.randn(23, 4), torch.randn(13, 4), torch.randn(23, 13)
+    products = ((low, up.T), (gradient, up), (gradient.T.contiguous(), low))
+    return all(torch.equal(torch.cat([part @ b for part in a.split(5)]), a @ b) for a, b in products)
 
-    def integers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randint(-4, 5, shape).to(dtype).requires_grad_()
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_change_no_bit(dtype, exact, monkeypatch):
+    """Of outputs and gradients; 23 rows and 13 columns end with a part that is shorter. Sums of small integers are exact in any order."""
+    if not (exact or rows_are_apart()):
+        pytest.skip("this CPU adds up fewer rows in another order")
+
+    def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        found = torch.randint(-4, 5, shape) if exact else torch.randn(shape)
+        return found.to(dtype).requires_grad_()
 
     def run() -> list[Tensor]:
         torch.manual_seed(0)
-        x, base = (integers(23, size, dtype=dtype) for size in (8, 13))
-        down, up = integers(4, 8), integers(13, 4)
+        x, base = (values(23, size, dtype=dtype) for size in (8, 13))
+        down, up = values(4, 8), values(13, 4)
         out = low_rank_sum(x, down, up, 0.5, lambda _: base * 1)
-        return [out, *torch.autograd.grad(out, (x, base, down, up), integers(23, 13, dtype=dtype))]
+        return [out, *torch.autograd.grad(out, (x, base, down, up), values(23, 13, dtype=dtype))]
 
     whole = run()
     monkeypatch.setattr(lora_linear, "_at_once", lambda x, axis: 5)

@@ -116,14 +116,16 @@ def preset(name: str, matmul: torch.dtype = torch.bfloat16, **fields: str) -> Pr
 
 
 def test_in_fp32_reference_is_nearer_to_the_official_recording_than_default():
-    """The recording's sinusoids are fp32, as in `reference`: of the default's distance 0.5 to 0.63 is left, and with AVX2's kernels 0.81 of
-    the gradient of the text, of which we know no cause."""
+    """The recording's sinusoids are fp32, as in `reference`. With the kernels for products that it was made with, which MKL takes on a CPU
+    with AVX-512, 0.022 of the default's distance is left at most; with those for AVX2 0.5 to 0.81."""
     tensors, arch = recorded()
     theirs, default = compared(tensors), run(tensors, arch, torch.float32)
     reference = run(tensors, arch, torch.float32, preset("reference", torch.float32))
-    for name in ("out.0", "aux.single.1", "gi.x", "gi.ctx"):
-        mine, plain = relative(reference[name], theirs[name]), relative(default[name], theirs[name])
-        assert mine < 0.9 * plain, (name, mine, plain)
+    left = {
+        name: relative(reference[name], theirs[name]) / relative(default[name], theirs[name])
+        for name in ("out.0", "aux.single.1", "gi.x", "gi.ctx")
+    }
+    assert max(left.values()) < (0.05 if min(left.values()) < 0.1 else 0.85), left
 
 
 def test_fast_loses_little_and_a_timestep_in_bf16_much():

@@ -94,9 +94,8 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     prepare_streams()
     hush_libraries()
     os.environ |= allocator_settings(os.environ)
-    if (
-        launched() is not None
-    ):  # else torch prints a page of its frames whenever a connection breaks, which hides the line that says why
+    if launched() is not None:
+        # torch would print a page of its frames whenever a connection breaks, which hides the line that says why.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         with terminated_like_interrupted():

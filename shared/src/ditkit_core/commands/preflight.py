@@ -3,7 +3,6 @@
 It only finds missing files. The code that reads an existing file reports what is wrong with it.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,7 +10,7 @@ from typing import Any
 
 from ditkit_core.data.config import folder_error
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import local_path
+from ditkit_core.io.files import json_part, local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import is_hub_id, not_there
 from ditkit_core.run.config import RunConfig
@@ -73,16 +72,9 @@ def check_family(command: str, folder: RunFolder, name: str) -> None:
     Raises:
         UserError: If the folder says that it is another one's.
     """
-    try:
-        found = json.loads(folder.about.read_bytes())["model"]["family"]
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        RecursionError,
-    ):  # no run yet, or a damaged file: its reader reports that
-        return
+    found = json_part(folder.about, "model").get(
+        "family", name
+    )  # no run yet, or a damaged file, which its reader reports
     if found != name:
         raise UserError(f"{folder.path} is a run of {found}: use {found}-{command}, or choose another run.folder")
 

@@ -1,6 +1,5 @@
 """A family's demo on two devices under torchrun against one: over NCCL where there are two GPUs, and over gloo on the CPU."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from ditkit_core.testing.conformance_replicas import losses
 from ditkit_core.testing.gpu import ON_A_GPU
 
 _STEPS = 6
@@ -44,11 +44,6 @@ class TwoDevicesConformance:
             done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
             assert "verified: diffusers loads" in done.stdout
-        expected, found = (_losses(run) for run in runs.values())
+        expected, found = ([loss for loss, _ in losses(run)] for run in runs.values())
         assert len(expected) == len(found) == _STEPS
         assert found == pytest.approx(expected, rel=1e-2)
-
-
-def _losses(run: Path) -> list[float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
