@@ -17,7 +17,7 @@ from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers, initialise, inject
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import Decoding, GenerationRequest, decodings_of
+from ditkit_core.models.encoders import GenerationRequest, VaeMode, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.testing.sampling import generate_latents
@@ -225,7 +225,7 @@ def test_bf16_decodes_almost_what_fp32_does_and_takes_over_where_memory_lacks(
 ) -> None:
     paths, latents = ModelPaths(vae=str(vae_folder)), torch.randn(16, 1, 8, 8, generator=generator("latents"))
     exact, rounded = (
-        Flux2Sampler(paths, CPU, decodings=[Decoding(dtype)]).decoder.decode(latents)
+        Flux2Sampler(paths, CPU, decodings=[VaeMode(dtype)]).decoder.decode(latents)
         for dtype in (torch.float32, torch.bfloat16)
     )
     error = (exact - rounded).abs()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ditkit_core.adapters.inject import target_modules
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.tiling import Tiles
@@ -109,10 +110,10 @@ def test_keyframes_go_through_the_vae_one_by_one(checkpoint):
     where, cpu = ModelPaths(base=str(checkpoint)), torch.device("cpu")
     plain, alone = VaeEncoder(where, cpu), KeyframeVae(where, cpu)
     assert plain.identity != alone.identity, "or the cache would hand out latents of a video"
-    tiled = KeyframeVae(where, cpu, tiled=True).identity
+    tiled = KeyframeVae(where, cpu, mode=VaeMode(tiled=True)).identity
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ditkit_wan.encoders.vae.TILES", Tiles(side=512, overlap=64))
-        assert len({alone.identity, tiled, KeyframeVae(where, cpu, tiled=True).identity}) == 3
+        assert len({alone.identity, tiled, KeyframeVae(where, cpu, mode=VaeMode(tiled=True)).identity}) == 3
         assert KeyframeVae(where, cpu).identity == alone.identity
     plain.load()
     alone.load()

@@ -15,7 +15,7 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.data.media.clip import read_clip, write_video
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.models.encoders import GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -54,7 +54,7 @@ class Sampled:
         text.load()
         given = controls(None, files, frames=FRAMES, height=SIDE, width=SIDE)
         conditions: dict[str, torch.Tensor] = dict(text.encode(["a red circle"])[0])
-        for conditioner in conditioners(self.arch, self.components, CPU, False):
+        for conditioner in conditioners(self.arch, self.components, CPU, VaeMode()):
             if conditioner.uses(given):
                 conditions |= encoded(conditioner, given)
         job = GenerationRequest(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.models.encoders import AuxiliaryModel, LayerContext, decodings_of
+from ditkit_core.models.encoders import AuxiliaryModel, LayerContext, VaeMode, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
@@ -87,20 +87,20 @@ def activations(size: tuple[int, int, int]) -> int:
 
 
 def test_a_shared_weight_counts_once_and_activations_at_their_highest() -> None:
-    found = measure_model(VAE, SIZE, text_dtype=torch.bfloat16)
+    found = measure_model(VAE, SIZE, dtype=torch.bfloat16)
     assert found == (2 * LAYER, 2 * LAYER + activations(SIZE))
-    assert measure_model(TEXT, SIZE, text_dtype=torch.bfloat16).weights == LAYER
+    assert measure_model(TEXT, SIZE, dtype=torch.bfloat16).weights == LAYER
 
 
 def test_layer_by_layer_one_layer_is_there_at_a_time() -> None:
-    found = measure_model(TEXT, SIZE, text_dtype=torch.float32, mode="layer by layer")
+    found = measure_model(TEXT, SIZE, dtype=torch.float32, mode="layer by layer")
     names = 1  # both layers have a weight of one name and shape: the second takes the place of the first
     assert found == (names * LAYER, names * LAYER + 2 * 4 * WIDTH * 4)
 
 
 def test_in_tiles_an_image_takes_what_one_tile_takes() -> None:
-    tiled = measure_model(VAE, (1, 256, 128), text_dtype=torch.float32, mode="in tiles")
-    assert tiled == measure_model(VAE, (1, 32, 32), text_dtype=torch.float32)
+    tiled = measure_model(VAE, (1, 256, 128), dtype=torch.float32, mode="in tiles")
+    assert tiled == measure_model(VAE, (1, 32, 32), dtype=torch.float32)
 
 
 def test_the_planned_bytes_are_those_that_are_measured() -> None:
@@ -109,7 +109,7 @@ def test_the_planned_bytes_are_those_that_are_measured() -> None:
     with torch.no_grad(), MemoryTracker() as ledger:
         ledger.track(module, "weights")
         run(module, SIZE, torch.device("cpu"))
-    assert ledger.peak[torch.device("cpu")] == measure_model(VAE, SIZE, text_dtype=torch.float32, kind="cpu").peak
+    assert ledger.peak[torch.device("cpu")] == measure_model(VAE, SIZE, dtype=torch.float32, kind="cpu").peak
 
 
 def test_with_room_nothing_is_changed_and_nothing_advised() -> None:
@@ -122,22 +122,33 @@ def test_with_room_nothing_is_changed_and_nothing_advised() -> None:
 
 
 def test_tiles_of_an_encoder_are_offered_with_what_they_need_and_never_taken() -> None:
-    needed = measure_model(VAE, SIZE, text_dtype=torch.float32).peak
-    tiled = measure_model(VAE, SIZE, text_dtype=torch.float32, mode="in tiles").peak
+    needed = measure_model(VAE, SIZE, dtype=torch.float32).peak
+    tiled = measure_model(VAE, SIZE, dtype=torch.float32, mode="in tiles").peak
     encoder = rows(needed - 1, streaming="never")[0]
     assert (encoder.mode, encoder.peak, encoder.fits) == ("whole", needed, False)
     assert encoder.remedy == f"encode.vae_tiling = true would need {tiled / 2**30:.1f} GiB"
     assert rows(needed, streaming="never")[0].fits
-    chosen = rows(needed - 1, streaming="never", encode_tiling=True)
+    chosen = rows(needed - 1, streaming="never", encoding=VaeMode(tiled=True))
     assert (chosen[0].mode, chosen[0].peak, chosen[0].fits, chosen[0].remedy) == ("in tiles", tiled, True, "")
-    assert rows(tiled - 1, encode_tiling=True)[0].remedy == 'encode.device = "cpu"'
+    assert rows(tiled - 1, encoding=VaeMode(tiled=True))[0].remedy == 'encode.device = "cpu"'
     assert "still too much" in rows(tiled - 1)[0].remedy
+
+
+def test_a_vae_that_encodes_in_bf16_is_planned_so_and_the_text_encoder_in_its_own_dtype() -> None:
+    vae = replace(VAE, build=layers)
+    planner = AuxiliaryPlanner(
+        models=[replace(vae, stage="encode"), TEXT], text_dtype=torch.float32, encoding=VaeMode(torch.bfloat16)
+    )
+    found = planner.encode_rows([SIZE], Room("one", 2**40, "cuda"))
+    needed = [measure_model(vae, SIZE, dtype=torch.bfloat16), measure_model(TEXT, SIZE, dtype=torch.float32)]
+    assert [row.peak for row in found] == [each.peak for each in needed]
+    assert [row.mode for row in found] == ["in bf16", "whole"]
 
 
 def test_a_gpu_decodes_in_the_first_way_that_it_has_room_for_and_a_cpu_in_the_first() -> None:
     vae = replace(VAE, build=layers)
-    wide, narrow = (measure_model(vae, SIZE, text_dtype=dtype).peak for dtype in (torch.float32, torch.bfloat16))
-    tiled = measure_model(vae, SIZE, text_dtype=torch.bfloat16, mode="in tiles").peak
+    wide, narrow = (measure_model(vae, SIZE, dtype=dtype).peak for dtype in (torch.float32, torch.bfloat16))
+    tiled = measure_model(vae, SIZE, dtype=torch.bfloat16, mode="in tiles").peak
     assert tiled < narrow < wide
     planner = AuxiliaryPlanner(models=[vae], text_dtype=torch.float32, decodings=decodings_of("auto", tiled=False))
 
@@ -152,7 +163,7 @@ def test_a_gpu_decodes_in_the_first_way_that_it_has_room_for_and_a_cpu_in_the_fi
     assert (decoder(1, "cpu").mode, decoder(1, "cpu").peak) == ("whole", wide)
     free = {"whole": 9, "in bf16": 5, "in bf16 tiles": 1}
     ways = decodings_of("auto", tiled=False)
-    assert [first_that_fits(ways, lambda way: free[way.mode], left)[0] for left in (9, 8, 5, 4, 1, 0)] == [
+    assert [first_that_fits(ways, lambda way: free[way.label], left)[0] for left in (9, 8, 5, 4, 1, 0)] == [
         0,
         1,
         1,
@@ -173,7 +184,7 @@ def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:
 
 def test_sampling_happens_next_to_what_training_keeps() -> None:
     found = {row.name: row for row in rows(2**40, in_use=1000, denoising=10, num_samples=2)}
-    alone = measure_model(VAE, SIZE, text_dtype=torch.float32)
+    alone = measure_model(VAE, SIZE, dtype=torch.float32)
     assert found["VAE decoder"].peak == 1000 + alone.peak
     assert found["denoising"].peak == 1000 + alone.weights + 10  # the decoder stays until all are sampled
     assert rows(2**40, in_use=1000, denoising=10)[2].peak == 1010
@@ -187,7 +198,7 @@ def test_sampling_happens_next_to_what_training_keeps() -> None:
 def test_the_largest_image_and_the_largest_clip_are_both_looked_at() -> None:
     wide, long = (1, 64, 96), (9, 64, 64)
     row = rows(2**40, encoded=[SIZE, long, wide])[0]
-    assert row.size == wide and row.peak == measure_model(VAE, wide, text_dtype=torch.float32).peak
+    assert row.size == wide and row.peak == measure_model(VAE, wide, dtype=torch.float32).peak
 
 
 @pytest.mark.parametrize("frames", [1, 9])

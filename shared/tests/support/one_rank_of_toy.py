@@ -32,7 +32,7 @@ from ditkit_core.engine import parked_weights
 from ditkit_core.errors import UserError
 from ditkit_core.io import run_dir, torchrun
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import Decoding
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.previews import exchange
@@ -51,7 +51,7 @@ class VaeSampler(ToySampler):
 
     lacks_memory = False
 
-    def __init__(self, file: Path, decodings: Sequence[Decoding]):
+    def __init__(self, file: Path, decodings: Sequence[VaeMode]):
         super().__init__(torch.device("cpu"))
         self.decodings = decodings
         self.vae = FrozenModule(

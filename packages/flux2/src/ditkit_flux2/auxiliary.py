@@ -34,15 +34,13 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
         # Looked up on demand: a model with an unknown text encoder can still plan its VAE.
         return described or text_model.published(arch.text_dim)
 
-    def build_vae(text_dtype: torch.dtype) -> nn.Module:
+    def build_vae(dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
-            return vae.build(vae_config).requires_grad_(False).eval()
+            # Not diffusers' own `to`, which warns of a change of dtype.
+            return nn.Module.to(vae.build(vae_config), dtype).requires_grad_(False).eval()
 
-    def build_decoder(dtype: torch.dtype) -> nn.Module:
-        return build_vae(dtype).to(dtype)
-
-    def build_text(text_dtype: torch.dtype) -> nn.Module:
-        return text_model.build_layers(*text_encoder()).to(text_dtype)
+    def build_text(dtype: torch.dtype) -> nn.Module:
+        return text_model.build_layers(*text_encoder()).to(dtype)
 
     def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         return vae.encode_image(module, torch.empty(3, *size), device)
@@ -68,7 +66,7 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
     return (
         AuxiliaryModel(name="VAE encoder", stage="encode", build=build_vae, run=encode, tiles=vae.TILES),
         AuxiliaryModel(name="text encoder", stage="encode", build=build_text, run=read, run_streamed=read_streamed),
-        AuxiliaryModel(name="VAE decoder", stage="sample", build=build_decoder, run=decode, tiles=vae.TILES),
+        AuxiliaryModel(name="VAE decoder", stage="sample", build=build_vae, run=decode, tiles=vae.TILES),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import Decoding, Denoiser, GenerationRequest
+from ditkit_core.models.encoders import Denoiser, GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders.vae import VaeEncoder
 from ditkit_flux2.model.inputs import Flux2Inputs
@@ -18,7 +18,7 @@ from ditkit_flux2.schedule import sample_defaults, sigmas
 class Flux2Sampler:
     """Euler steps with the kind of guidance that the architecture has; a `Sampler` of the core."""
 
-    def __init__(self, components: ModelPaths, device: torch.device, *, decodings: Sequence[Decoding] = ()):
+    def __init__(self, components: ModelPaths, device: torch.device, *, decodings: Sequence[VaeMode] = ()):
         """Find the VAE; nothing is loaded.
 
         Args:

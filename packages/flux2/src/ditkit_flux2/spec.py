@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Encoder, Sampler, Streaming
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
@@ -74,10 +74,10 @@ def _auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxil
 
 
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(components: ModelPaths, device: torch.device, tiled: bool) -> Encoder:
+def _media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Encoder:
     from ditkit_flux2.encoders.vae import VaeEncoder
 
-    return VaeEncoder(components, device, tiled=tiled)
+    return VaeEncoder(components, device, mode=mode)
 
 
 def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
@@ -86,9 +86,7 @@ def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dty
     return TextEncoder(components, device, dtype, streaming)
 
 
-def _sampler(
-    components: ModelPaths, device: torch.device, dtype: torch.dtype, decodings: Sequence[Decoding]
-) -> Sampler:
+def _sampler(components: ModelPaths, device: torch.device, dtype: torch.dtype, decodings: Sequence[VaeMode]) -> Sampler:
     from ditkit_flux2.sampling import Flux2Sampler
 
     return Flux2Sampler(components, device, decodings=decodings)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import tiny_vae
 
 from ditkit_core.errors import UserError
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders.vae import VaeEncoder, patchify, to_diffusers, unpatchify
 
@@ -245,3 +246,17 @@ def test_identity_follows_the_weights_and_needs_no_loading(folder: Path, tmp_pat
         identity("o.safetensors", **statistics),
     )
     assert first == same != other
+
+
+def test_bf16_encodes_almost_what_fp32_does_with_its_statistics(folder: Path) -> None:
+    where = ModelPaths(vae=str(folder))
+    exact, rounded = (VaeEncoder(where, CPU, mode=VaeMode(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    assert exact.identity != rounded.identity
+    exact.load()
+    rounded.load()
+    norms = [each._vae.module.bn for each in (exact, rounded)]
+    assert torch.equal(norms[0].running_var, norms[1].running_var)
+    expected, found = (each.encode([image()])[0]["latents"] for each in (exact, rounded))
+    assert found.dtype == torch.float32
+    # measured: 0.008, of random weights
+    assert 0 < (found - expected).norm() / expected.norm() < 0.02

@@ -30,12 +30,10 @@ def _vae(arch: WanArch, components: ModelPaths) -> tuple[AuxiliaryModel, Auxilia
         config = vae.VaeEncoder(components, torch.device("cpu"), channels=channels).config
     stride = config.get("scale_factor_spatial", 8)
 
-    def build(text_dtype: torch.dtype) -> nn.Module:
+    def build(dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
-            return vae.build(config).requires_grad_(False).eval()
-
-    def build_decoder(dtype: torch.dtype) -> nn.Module:
-        return build(dtype).to(dtype)
+            # Not diffusers' own `to`, which warns of a change of dtype.
+            return nn.Module.to(vae.build(config), dtype).requires_grad_(False).eval()
 
     def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         return vae.encode_clip(module, torch.empty(3, *size), device)
@@ -47,18 +45,18 @@ def _vae(arch: WanArch, components: ModelPaths) -> tuple[AuxiliaryModel, Auxilia
 
     return (
         AuxiliaryModel(name="VAE encoder", stage="encode", build=build, run=encode, tiles=vae.TILES),
-        AuxiliaryModel(name="VAE decoder", stage="sample", build=build_decoder, run=decode, tiles=vae.TILES),
+        AuxiliaryModel(name="VAE decoder", stage="sample", build=build, run=decode, tiles=vae.TILES),
     )
 
 
 def _text(components: ModelPaths) -> AuxiliaryModel:
     config = text.config_of(components)[1] if components.here("text_encoder") else text.PUBLISHED
 
-    def build(text_dtype: torch.dtype) -> nn.Module:
+    def build(dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             model = text.build(config)
         text.tie(model)
-        return model.to(text_dtype).requires_grad_(False).eval()
+        return model.to(dtype).requires_grad_(False).eval()
 
     def read(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         ids = torch.zeros(1, text.TEXT_TOKENS, dtype=torch.long).to(device)
@@ -70,7 +68,7 @@ def _text(components: ModelPaths) -> AuxiliaryModel:
 def _clip(components: ModelPaths) -> AuxiliaryModel:
     config = image_encoder.config_of(components)[1] if components.here("image_encoder") else image_encoder.PUBLISHED
 
-    def build(text_dtype: torch.dtype) -> nn.Module:
+    def build(dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             return image_encoder.build(config).requires_grad_(False).eval()
 

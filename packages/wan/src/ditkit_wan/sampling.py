@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditkit_core.io.files import read_json_object
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import Decoding, Denoiser, GenerationRequest
+from ditkit_core.models.encoders import Denoiser, GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.keyframes import vae_class
 from ditkit_wan.model.inputs import make_inputs
@@ -49,7 +49,7 @@ class WanSampler:
         components: ModelPaths,
         device: torch.device,
         *,
-        decodings: Sequence[Decoding] = (),
+        decodings: Sequence[VaeMode] = (),
         arch: WanArch | None = None,
     ):
         """Find the VAE and the scheduler's configuration; nothing is loaded.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Encoder, Sampler, Streaming
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
@@ -73,11 +73,11 @@ def _auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[Auxilia
 
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
 def _media_encoder(
-    components: ModelPaths, device: torch.device, tiled: bool, *, arch: WanArch | None = None
+    components: ModelPaths, device: torch.device, mode: VaeMode, *, arch: WanArch | None = None
 ) -> Encoder:
     from ditkit_wan.encoders.keyframes import vae_class
 
-    return vae_class(arch)(components, device, tiled=tiled, channels=arch.out_channels if arch else None)
+    return vae_class(arch)(components, device, mode=mode, channels=arch.out_channels if arch else None)
 
 
 def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
@@ -90,7 +90,7 @@ def _sampler(
     components: ModelPaths,
     device: torch.device,
     dtype: torch.dtype,
-    decodings: Sequence[Decoding],
+    decodings: Sequence[VaeMode],
     *,
     arch: WanArch | None = None,
 ) -> Sampler:

@@ -11,6 +11,7 @@ from conditions_help import CPU, controls, encoded, image_file, tiny_vae, video_
 
 from ditkit_core.errors import MissingDependency, UserError
 from ditkit_core.models.conditions import ClipInputs, Conditioner
+from ditkit_core.models.encoders import VaeMode
 from ditkit_wan.conditioning import control as control_conditions
 from ditkit_wan.conditioning import dance as dance_conditions
 from ditkit_wan.conditioning import images as image_conditions
@@ -26,7 +27,7 @@ RATES = {DANCE: 30.0}
 
 def checked(preset: str, given: ClipInputs) -> None:
     """As the doctor asks: without a file of the model."""
-    for conditioner in conditioners(PRESETS[preset], None, CPU, False):
+    for conditioner in conditioners(PRESETS[preset], None, CPU, VaeMode()):
         assert isinstance(conditioner, Conditioner)
         conditioner.check(given)
 

@@ -13,6 +13,7 @@ from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
 from ditkit_core.data.control_files import control_headers, control_values
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import named_columns
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.demo.models import IMAGE_DIM
@@ -54,7 +55,7 @@ def test_every_variant_encodes_what_its_model_takes(
     assert [column.name for column in columns(arch)] == names
     assert all(column.doc.endswith(".") for column in columns(arch))
     vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
-    found = conditioners(arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, False)
+    found = conditioners(arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, VaeMode())
     clip = video_file(tmp_path / "clip.mp4", 1)
     files = {column.name: value for column in columns(arch) if (value := given(column.name, column.kind, tmp_path))}
     item: dict[str, torch.Tensor] = {}
@@ -93,7 +94,7 @@ def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoi
     components = ModelPaths(base=str(checkpoint))
     arch = PRESETS["ti2v-5b"]
     with pytest.raises(UserError, match="makes 16 latent channels and the model takes 48"):
-        conditioners(arch, components, CPU, False)
+        conditioners(arch, components, CPU, VaeMode())
     special = replace_fields(arch)
     for make in (
         special.auxiliary.media_encoder,
@@ -103,7 +104,7 @@ def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoi
             make(components, CPU, False)
     with pytest.raises(UserError, match="makes 16 latent channels"):
         WAN.auxiliary.models(arch, components)
-    assert replace_fields(PRESETS["t2v-1.3b"]).auxiliary.media_encoder(components, CPU, False).identity
+    assert replace_fields(PRESETS["t2v-1.3b"]).auxiliary.media_encoder(components, CPU, VaeMode()).identity
 
 
 def replace_fields(arch: Any) -> Any:
@@ -129,7 +130,7 @@ def test_a_still_image_in_place_of_a_video_stays_on_screen(
     for number in range(FRAMES):
         image_file(tmp_path / "same" / f"{number}.png", 1)
     read = 0
-    for conditioner in conditioners(arch, where, CPU, False):
+    for conditioner in conditioners(arch, where, CPU, VaeMode()):
         # what a still clip is given its music as is of no concern here
         if conditioner.kind == "music":
             continue

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.columns import conditioners
@@ -215,7 +216,7 @@ def test_clip_sees_the_moment_that_the_keyframes_begin_with_and_next_to_it_who_d
 ) -> None:
     arch = replace(PRESETS["wantodance-14b"], image_dim=IMAGE_DIM, text_dim=32)
     where = ModelPaths(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
-    found = {each.kind: each for each in conditioners(arch, where, CPU, False)}
+    found = {each.kind: each for each in conditioners(arch, where, CPU, VaeMode())}
     seen, dancer = found["clip-vision"], found["clip-vision-dancer"]
     files = {
         "wantodance_keyframes": video_file(tmp_path / "k.mp4", 1, frames=13),

@@ -10,6 +10,7 @@ from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, image
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.images import ClipVision, FirstFrame, FirstLast, known_frames_mask
 from ditkit_wan.encoders.clip import ImageEncoder
@@ -120,7 +121,7 @@ def test_two_kinds_on_one_vae_have_keys_of_their_own(checkpoint: Path) -> None:
     vae = tiny_vae(checkpoint)
     kinds = [FirstLast(vae, both=True), FirstLast(vae, both=False), FirstFrame(vae)]
     assert len({each.identity for each in kinds}) == 3
-    tiled = type(vae)(ModelPaths(base=str(checkpoint)), CPU, tiled=True)
+    tiled = type(vae)(ModelPaths(base=str(checkpoint)), CPU, mode=VaeMode(tiled=True))
     assert FirstFrame(tiled).identity != kinds[2].identity
 
 

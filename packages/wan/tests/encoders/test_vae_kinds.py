@@ -10,6 +10,7 @@ from narrow_vae import NARROW_2_2, clip, narrow, official_within_blocks
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.encoders.vae_kinds import WAN_2_2, to_diffusers
@@ -136,7 +137,7 @@ def test_the_pickle_is_refused_by_naming_the_file_to_get(tmp_path: Path) -> None
 
 
 def test_tiles_agree_with_the_whole_where_one_holds_it(narrow_vae: Path) -> None:
-    whole, tiled = loaded(narrow_vae), loaded(narrow_vae, tiled=True)
+    whole, tiled = loaded(narrow_vae), loaded(narrow_vae, mode=VaeMode(tiled=True))
     small = clip(frames=1, size=256)
     latents = whole.encode([small])[0]["latents"]
     assert torch.equal(latents, tiled.encode([small])[0]["latents"]) and whole.identity != tiled.identity

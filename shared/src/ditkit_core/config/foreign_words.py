@@ -55,6 +55,7 @@ FOREIGN_WORDS = {
         "base.assistant": "assistant_lora_path training_adapter",
         "sample.adapter": "inference_lora_path validation_adapter_path",
         "sample.vae_tiling": "vae_enable_tiling",
+        "encode.vae_dtype": "vae_dtype",
         "base.compute": "do_fp8_training",
         "base.quantize": "quantize fp8 fp8_base fp8_scaled nf4 transformer_dtype",
         "optim.lr": "lr learning_rate unet_lr",

@@ -17,25 +17,28 @@ Streaming = Literal["auto", "always", "never"]
 streams if the whole encoder does not fit."""
 
 
-class Decoding(NamedTuple):
-    """A way for a VAE to decode a sample."""
+class VaeMode(NamedTuple):
+    """How a VAE encodes or decodes."""
 
     dtype: torch.dtype = torch.float32
+    """Of its weights and of all that it computes; latents and pixels are in fp32."""
     tiled: bool = False
     """Whether tile by tile."""
 
     @property
-    def mode(self) -> "DecodingMode":
-        """The way in words; `whole` is in fp32."""
+    def label(self) -> "VaeModeLabel":
+        """The mode in words; `whole` is in fp32."""
         if self.dtype == torch.float32:
             return "in tiles" if self.tiled else "whole"
         return "in bf16 tiles" if self.tiled else "in bf16"
 
 
-DecodingMode = Literal["whole", "in bf16", "in tiles", "in bf16 tiles"]
+WHOLE = VaeMode()
+"""In fp32 and not in tiles."""
+VaeModeLabel = Literal["whole", "in bf16", "in tiles", "in bf16 tiles"]
 
 
-def decodings_of(dtype: str, *, tiled: bool) -> tuple[Decoding, ...]:
+def decodings_of(dtype: str, *, tiled: bool) -> tuple[VaeMode, ...]:
     """The ways to decode that a configuration allows, the most exact first: the first one that memory has room for is taken.
 
     Args:
@@ -44,8 +47,8 @@ def decodings_of(dtype: str, *, tiled: bool) -> tuple[Decoding, ...]:
     """
     dtypes = {"fp32": (torch.float32,), "bf16": (torch.bfloat16,), "auto": (torch.float32, torch.bfloat16)}[dtype]
     # bf16 before tiles: its difference is small everywhere, and tiles may show seams.
-    whole = [] if tiled else [Decoding(each) for each in dtypes]
-    return (*whole, *(Decoding(each, tiled=True) for each in (dtypes if tiled else dtypes[-1:])))
+    whole = [] if tiled else [VaeMode(each) for each in dtypes]
+    return (*whole, *(VaeMode(each, tiled=True) for each in (dtypes if tiled else dtypes[-1:])))
 
 
 @runtime_checkable
@@ -144,7 +147,7 @@ class Decoder(Protocol):
 
     @property
     def decoded(self) -> str:
-        """How the last sample was decoded: a `Decoding.mode`, perhaps on the CPU; empty before the first."""
+        """How the last sample was decoded: a `VaeMode.label`, perhaps on the CPU; empty before the first."""
         ...
 
     def unload(self) -> None:
@@ -194,8 +197,7 @@ class AuxiliaryModel:
     """`text encoder`, `VAE encoder`, `VAE decoder`, …"""
     stage: Literal["encode", "sample"]
     build: Callable[[torch.dtype], nn.Module]
-    """From a dtype to the module on `meta`, in the dtype that it runs in: a text encoder and a VAE that decodes take the one that is given;
-    a VAE that encodes ignores it."""
+    """From a dtype to the module on `meta`, in the dtype that it runs in: a text encoder and a VAE take the one that is given."""
     run: Callable[[nn.Module, tuple[int, int, int], torch.device], Any]
     """The forward that the encoder or sampler calls, on one item of (frames, height, width), without gradients, on the device of its
     parameters. The result stays in memory until the caller drops it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.conditions import Column, Conditioner
-from ditkit_core.models.encoders import AuxiliaryModel, Decoding, Encoder, Sampler, Streaming
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
@@ -177,12 +177,12 @@ class DataSpec:
 class AuxiliarySpec:
     """The models next to the transformer: VAE, text and image encoders, conditioners, the sampler, and their memory for plans."""
 
-    media_encoder: Callable[[ModelPaths, torch.device, bool], Encoder]
-    """From (files, device, whether it works in tiles) to the VAE as an encoder; its identity depends on the tiling."""
+    media_encoder: Callable[[ModelPaths, torch.device, VaeMode], Encoder]
+    """From (files, device, mode) to the VAE as an encoder; its identity depends on the mode."""
 
     text_encoder: Callable[[ModelPaths, torch.device, torch.dtype, Streaming], Encoder]
 
-    sampler: Callable[[ModelPaths, torch.device, torch.dtype, Sequence[Decoding]], Sampler]
+    sampler: Callable[[ModelPaths, torch.device, torch.dtype, Sequence[VaeMode]], Sampler]
     """From (files, device, dtype, ways for the VAE to decode, to be tried in this order) to the sampler."""
 
     sample_defaults: Callable[[Any], SampleDefaults]
@@ -194,10 +194,10 @@ class AuxiliarySpec:
     components: Callable[[Any], Sequence[str]] = lambda arch: ()
     """From architecture to the components that it needs besides transformers, VAE, text encoder and tokenizer: `image_encoder`."""
 
-    conditioners: Callable[[Any, ModelPaths | None, torch.device, bool], Sequence[Conditioner]] = (
-        lambda arch, components, device, tiled: ()
+    conditioners: Callable[[Any, ModelPaths | None, torch.device, VaeMode], Sequence[Conditioner]] = (
+        lambda arch, components, device, mode: ()
     )
-    """From (architecture, files, device, whether the VAE works in tiles) to the encoders of conditions besides the caption. Without files
+    """From (architecture, files, device, mode of the VAE) to the encoders of conditions besides the caption. Without files
     only their `uses` and `check` are called."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ditkit_core.io.console import doing
-from ditkit_core.models.encoders import AuxiliaryModel, Decoding, LayerContext
+from ditkit_core.models.encoders import WHOLE, AuxiliaryModel, LayerContext, VaeMode
 from ditkit_core.planner.memory_tracker import MemoryTracker, fake_tensors
 from ditkit_core.planner.planned_step import Size, StepJob
 from ditkit_core.planner.reduced_model import give_memory, materialise, reduced_model
@@ -85,7 +85,7 @@ def measure_model(
     model: AuxiliaryModel,
     size: Size,
     *,
-    text_dtype: torch.dtype,
+    dtype: torch.dtype,
     mode: Literal["whole", "layer by layer", "in tiles"] = "whole",
     kind: str = "cuda",
 ) -> MeasuredModel:
@@ -94,11 +94,11 @@ def measure_model(
     Args:
         model: The module with the functions that call it.
         size: Size of its input.
-        text_dtype: Dtype of a text encoder, or of a VAE that decodes.
+        dtype: Dtype of a text encoder or of a VAE.
         mode: As a whole, layer by layer, or on the largest tile; the model must support it.
         kind: Kind of device that it runs on: `cuda` or `cpu`.
     """
-    module = model.build(text_dtype)
+    module = model.build(dtype)
     with fake_tensors(kind) as tracker, torch.no_grad():
         if mode == "layer by layer":
             assert model.run_streamed is not None
@@ -185,9 +185,9 @@ class AuxiliaryPlanner:
     """`encode.text_dtype`."""
     streaming: str = "auto"
     """`encode.streaming`."""
-    encode_tiling: bool = False
-    """`encode.vae_tiling`."""
-    decodings: Sequence[Decoding] = (Decoding(),)
+    encoding: VaeMode = WHOLE
+    """How the VAE encodes: `encode.vae_dtype` and `encode.vae_tiling`."""
+    decodings: Sequence[VaeMode] = (WHOLE,)
     """The ways to decode a sample, the most exact first: a GPU takes the first that it has room for."""
 
     def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
@@ -198,7 +198,13 @@ class AuxiliaryPlanner:
             room: Their device.
         """
         chosen = [each for each in self.models if each.stage == "encode" and sizes]
-        return [self._row(each, sizes, room, tiled=self.encode_tiling) for each in chosen]
+        return [self._encoder_row(each, sizes, room) for each in chosen]
+
+    def _encoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
+        if model.tiles is None:
+            return self._row(model, sizes, room, tiled=False)
+        row = self._row(model, sizes, room, tiled=self.encoding.tiled, dtype=self.encoding.dtype)
+        return replace(row, mode=self.encoding.label)
 
     def sample_rows(
         self,
@@ -247,10 +253,10 @@ class AuxiliaryPlanner:
 
     def _decoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
         """The decoder as a run decodes: a CPU always in the first way, a GPU in the first that fits."""
-        decodings = [each for each in self.decodings if model.tiles or not each.tiled] or [Decoding()]
+        decodings = [each for each in self.decodings if model.tiles or not each.tiled] or [WHOLE]
         for decoding in decodings if room.kind == "cuda" else decodings[:1]:
             row = self._row(model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype)
-            row = replace(row, mode=decoding.mode)
+            row = replace(row, mode=decoding.label)
             if row.fits is not False:
                 break
         return row
@@ -267,7 +273,7 @@ class AuxiliaryPlanner:
             max(sizes, key=lambda size: size[1] * size[2]),
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
         }
-        measure = partial(measure_model, model, text_dtype=dtype or self.text_dtype, kind=room.kind)
+        measure = partial(measure_model, model, dtype=dtype or self.text_dtype, kind=room.kind)
         each = {size: measure(size, mode=mode) for size in sorted(worst)}
         size, measured = max(each.items(), key=lambda found: found[1].peak)
         peak = room.in_use + measured.peak

@@ -60,7 +60,7 @@ def plan_auxiliary(
         models=run.spec.auxiliary.models(step.job.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),
         streaming=config.encode.streaming,
-        encode_tiling=config.encode.vae_tiling,
+        encoding=run.auxiliary.encoding,
         decodings=run.auxiliary.decodings,
     )
     encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)

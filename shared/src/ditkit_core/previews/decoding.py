@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.io.console import say
-from ditkit_core.models.encoders import AuxiliaryModel, Decoder, Decoding
+from ditkit_core.models.encoders import AuxiliaryModel, Decoder, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.planner.planned_step import Size
@@ -46,7 +46,7 @@ class FittingDecoder:
         if self._chosen:
             self._chosen.unload()
 
-    def _first_that_fits(self, decodings: Sequence[Decoding]) -> int:
+    def _first_that_fits(self, decodings: Sequence[VaeMode]) -> int:
         """Index of the first way that fits; 0 on a CPU, and the last where none does: what is left is tried, and then the host."""
         device = self._run.devices[0]
         if device.type != "cuda":
@@ -57,20 +57,18 @@ class FittingDecoder:
         place, needed = first_that_fits(decodings, self._needed, free)
         if place:
             say(
-                f"samples are decoded {decodings[place].mode}: {device} has {free / 2**30:.1f} GiB left, and the VAE needs "
-                f"{needed[0] / 2**30:.1f} GiB {decodings[0].mode}, {needed[-1] / 2**30:.1f} GiB so"
+                f"samples are decoded {decodings[place].label}: {device} has {free / 2**30:.1f} GiB left, and the VAE needs "
+                f"{needed[0] / 2**30:.1f} GiB {decodings[0].label}, {needed[-1] / 2**30:.1f} GiB so"
             )
         return place
 
-    def _needed(self, decoding: Decoding) -> int:
+    def _needed(self, decoding: VaeMode) -> int:
         run = self._run
         models = run.spec.auxiliary.models
         return max(_decoding_bytes(models, run.arch, run.config.model, size, decoding) for size in self._sizes)
 
 
-def first_that_fits(
-    decodings: Sequence[Decoding], needed: Callable[[Decoding], int], free: int
-) -> tuple[int, list[int]]:
+def first_that_fits(decodings: Sequence[VaeMode], needed: Callable[[VaeMode], int], free: int) -> tuple[int, list[int]]:
     """The index of the first way that memory has room for, or of the last one; and the bytes of all ways up to it.
 
     Args:
@@ -91,8 +89,8 @@ def _decoding_bytes(
     arch: Any,
     components: ModelPaths,
     size: Size,
-    decoding: Decoding,
+    decoding: VaeMode,
 ) -> int:
     mode: Literal["whole", "in tiles"] = "in tiles" if decoding.tiled else "whole"
     decoders = [model for model in models(arch, components) if model.stage == "sample"]
-    return max((measure_model(model, size, text_dtype=decoding.dtype, mode=mode).peak for model in decoders), default=0)
+    return max((measure_model(model, size, dtype=decoding.dtype, mode=mode).peak for model in decoders), default=0)

@@ -11,7 +11,7 @@ from ditkit_core.encoding.encode import Conditioning
 from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
-from ditkit_core.models.encoders import Decoding, Encoder, Sampler, decodings_of
+from ditkit_core.models.encoders import Encoder, Sampler, VaeMode, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.spec import ModelSpec
@@ -51,8 +51,8 @@ class Auxiliary:
     def _conditioning(self, components: ModelPaths | None) -> Conditioning | None:
         if self.arch is None:
             return None
-        config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
-        conditioners = self.spec.auxiliary.conditioners(self.arch, components, device, config.vae_tiling)
+        device = choose_device(self.config.encode.device, "encode.device")
+        conditioners = self.spec.auxiliary.conditioners(self.arch, components, device, self.encoding)
         texts = [column.name for column in self.columns if column.kind == "text"]
         return Conditioning(conditioners=conditioners, texts=texts) if conditioners else None
 
@@ -60,12 +60,18 @@ class Auxiliary:
     def encoders(self) -> tuple[Encoder, Encoder]:
         """Media and text encoder."""
         config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
-        media = self.spec.auxiliary.media_encoder(self.config.model, device, config.vae_tiling)
+        media = self.spec.auxiliary.media_encoder(self.config.model, device, self.encoding)
         dtype = parse_dtype(config.text_dtype)
         return media, self.spec.auxiliary.text_encoder(self.config.model, device, dtype, config.streaming)
 
     @property
-    def decodings(self) -> tuple[Decoding, ...]:
+    def encoding(self) -> VaeMode:
+        """How the VAE encodes, as configured."""
+        config = self.config.encode
+        return VaeMode(parse_dtype(config.vae_dtype), config.vae_tiling)
+
+    @property
+    def decodings(self) -> tuple[VaeMode, ...]:
         """The ways to decode samples that are configured, the most exact first."""
         return decodings_of(self.config.sample.vae_dtype, tiled=self.config.sample.vae_tiling)
 
@@ -74,7 +80,7 @@ class Auxiliary:
         """The family's sampler, on the transformer's first device."""
         return self.sampler_with(self.decodings)
 
-    def sampler_with(self, decodings: Sequence[Decoding]) -> Sampler:
+    def sampler_with(self, decodings: Sequence[VaeMode]) -> Sampler:
         """The sampler with some of the ways to decode."""
         matmul = parse_dtype(self.config.model.dtype)
         return self.spec.auxiliary.sampler(self.config.model, training_devices(self.config.train)[0], matmul, decodings)

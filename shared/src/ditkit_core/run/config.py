@@ -120,7 +120,7 @@ KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "encode": {
         "Model and data": ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.on_bad"),
-        "Encoders": ("encode.cache", "encode.device", "encode.text_dtype", "encode.vae_tiling"),
+        "Encoders": ("encode.cache", "encode.device", "encode.text_dtype", "encode.vae_dtype", "encode.vae_tiling"),
     },
     "sample": {
         "Samples": (

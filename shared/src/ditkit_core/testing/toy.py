@@ -321,7 +321,7 @@ TOY = ModelSpec(
     ),
     data=DataSpec(frame_step=4, size_step=4, fps=8.0, size=(5, 16, 16)),
     auxiliary=AuxiliarySpec(
-        media_encoder=lambda components, device, tiled: ToyMediaEncoder(),
+        media_encoder=lambda components, device, mode: ToyMediaEncoder(),
         text_encoder=lambda components, device, dtype, streaming: ToyTextEncoder(),
         sampler=lambda components, device, dtype, decodings: ToySampler(device),
         sample_defaults=lambda arch: SampleDefaults(steps=4, guidance=2.0),

@@ -24,7 +24,7 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.memory import is_out_of_memory, release_memory
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import Decoding
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles, in_tiles
@@ -177,11 +177,13 @@ class FrozenModule:
     """Maps names of the file to the module's."""
     device: torch.device
     dtype: torch.dtype
-    """The dtype of all weights on the device."""
+    """The dtype of the weights on the device."""
     key: str
     """The setting that names the component, for messages."""
     ignore: frozenset[str] = frozenset()
     """Names in the file that may be left over."""
+    in_fp32: frozenset[str] = frozenset()
+    """Names of values that are fp32 in any dtype."""
     finish: Callable[[Any], object] = lambda module: None
     """Called with the loaded module: sets what files do not store, and tries values of the configuration that the library only reads in use."""
     module: Any = field(default=None, init=False)
@@ -210,7 +212,7 @@ class FrozenModule:
             self.source,
             self.names,
             device=device,
-            dtype_of=lambda name: dtype,
+            dtype_of=lambda name: torch.float32 if name in self.in_fp32 else dtype,
             key=self.key,
             ignore=self.ignore,
         )
@@ -233,7 +235,7 @@ class FrozenModule:
         self,
         work: Callable[[Any, Tensor, torch.device], Tensor],
         latents: Float[Tensor, "c frames h w"],
-        decodings: Sequence[Decoding],
+        decodings: Sequence[VaeMode],
         tiles: Tiles,
         *,
         pixels: int,
@@ -251,14 +253,14 @@ class FrozenModule:
         Returns:
             The result on the CPU.
         """
-        host = Decoding(torch.float32, decodings[-1].tiled)
+        host = VaeMode(torch.float32, decodings[-1].tiled)
         ways = [*((self.device, each) for each in decodings), (torch.device("cpu"), host)]
         while True:
             device, way = ways[self._failed]
             try:
                 self._load(device, way.dtype)
                 found = self._run_on(device, work, latents, tiles if way.tiled else None, pixels, Fraction(pixels))
-                self.decoded = way.mode if device == self.device else f"{way.mode} on the CPU"
+                self.decoded = way.label if device == self.device else f"{way.label} on the CPU"
                 return found
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or self._failed == len(ways) - 1:
@@ -268,8 +270,8 @@ class FrozenModule:
             self._drop()
             release_memory()
             following = ways[self._failed]
-            where = "on the CPU" if following[0] != device else following[1].mode
-            warn(f"no room on {device} to decode a sample {ways[failed][1].mode}; decoding it {where}")
+            where = "on the CPU" if following[0] != device else following[1].label
+            warn(f"no room on {device} to decode a sample {ways[failed][1].label}; decoding it {where}")
 
     def run(
         self,

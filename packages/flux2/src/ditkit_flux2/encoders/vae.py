@@ -1,7 +1,7 @@
 """The FLUX.2 VAE: diffusers' `AutoencoderKLFlux2` from a diffusers folder or from the official single file.
 
 Latents are the posterior's mode in 2x2 patches, normalised with the statistics of a batch norm that is never run, as the official
-code trains and samples. All of it is fp32, because the latents are the training data.
+code trains and samples. The statistics are fp32 in any mode.
 """
 
 import re
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import Decoding
+from ditkit_core.models.encoders import WHOLE, VaeMode
 from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import dtype_name
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
@@ -78,16 +79,16 @@ class VaeEncoder:
         components: ModelPaths,
         device: torch.device,
         *,
-        tiled: bool = False,
-        decodings: Sequence[Decoding] = (),
+        mode: VaeMode = WHOLE,
+        decodings: Sequence[VaeMode] = (),
     ):
         """Find the weights and read their headers; nothing is loaded.
 
         Args:
             components: Where the model's files are.
             device: Device of the VAE.
-            tiled: Whether it works tile by tile, which takes less memory and gives other results.
-            decodings: The ways to decode; the first that memory has room for is taken. Empty: in fp32, tile by tile if `tiled`.
+            mode: How it encodes. bf16 and tiles take less memory and give other results.
+            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it encodes.
 
         Raises:
             UserError: If there are none, a file is damaged, or they belong to another VAE.
@@ -95,16 +96,17 @@ class VaeEncoder:
         self._source, self.config = find_weights(
             components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET
         )
-        self._tiles, self._decodings = TILES if tiled else None, decodings or (Decoding(tiled=tiled),)
+        self._mode, self._decodings = mode, decodings or (mode,)
         self._vae = FrozenModule(
             build,
             self.config,
             self._source,
             VAE_NAMES,
             device,
-            torch.float32,
+            mode.dtype,
             key="model.vae",
             ignore=frozenset({"bn.num_batches_tracked"}),
+            in_fp32=frozenset({"bn.running_mean", "bn.running_var"}),
             finish=_finish,
         )
         self.load, self.unload = self._vae.load, self._vae.unload
@@ -112,8 +114,9 @@ class VaeEncoder:
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        made = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
-        tiles = () if self._tiles is None else (str(self._tiles),)  # none untiled: caches from before tiles stay valid
+        made = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, "
+        made += dtype_name(self._mode.dtype)
+        tiles = (str(TILES),) if self._mode.tiled else ()  # none untiled: caches from before tiles stay valid
         return fingerprint(self._source.path, made, *tiles)
 
     @property
@@ -143,7 +146,9 @@ class VaeEncoder:
         """
         (item,) = items
         assert item.shape[2] % self.stride == item.shape[3] % self.stride == 0, f"{tuple(item.shape)}"
-        latents = self._vae.run(encode_image, item, self._tiles, pixels=1, scale=Fraction(1, self.stride))
+        latents = self._vae.run(
+            encode_image, item, TILES if self._mode.tiled else None, pixels=1, scale=Fraction(1, self.stride)
+        )
         advance(1.0)
         return [{"latents": latents}]
 
@@ -177,10 +182,10 @@ def _finish(vae: Any) -> None:
 def encode_image(
     vae: Any, pixels: Float[Tensor, "3 1 height width"], device: torch.device
 ) -> Float[Tensor, "channels 1 h w"]:
-    """Normalised latents of one image, on the device of the VAE's weights."""
+    """Normalised latents of one image, in fp32, on the device of the VAE's weights and computed in their dtype."""
     mean, deviation = _statistics(vae)
-    mode = vae.encode(pixels.transpose(0, 1).to(device, torch.float32)).latent_dist.mode()
-    return ((patchify(mode[0]) - mean) / deviation)[:, None]
+    mode = vae.encode(pixels.transpose(0, 1).to(device, vae.dtype)).latent_dist.mode()
+    return ((patchify(mode[0].float()) - mean) / deviation)[:, None]
 
 
 def decode_image(

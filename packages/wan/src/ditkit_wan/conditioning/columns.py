@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ditkit_core.models.conditions import Column, Conditioner
+from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.presets import WanArch
 
@@ -124,7 +125,7 @@ def _names(arch: WanArch) -> tuple[str, ...]:
 
 
 def conditioners(
-    arch: WanArch, components: ModelPaths | None, device: torch.device, tiled: bool
+    arch: WanArch, components: ModelPaths | None, device: torch.device, mode: VaeMode
 ) -> Sequence[Conditioner]:
     """The conditioners of an architecture; nothing is loaded.
 
@@ -132,7 +133,7 @@ def conditioners(
         arch: The architecture.
         components: Where the model's files are; None creates no encoder, which is enough for `uses` and `check`.
         device: Device of the encoders.
-        tiled: Whether the VAE works tile by tile.
+        mode: How the VAE encodes.
 
     Raises:
         UserError: If an encoder's files are missing, damaged, or belong to another model.
@@ -148,7 +149,7 @@ def conditioners(
     vae: VaeEncoder | image.Outlined = image.Outlined(arch.out_channels, (4, 16 if arch.token_times else 8))
     clip: ImageEncoder | image.Outlined | None = vae if arch.image_dim else None
     if components is not None:
-        vae = VaeEncoder(components, device, tiled=tiled, channels=arch.out_channels)
+        vae = VaeEncoder(components, device, mode=mode, channels=arch.out_channels)
         clip = ImageEncoder(components, device, torch.float32) if arch.image_dim else None
     extra = _extra_channels(arch)
     found: list[Conditioner] = []

@@ -22,8 +22,8 @@ class KeyframeVae(VaeEncoder):
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        tiles = () if self._tiles is None else (str(self._tiles),)
-        return fingerprint(self._source.path, "posterior mean, normalised, fp32, every fourth frame alone", *tiles)
+        dtype, *tiles = self._settings
+        return fingerprint(self._source.path, f"posterior mean, normalised, {dtype}, every fourth frame alone", *tiles)
 
     def encode(
         self,

@@ -16,8 +16,9 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import Decoding
+from ditkit_core.models.encoders import WHOLE, VaeMode
 from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import dtype_name
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
@@ -42,18 +43,18 @@ class VaeEncoder:
         components: ModelPaths,
         device: torch.device,
         *,
-        tiled: bool = False,
+        mode: VaeMode = WHOLE,
         channels: int | None = None,
-        decodings: Sequence[Decoding] = (),
+        decodings: Sequence[VaeMode] = (),
     ):
         """Find the weights and read their headers; nothing is loaded.
 
         Args:
             components: Where the model's files are.
             device: Device of the VAE.
-            tiled: Whether it works tile by tile, which takes less memory and gives other results.
+            mode: How it encodes. bf16 and tiles take less memory and give other results.
             channels: Latent channels that the model was trained on; None takes either VAE.
-            decodings: The ways to decode; the first that memory has room for is taken. Empty: in fp32, tile by tile if `tiled`.
+            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it encodes.
 
         Raises:
             UserError: If there are none, a file is damaged, or they belong to another VAE.
@@ -67,18 +68,14 @@ class VaeEncoder:
                 f"{self._source.path} makes {self.channels} latent channels and the model takes {channels}; "
                 f"set model.vae to the model's own: {remedy}"
             )
-        self._device, self._tiles, self._decodings = (
-            device,
-            TILES if tiled else None,
-            decodings or (Decoding(tiled=tiled),),
-        )
+        self._device, self._mode, self._decodings = device, mode, decodings or (mode,)
         self._vae = FrozenModule(
             build,
             self.config,
             self._source,
             VAE_NAMES,
             device,
-            torch.float32,
+            mode.dtype,
             key="model.vae",
             finish=self._finish,
         )
@@ -87,8 +84,12 @@ class VaeEncoder:
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        tiles = () if self._tiles is None else (str(self._tiles),)  # none untiled: caches from before tiles stay valid
-        return fingerprint(self._source.path, "posterior mean, normalised, fp32", *tiles)
+        return fingerprint(self._source.path, f"posterior mean, normalised, {self._settings[0]}", *self._settings[1:])
+
+    @property
+    def _settings(self) -> tuple[str, ...]:
+        """What of its mode changes latents; of tiles nothing where there are none, so that caches from before tiles stay valid."""
+        return dtype_name(self._mode.dtype), *((str(TILES),) if self._mode.tiled else ())
 
     @property
     def channels(self) -> int:
@@ -127,7 +128,9 @@ class VaeEncoder:
         (item,) = items
         frames_per_latent, _ = self.strides
         assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
-        latents = self._vae.run(encode_clip, item, self._tiles, pixels=1, scale=Fraction(1, self.strides[1]))
+        latents = self._vae.run(
+            encode_clip, item, TILES if self._mode.tiled else None, pixels=1, scale=Fraction(1, self.strides[1])
+        )
         advance(1.0)
         return [{"latents": latents}]
 
@@ -152,10 +155,10 @@ def build(config: Mapping[str, Any]) -> Any:
 def encode_clip(
     vae: Any, pixels: Float[Tensor, "3 frames height width"], device: torch.device
 ) -> Float[Tensor, "channels f h w"]:
-    """Normalised latents of one clip, on the device of the VAE's weights."""
+    """Normalised latents of one clip, in fp32, on the device of the VAE's weights and computed in their dtype."""
     mean, std = _statistics(vae, device)
-    posterior = vae.encode(pixels[None].to(device, torch.float32)).latent_dist
-    return (posterior.mode()[0] - mean) / std
+    posterior = vae.encode(pixels[None].to(device, vae.dtype)).latent_dist
+    return (posterior.mode()[0].float() - mean) / std
 
 
 def decode_clip(
