@@ -18,6 +18,7 @@ from ditkit_core.models.precision import (
     PLACES,
     Precision,
     PrecisionConfig,
+    compute_fp32_in_fp32,
     dtype_name,
     precision_of,
     set_precision,
@@ -275,3 +276,18 @@ def test_an_engine_has_matmuls_sum_in_fp32() -> None:
     outcome(TOY, make_model(TOY, ToyArch(depth=1)), toy_items(1), BlockEngine())
     assert not (matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction)
     assert not (matmul.allow_fp16_accumulation or matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
+
+
+@pytest.mark.parametrize("module", [torch.backends, torch.backends.cudnn])
+def test_convolutions_have_no_tf32_whatever_is_set_for_all_of_torch(module: Any, monkeypatch: Any) -> None:
+    """torch's newer switch for several kinds of operation at once holds for those that have no setting of their own."""
+    cudnn = torch.backends.cudnn
+    compute_fp32_in_fp32()
+    with monkeypatch.context() as m:
+        m.setattr(module, "fp32_precision", "tf32")
+        cudnn.allow_tf32 = True
+        compute_fp32_in_fp32()
+        assert {cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, torch.backends.cuda.matmul.fp32_precision} == {
+            "ieee"
+        }
+        assert not cudnn.allow_tf32  # reads that go by the older switches do not raise

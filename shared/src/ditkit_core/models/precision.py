@@ -268,13 +268,16 @@ def compute_fp32_in_fp32() -> None:
 
     TF32 keeps only ten bits of the mantissa. torch enables it for convolutions by default, which would round every latent, and any library
     may enable it for matmuls. Where cuBLAS divides a long sum among several blocks of threads, torch lets it add the parts in the
-    matrices' own dtype. `BlockEngine` calls this before each forward and a command at its start; autograd's threads share it. It uses the
-    older of torch's two interfaces: after the newer one is written, torch's own reads of the older one raise.
+    matrices' own dtype. `BlockEngine` calls this before each forward and a command at its start; autograd's threads share it. It writes the
+    older of torch's two interfaces first: where only the newer one is written, torch's own reads of the older one raise.
     """
     import torch
 
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    cudnn = torch.backends.cudnn
+    cudnn.allow_tf32 = False
+    # In the newer interface that is `none`, which inherits what somebody may have set for all backends (torch.backends.fp32_precision).
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     matmul.allow_fp16_accumulation = False
