@@ -324,7 +324,7 @@ def test_memory_that_runs_out_is_an_error_with_a_remedy(world: World) -> None:
 def test_memory_is_planned_for_accelerators(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = SimpleNamespace(name="a card", total_memory=2**30)
+    card = SimpleNamespace(name="a card", total_memory=2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     wide = add_picture(world, "../class/0.png", 9, (16, 64))

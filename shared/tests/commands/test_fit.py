@@ -92,7 +92,7 @@ def test_the_gpu_that_samples_previews_is_not_trained_on(device, names):
 
 
 def test_a_gpu_that_is_named_and_samples_previews_is_not_handed_out(run_file, made, monkeypatch, capsys):
-    card = SimpleNamespace(name="a card", total_memory=24 * GIB)
+    card = SimpleNamespace(name="a card", total_memory=24 * GIB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)

@@ -153,7 +153,7 @@ DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(depth=1
 
 def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **flags):
     """What is said of a run of twelve blocks of a GiB on GPUs that are not here."""
-    properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB)) for size in sizes]
+    properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB), major=9, minor=0) for size in sizes]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
     monkeypatch.setattr(

@@ -111,7 +111,7 @@ def machine(monkeypatch):
 
     def pretend(*sizes):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
-        properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB)) for size in sizes]
+        properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB), major=9, minor=0) for size in sizes]
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(sizes[device.index] * GIB),) * 2)
         return [torch.device("cuda", index) for index in range(len(sizes))]

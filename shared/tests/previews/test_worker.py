@@ -308,6 +308,7 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = resolve(RunConfig, flags={"sample.device": "cuda:0", "train.devices": ("cuda:0", "cuda:1")})
     with pytest.raises(UserError, match="'cuda:0' is a device that trains; name another one or cpu"):
         check_preview_device(create_run(world.spec, config))

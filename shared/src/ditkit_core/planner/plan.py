@@ -214,7 +214,7 @@ def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:
     config = run.config
     old = dict.fromkeys(gpu.name for gpu in gpus if gpu.half == "fp16")
     if config.model.dtype == "bf16" and old:
-        yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp16"'
+        yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'
     if config.train.attention != "sdpa":
         yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
     if config.train.compile:

@@ -17,6 +17,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.torchrun import launched
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
+from ditkit_core.run.capability import check_capability
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.experts import check_merges
@@ -24,7 +25,7 @@ from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optim.optimizers import optimizers_that
 from ditkit_core.training.trainer import check_fused_backward, check_swap
-from ditkit_core.weights.quantize import check_compute, check_compute_on, check_quantize
+from ditkit_core.weights.quantize import check_compute, check_quantize
 
 
 def check_run(run: RunContext) -> None:
@@ -33,8 +34,8 @@ def check_run(run: RunContext) -> None:
     per_device(run.config.train.reserve, len(run.devices), "train.reserve")
     choose_device(run.config.encode.device, "encode.device")
     check_backend(run.config.train.attention, training=False, devices=[device.type for device in run.devices])
-    check_compute_on(run.config.base.compute, run.devices)
     check_settings(run)
+    check_capability(run, run.devices)
 
 
 def check_settings(run: RunContext) -> None:
@@ -261,6 +262,7 @@ def check_preview_device(run: RunContext) -> None:
         )
     try:
         check_backend(run.config.train.attention, training=False, devices=[device.type])
+        check_capability(run, [device])
     except UserError as error:
         raise UserError(f"sample.device = {name!r}: {error}") from error
     if not run.config.sample.every_steps:

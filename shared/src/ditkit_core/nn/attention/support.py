@@ -1,6 +1,7 @@
 """What each attention backend supports. Apart from the kernels, because help prints it, and must not wait for torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ditkit_core.io.tables import Table
 
@@ -20,38 +21,44 @@ class Support:
     """Whether torch's compiler can trace it: a kernel that is no operation of torch, and is not compiled by it, cannot be traced."""
     devices: tuple[str, ...] = ()
     """Types of device that it runs on; empty means all."""
+    least: tuple[int, int] = (0, 0)
+    """The least compute capability of NVIDIA GPUs that it runs on, with its backward if it has one."""
+    most: tuple[int, int] | None = None
+    """The highest, if it is only for some generations."""
 
 
-def _on_gpus(*, half_only: bool, takes_mask: bool, takes_dropout: bool = True) -> Support:
-    return Support(takes_mask=takes_mask, takes_dropout=takes_dropout, half_only=half_only, devices=("cuda",))
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
-def _library(module: str, *, has_backward: bool = True, takes_dropout: bool = False, compiles: bool = True) -> Support:
+def _on_gpus(
+    *, half_only: bool, takes_mask: bool, takes_dropout: bool = True, least: tuple[int, int] = (0, 0)
+) -> Support:
     return Support(
-        module=module,
-        has_backward=has_backward,
-        takes_mask=False,
-        takes_dropout=takes_dropout,
-        half_only=True,
-        compiles=compiles,
-        devices=("cuda",),
+        takes_mask=takes_mask, takes_dropout=takes_dropout, half_only=half_only, devices=("cuda",), least=least
     )
+
+
+def _library(module: str, **others: Any) -> Support:
+    given: dict[str, Any] = {"takes_mask": False, "takes_dropout": False, "half_only": True, "devices": ("cuda",)}
+    return Support(module=module, **given | {"least": _AMPERE} | others)
 
 
 SUPPORT: dict[str, Support] = {
     "sdpa": Support(takes_mask=True, takes_dropout=True, half_only=False),
-    "sdpa_flash": _on_gpus(half_only=True, takes_mask=False),
+    "sdpa_flash": _on_gpus(half_only=True, takes_mask=False, least=_AMPERE),
     "sdpa_efficient": _on_gpus(half_only=False, takes_mask=True),
-    "sdpa_cudnn": _on_gpus(half_only=True, takes_mask=True),
+    "sdpa_cudnn": _on_gpus(half_only=True, takes_mask=True, least=_AMPERE),
     "sdpa_math": Support(takes_mask=True, takes_dropout=True, half_only=False),
     # Loops over spans in Python, in any dtype on any device.
     "exact": Support(takes_mask=True, takes_dropout=False, half_only=False),
     # On a CPU torch has no backward for it.
     "flex": _on_gpus(half_only=False, takes_mask=True, takes_dropout=False),
-    "varlen": _on_gpus(half_only=True, takes_mask=True, takes_dropout=False),
+    "varlen": _on_gpus(half_only=True, takes_mask=True, takes_dropout=False, least=_AMPERE),
     "flash2": _library("flash_attn", takes_dropout=True),
-    "flash3": _library("flash_attn_interface"),
-    "flash4": _library("flash_attn.cute", compiles=False),
+    # On later GPUs than Hopper it launches Hopper's kernels, which these cannot run.
+    "flash3": _library("flash_attn_interface", most=_HOPPER),
+    # Its forward runs from Ampere on.
+    "flash4": _library("flash_attn.cute", compiles=False, least=_HOPPER),
     "sage": _library("sageattention", has_backward=False, compiles=False),
 }
 """By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
