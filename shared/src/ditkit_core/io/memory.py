@@ -51,8 +51,11 @@ _OF_LIBRARIES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
+    "CUDA driver error: out of memory",
+    "err 2 != CUDA_SUCCESS",  # cuDNN's words, where it compiles an attention kernel for a new shape
 )
-"""What torch says where memory that it does not allocate itself ran out: a library's workspace, or a kernel's code."""
+"""What torch says where memory ran out that its allocator does not get at once: a library's workspace, a kernel's code, or a page of an
+expandable segment."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

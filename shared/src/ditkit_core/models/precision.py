@@ -274,7 +274,7 @@ def compute_fp32_in_fp32() -> None:
     import torch
 
     torch.set_float32_matmul_precision("highest")
-    cudnn = torch.backends.cudnn
+    cudnn: Any = torch.backends.cudnn
     cudnn.allow_tf32 = False
     # In the newer interface that is `none`, which inherits what somebody may have set for all backends (torch.backends.fp32_precision).
     cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
