@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -87,8 +88,10 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     the last bits for a split model.
     """
     norms: list[Tensor] = [torch.empty(0)] * len(gradients)
+    # Otherwise the norm of a bf16 gradient (precision.accumulation) is rounded to bf16.
+    dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
     for chosen in _by_device(gradients).values():
-        found = torch._foreach_norm([gradients[place] for place in chosen])
+        found = torch._foreach_norm([gradients[place] for place in chosen], dtype=dtype)
         for place, norm in zip(chosen, found, strict=True):
             norms[place] = norm
     return joined_norm(norms)
