@@ -57,13 +57,8 @@ def _check_attention(name: str, device: torch.device, found: tuple[int, int]) ->
     support = SUPPORT[name]
     if support.least <= found and (support.most is None or found <= support.most):
         return
-    bounds = (
-        f"{_written(support.least)} to {_written(support.most)}"
-        if support.most
-        else f"{_written(support.least)} or later"
-    )
     raise UserError(
-        f"attention backend {name!r} needs a GPU of compute capability {bounds}, and {device} has {_written(found)}; use sdpa"
+        f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {_written(found)}; use sdpa"
     )
 
 

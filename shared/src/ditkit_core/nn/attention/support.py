@@ -26,6 +26,12 @@ class Support:
     most: tuple[int, int] | None = None
     """The highest, if it is only for some generations."""
 
+    @property
+    def capabilities(self) -> str:
+        """The compute capabilities of its GPUs: `any`, `8.0+` or `8.0-9.0`."""
+        least = "{}.{}".format(*self.least)
+        return "{}-{}.{}".format(least, *self.most) if self.most else f"{least}+" if any(self.least) else "any"
+
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
@@ -67,7 +73,17 @@ SUPPORT: dict[str, Support] = {
 def support_matrix() -> str:
     """A table of what each backend supports, for help texts."""
     word = {True: "yes", False: "no"}
-    head = ("backend", "backward", "key mask", "dropout", "dtype", "device", "needs", "attn_only keeps it")
+    head = (
+        "backend",
+        "backward",
+        "key mask",
+        "dropout",
+        "dtype",
+        "device",
+        "capability",
+        "needs",
+        "attn_only keeps it",
+    )
     rows = [
         (
             name,
@@ -76,6 +92,7 @@ def support_matrix() -> str:
             word[b.takes_dropout],
             "bf16 fp16" if b.half_only else "any",
             " ".join(b.devices) or "any",
+            b.capabilities,
             b.module or "torch",
             word[b.has_backward],
         )
