@@ -116,6 +116,16 @@ def test_frames_tell_what_was_at_work():
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("CUDA driver error: out of memory"), True),
         (RuntimeError("cuDNN SDPA execution failed: .. err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx(..)"), True),
+        (
+            RuntimeError(
+                'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1165'
+            ),
+            True,
+        ),
+        (
+            RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/PeerToPeerAccess.cpp":78'),
+            False,
+        ),
         (RuntimeError("CUDA driver error: device not ready"), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
         (RuntimeError("CUDA error: misaligned address"), False),

@@ -13,11 +13,15 @@ from ditkit_core.io.allocator import allocator_settings
 SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def test_segments_expand_unless_the_user_has_set_the_allocator(monkeypatch):
+def test_segments_expand_unless_the_user_has_set_the_allocator(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(allocator, "_OF_WINDOWS", tmp_path / "dxg")
     assert allocator_settings({"HOME": "/"}) == SET
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert allocator_settings({name: "max_split_size_mb:128"}) == {}
+    (tmp_path / "dxg").touch()  # a Linux inside of Windows
+    assert allocator_settings({}) == {}
+    (tmp_path / "dxg").unlink()
     monkeypatch.setattr(sys, "platform", "win32")
     assert allocator_settings({}) == {}
 

@@ -61,8 +61,11 @@ expandable segment."""
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on an accelerator or the host."""
     text = str(error)
+    # Where NVML does not answer, as on a part of a GPU (MIG), torch 2.11 fails to say who has the memory, and raises only this.
+    unsaid = "NVML_SUCCESS == " in text and "CUDACachingAllocator.cpp" in text
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and (is_host_allocation(text) or any(words in text for words in _OF_LIBRARIES))
+        isinstance(error, RuntimeError)
+        and (unsaid or is_host_allocation(text) or any(words in text for words in _OF_LIBRARIES))
     )
 
 
