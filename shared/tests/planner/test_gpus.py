@@ -40,7 +40,8 @@ def test_products_in_8_bits_have_the_published_rates():
     """Of the makers' papers, in TOP/s and TFLOP/s without sparsity, to 2 %; fp8 with sums in fp32."""
     rates = {
         "rtx2080ti": (215, 0), "v100": (0, 0), "t4": (130, 0), "rtx3090": (284, 0), "a6000": (309.7, 0), "a100": (624, 0),
-        "rtx4090": (660.6, 330.3), "l40s": (733, 733), "h100": (1979, 1979), "h200": (1979, 1979), "rtx5090": (838, 419),
+        "rtx4090": (660.6, 330.3), "l40s": (733, 733), "h100": (1979, 1979),
+        "h100 pcie": (1513, 1513), "h200": (1979, 1979), "rtx5090": (838, 419),
     }  # fmt: skip
     for name, (int8, fp8) in rates.items():
         (card,) = parse_gpus(name)
@@ -80,6 +81,7 @@ def test_a_size_takes_the_rates_of_the_slowest_gpu_with_as_much_and_says_so():
         ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
         ("NVIDIA H100 80GB HBM3", 79.1, "h100-80"),
+        ("NVIDIA H100 PCIe", 79.2, "h100pcie"),
         ("NVIDIA H200", 139.8, "h200-141"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", 15.7, "rtx4070tis"),
         ("NVIDIA GeForce RTX 4070", 11.7, "rtx4070"),
@@ -112,6 +114,7 @@ def test_what_a_driver_calls_a_gpu_is_recognised_and_its_own_memory_kept(name, g
         ("NVIDIA GeForce RTX 5080 SUPER", 15.7),
         ("NVIDIA GeForce RTX 3080 Ti", 12),
         ("NVIDIA A10G", 22.1),
+        ("NVIDIA H200 NVL", 139.8),
     ],
 )
 def test_a_gpu_is_not_taken_for_its_namesake(name, gib):

@@ -64,7 +64,8 @@ _TURING = "NVIDIA Turing whitepaper"
 _VOLTA = "NVIDIA V100 datasheet, SXM2"
 _BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
 _FP16_ONLY = (_TURING, _VOLTA, "NVIDIA T4 datasheet")
-_FP8 = (_ADA, _BLACKWELL, "NVIDIA L40S datasheet", "NVIDIA H100 datasheet, SXM", "NVIDIA H200 datasheet")
+_H100 = "NVIDIA H100 datasheet, SXM", "NVIDIA H100 datasheet, PCIe"
+_FP8 = (_ADA, _BLACKWELL, *_H100, "NVIDIA L40S datasheet", "NVIDIA H200 datasheet")
 """Sources of GPUs that multiply fp8."""
 _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
 
@@ -95,7 +96,8 @@ _TABLE = (
     ("a10", "", 23028, 125.0, 31.2, 600, "4x16", "NVIDIA A10 datasheet"),
     ("a100-40", "", 40960, 312.0, 19.5, 1555, "4x16", "NVIDIA A100 datasheet"),
     ("a100-80", "a100", 81920, 312.0, 19.5, 2039, "4x16", "NVIDIA A100 datasheet, SXM"),
-    ("h100-80", "h100", 81559, 989.4, 66.9, 3350, "5x16", "NVIDIA H100 datasheet, SXM"),
+    ("h100-80", "h100", 81559, 989.4, 66.9, 3350, "5x16", _H100[0]),
+    ("h100pcie", "", 81559, 756.5, 51.0, 2000, "5x16", _H100[1]),
     ("h200-141", "h200", 143771, 989.4, 66.9, 4800, "5x16", "NVIDIA H200 datasheet"),
 )
 
@@ -225,7 +227,7 @@ def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple
     return kept
 
 
-_OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max"}
+_OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "nvl"}
 """Words after a GPU's name that make it another one."""
 
 
