@@ -29,6 +29,7 @@ from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compile
 from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.errors import UserError
+from ditkit_core.io.runtimes import sent_to
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.models.protocol import Stages
@@ -142,4 +143,4 @@ def device_of(stage: nn.Module) -> torch.device | None:
 
 def move_carry(carry: Any, device: torch.device) -> Any:
     """A carry with all its tensors on a device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), carry)
+    return tree_map_only(Tensor, lambda tensor: sent_to(tensor, device), carry)

@@ -17,7 +17,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_pair
 from ditkit_core.testing.conformance_swap import train_streamed
 from ditkit_core.testing.stand_in import StandIn
-from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, micro_batches, offloadable
+from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, masked, micro_batches, offloadable
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -25,8 +25,8 @@ from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss
 
-ONE, TWO = torch.device("cpu:1"), torch.device("cpu:2")
-LEVERS = ("swap", "offload", "split", "swap, offload", "swap, offload, split")
+HOST, ONE, TWO = (torch.device(name) for name in ("cpu", "cpu:1", "cpu:2"))
+LEVERS = ("swap", "offload", "split", "swap, offload", "swap, offload, split", "split with the host")
 TRAINED = {
     "lora": ("lora with dropout", 1),
     "lora, every other block": ("lora with dropout", 2),
@@ -44,7 +44,8 @@ class StreamCase:
     """Of `ADAPTERS`; a full fine-tune that streams its blocks updates them in the backward."""
     policy: str
     levers: str
-    """Of swap, offload and split, which pipelines micro-batches over two devices unless trained weights are streamed."""
+    """Of swap, offload and split, which pipelines micro-batches over two devices unless trained weights are streamed; or over a device and the
+    host."""
     one_of: int = 1
     """Of how many blocks of a device one is streamed."""
 
@@ -78,14 +79,16 @@ def place(
 
 
 def _train(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> None:
-    """Two steps, and between them a forward alone, as a run measures."""
+    """Two steps, and between them a forward alone, as a run measures. One item has a loss mask."""
+    items = masked(items)
     model: Any = make_model(spec, arch, adapter=ADAPTERS[case.trained])
     blocks = model.blocks()
     cut = len(blocks) // 2 if "split" in case.levers else len(blocks)
     has_weights = [index for index, block in enumerate(blocks) if next(block.parameters(), None) is not None]
     streamed = has_weights[case.one_of - 1 :: case.one_of] if "swap" in case.levers else []
     in_backward = bool(streamed) and case.trained == "full"
-    swap = place(model, [ONE if index < cut else TWO for index in range(len(blocks))], streamed, trained=in_backward)
+    second = HOST if "host" in case.levers else TWO
+    swap = place(model, [ONE if index < cut else second for index in range(len(blocks))], streamed, trained=in_backward)
     policy = f"{case.policy}+offload" if "offload" in case.levers else case.policy
     engine = BlockEngine(policy=policy, hooks=(swap,) if streamed else (), host=HostMemory(smallest=0))
     if in_backward:

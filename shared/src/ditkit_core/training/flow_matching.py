@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.io.rng import generator, seed_of
+from ditkit_core.io.runtimes import sent_to
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.lora import without_adapters
 from ditkit_core.training.config import FlowConfig
@@ -103,15 +104,15 @@ class LossMask(NamedTuple):
 
     def to(self, device: torch.device) -> Self:
         """The mask on another device."""
-        return type(self)(*(each if each is None else each.to(device, non_blocking=True) for each in self))
+        return type(self)(*(each if each is None else sent_to(each, device) for each in self))
 
     def mean(self, squares: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         """The mean of a sample's squared errors where they are learnt, each with its weight."""
         if self.weights is not None:
-            squares = squares * self.weights.to(squares, non_blocking=True)
+            squares = squares * sent_to(self.weights, squares.device).to(squares.dtype)
         if self.learnt is None:
             return squares.mean()
-        mask = self.learnt.to(squares, non_blocking=True).expand_as(squares)
+        mask = sent_to(self.learnt, squares.device).to(squares.dtype).expand_as(squares)
         return (squares * mask).sum() / mask.sum()
 
 
@@ -141,9 +142,9 @@ class NoisedBatch(NamedTuple):
         assert self.targets is not None and self.masks is not None
         return type(self)(
             items=[to_device(item, first) for item in self.items],
-            sigma=self.sigma.to(first, non_blocking=True),
-            noise=[eps.to(first, non_blocking=True) for eps in self.noise],
-            targets=[target.to(last, non_blocking=True) for target in self.targets],
+            sigma=sent_to(self.sigma, first),
+            noise=[sent_to(eps, first) for eps in self.noise],
+            targets=[sent_to(target, last) for target in self.targets],
             masks=[mask.to(last) for mask in self.masks],
         )
 
@@ -176,8 +177,8 @@ class PreparedBatch(NamedTuple):
                 for item, seed in zip(noised.items, self.noise_seeds, strict=True)
             ]
             targets = [velocity_target(item, eps) for item, eps in zip(noised.items, noise, strict=True)]
-            noised = noised._replace(noise=noise, targets=[target.to(last, non_blocking=True) for target in targets])
-        return self._replace(noised=noised, weights=self.weights.to(last, non_blocking=True))
+            noised = noised._replace(noise=noise, targets=[sent_to(target, last) for target in targets])
+        return self._replace(noised=noised, weights=sent_to(self.weights, last))
 
     def pinned(self) -> Self:
         """The batch in page-locked memory, from which copies to a GPU do not hold up the host; unchanged if the system refuses to lock it.
@@ -270,4 +271,4 @@ def velocity_target(item: Mapping[str, Tensor], noise: Float[Tensor, "..."]) -> 
 
 def to_device(item: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A training item with all its tensors on one device, dtypes unchanged."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in item.items()}
+    return {name: sent_to(tensor, device) for name, tensor in item.items()}

@@ -14,6 +14,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.ranks import RankLost, Ranks
 from ditkit_core.io.rng import seed_of
+from ditkit_core.io.runtimes import sent_to
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
@@ -201,7 +202,7 @@ def _to_host(
 ) -> tuple[float, float]:
     """Send loss, norm and watched statistics to the host in one transfer, because each transfer waits for all work on the device."""
     pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
-    sent = [piece.double().to(loss.device, non_blocking=True) for piece in pieces]
+    sent = [sent_to(piece.double(), loss.device) for piece in pieces]
     total, *others = torch.cat([loss.reshape(1), *sent]).cpu().tolist()
     if watch is not None:
         shards = None if model is None else model.shards
