@@ -79,7 +79,11 @@ class LoadedModel:
     """Divides the weights over ranks; None if this one has all."""
 
     def weights(self) -> list[Tensor]:
-        """All parameters and buffers: of those that ranks divide, the rows of this one."""
+        """All parameters and buffers: of those that ranks divide, the rows of this one; of streamed blocks nothing is on a device."""
+        if self.streamer is not None:
+            # A forward leaves blocks there. Whoever empties their memory and fills it again does so on the device's own stream, which would
+            # later give it to other work while the streamer's stream still copies from it.
+            self.streamer.host_changed()
         found = [*self.model.parameters(), *self.model.buffers()]
         return found if self.shards is None else self.shards.own(found)
 
