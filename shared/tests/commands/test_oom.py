@@ -111,10 +111,16 @@ def test_frames_tell_what_was_at_work():
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried"), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (
+            torch.distributed.DistBackendError(
+                "ncclUnhandledCudaError: ...\nLast error:\nCuda failure 2 'out of memory'"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("CUDA driver error: out of memory"), True),
         (RuntimeError("cuDNN SDPA execution failed: .. err 2 != CUDA_SUCCESS :: shimCuLaunchKernelEx(..)"), True),
         (
             RuntimeError(

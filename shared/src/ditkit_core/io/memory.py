@@ -48,14 +48,15 @@ def is_host_allocation(text: str) -> bool:
 
 _OF_LIBRARIES = (
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "'out of memory'",  # NCCL puts CUDA's words in quotes
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
-    "CUDA driver error: out of memory",
     "err 2 != CUDA_SUCCESS",  # cuDNN's words, where it compiles an attention kernel for a new shape
 )
-"""What torch says where memory ran out that its allocator does not get at once: a library's workspace, a kernel's code, or a page of an
-expandable segment."""
+"""What torch says where memory ran out that its allocator does not get at once: a library's workspace, a kernel's code, a buffer of NCCL, or
+a page of an expandable segment."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
