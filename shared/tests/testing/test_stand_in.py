@@ -101,6 +101,14 @@ def test_a_number_that_is_read_and_a_copy_between_devices_wait(stand_in: StandIn
     assert len(runtime.log.races) == 1
 
 
+def test_a_number_on_the_host_is_read_when_work_with_it_is_launched(stand_in: StandIn) -> None:
+    """The host has to wait for its copy, although only the device computes with it."""
+    there = torch.ones(4, device=ONE)
+    number = there.sum().to(HOST, non_blocking=True)
+    there * number
+    assert stand_in.runtime.log.races == ["mul on the host does not wait for the copy to cpu on cpu:1"]
+
+
 def test_memory_is_counted_and_returned_to_its_stream(stand_in: StandIn) -> None:
     runtime = stand_in.runtime
     buffer = torch.empty(300, dtype=torch.uint8, device=ONE)

@@ -5,7 +5,7 @@ have run in another order. Where a careless stand-in would hide a fault, it does
 
 - a copy between the host and a device ends before the host goes on, unless it is `non_blocking` and the host's memory is page-locked,
 - a copy between two devices runs on the stream of the first, waits for both, and both wait for it,
-- a number that the host reads waits for the stream that computes it,
+- a number that the host reads waits for the stream that computes it, and one that it has is read when work with it is launched,
 - memory is given back to the stream that allocated it, and each device has a random generator of its own.
 
 The host is one thread here: backwards of several devices, which autograd runs at the same time on GPUs, run one after the other.
@@ -137,6 +137,10 @@ class StandIn(PretendDevices):
                 )
             return
         stream = runtime.current_stream(device).name
+        # A number on the host: CUDA gets its value with the launch, so the host reads it now.
+        numbers = [self._key(tensor) for _, tensor in given if tensor.device == HOST and runtime.is_copied(tensor)]
+        if numbers:
+            runtime.log.launch(HOST_THREAD, role.name, numbers)
         reads = [self._key(tensor) for i, tensor in given if tensor.device != HOST and i not in role.written]
         writes = [self._key(tensor) for i, tensor in given if tensor.device != HOST and i in role.written]
         made = [runtime.follow(tensor, stream) for tensor in out if tensor.device != HOST]
