@@ -2,13 +2,17 @@
 
 import gc
 import os
+import re
+import shlex
 import socket
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import jaxtyping
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 from jaxtyping import Float
 from torch import Tensor
 
@@ -118,3 +122,34 @@ def test_only_tests_for_a_gpu_see_one(chosen, seen, request, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     conftest.pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=chosen)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_every_command_for_a_gpu_chooses_all_tests_for_it_and_runs_them_in_one_process(request):
+    """Also slow and exhaustive ones. Several processes would share the GPU's memory, which some of the tests measure."""
+    parser = request.config._parser
+    pages = [".github/workflows/gpu.yml", "CONTRIBUTING.md", "docs/checkpointing.md", "shared/tests/README.md"]
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        commands = re.findall(r"pytest ([^`\n]*-m [^`\n]*gpu[^`\n]*)", text)
+        assert commands, page
+        for command in commands:
+            given = parser.parse_known_args(shlex.split(command))
+            chosen = Expression.compile(given.markexpr)
+            assert given.numprocesses == 0, (page, command)
+            for others in ((), ("slow",), ("exhaustive",), ("slow", "ranks")):
+                marks = {"gpu", *others}
+                assert chosen.evaluate(lambda name, marks=marks, **_: name in marks), (page, command, others)
+            assert not chosen.evaluate(lambda name, **_: name == "slow"), (page, command)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",
+        "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting it",
+    ],
+)
+def test_what_torch_says_on_a_gpu_fails_no_test(said):
+    warnings.warn(said, UserWarning, stacklevel=1)
+    with pytest.raises(UserWarning, match="another"):
+        warnings.warn("another", UserWarning, stacklevel=1)

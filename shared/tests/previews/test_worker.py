@@ -416,6 +416,13 @@ def test_a_run_of_one_expert_samples_with_the_other_as_it_is(
     assert "no previews: " in capsys.readouterr().err and not started
 
 
+def test_its_process_computes_fp32_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A VAE and a text encoder run in no engine; by default torch rounds the operands of convolutions to TF32."""
+    monkeypatch.setattr(preview_process, "work", lambda generate: int(torch.backends.cudnn.allow_tf32))
+    torch.backends.cudnn.allow_tf32 = True
+    assert preview_process.main(["ditkit_core.testing.toy:TOY", str(tmp_path), "cuda", "0"]) == 0
+
+
 def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
     weights = {"a": torch.randn(3, 2), "b": torch.randn(4).bfloat16()}
     asked = Preview(step=12, expert="low_noise", others={"high_noise": 40})

@@ -1,0 +1,167 @@
+"""tools/bench_step.py, bench_checkpointing.py and plan_truth.py on a model that costs nothing: what is compared, and that each row is there at once."""
+
+import io
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workspace import ROOT
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+class Terminal(io.StringIO):
+    """Shows what was flushed: the rest is lost if the process is killed."""
+
+    shown = ""
+
+    def flush(self) -> None:
+        self.shown = self.getvalue()
+
+
+def lacking(*given: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def small_pair(predict: Callable[[str], Tensor], target: Tensor) -> Any:
+    """A pair of models whose predictions are `predict("ours")` and `predict("theirs")`."""
+    import bench_step
+
+    return bench_step.Pair(
+        ours=nn.Identity(),
+        theirs=nn.Identity(),
+        predict=lambda engine: predict("ours"),
+        their_predict=lambda: predict("theirs"),
+        target=target,
+        shape="small",
+    )
+
+
+def test_diffusers_is_timed_in_its_own_dtypes_and_under_autocast() -> None:
+    """Training scripts run it under autocast; without it the products of its LoRA are in fp32."""
+    import bench_step
+
+    weight, x, seen = torch.ones(2, 2, requires_grad=True), torch.ones(1, 2), list[torch.dtype]()
+
+    def predict(name: str) -> Tensor:
+        out = x @ weight
+        seen.append(out.dtype)
+        return out
+
+    args = bench_step.configured(["--tiny", "--checkpointing", "none"])
+    steps = bench_step.steps_of(args, small_pair(predict, torch.zeros(1, 2)), torch.bfloat16)
+    assert [float(step()) for step in (steps.ours, steps.theirs, steps.autocast)] == [4.0] * 3
+    assert seen == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_each_size_is_shown_before_the_next_is_measured_and_lacks_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is short for the models of the first size, for diffusers' steps of the second, and for nothing of the third. In fp32 autocast
+    changes nothing, and is left out."""
+    import bench_step
+
+    terminal, shown = Terminal(), list[str]()
+
+    def made(args: Any, dtype: torch.dtype) -> Any:
+        shown.append(terminal.shown.rpartition("repeats\n")[2])
+        weight = torch.ones((), requires_grad=True)
+        short = {64: "theirs", 1024: ""}.get(args.tokens)
+        if short is None:
+            lacking()
+        return small_pair(lambda name: lacking() if name == short else weight * 1, torch.zeros(()))
+
+    monkeypatch.setitem(bench_step.PAIRS, "wan", made)
+    monkeypatch.setattr(bench_step, "floor_share", lambda step, device: 0.5)
+    monkeypatch.setattr(bench_step, "peak_bytes", lambda step, device: 1)
+    args = bench_step.configured(["--tiny", "--checkpointing", "none"])
+    args.sizes, args.dtypes = [256, 64, 1024], ["bf16"]
+    monkeypatch.setattr(bench_step, "configured", lambda given: args)
+    with redirect_stdout(terminal):
+        bench_step.main([])
+    rows = terminal.shown.splitlines()[1:]
+    assert [len(each.splitlines()) for each in shown] == [0, 1, 2]
+    assert rows[0].endswith("tokens 256 bf16 none: out of memory")
+    assert (
+        ", diffusers -, diffusers in autocast -; ratio - of diffusers, - of diffusers in autocast, floor/diffusers - "
+        in rows[1]
+    )
+    assert rows[1].endswith("losses 1.00000 / - / -")
+    assert rows[2].endswith("losses 1.00000 / 1.00000 / 1.00000") and "ratio -" not in rows[2]
+    args.sizes, args.dtypes = [1024], ["fp32"]
+    with redirect_stdout(terminal):
+        bench_step.main([])
+    assert "autocast" not in terminal.shown.splitlines()[-1]
+
+
+def test_each_policy_is_shown_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_checkpointing
+
+    terminal, shown = Terminal(), list[int]()
+
+    def measured(model: Any, step: Any, policy: str, *given: Any) -> Any:
+        shown.append(terminal.shown.count("\n| `"))
+        return lacking()
+
+    monkeypatch.setattr(bench_checkpointing, "build", lambda *given: (None, None))
+    monkeypatch.setattr(bench_checkpointing, "measured", measured)
+    with redirect_stdout(terminal):
+        bench_checkpointing.measure(SimpleNamespace(policies=["none"]), CPU)  # type: ignore[arg-type]
+    assert shown == [0, 1, 2]
+
+
+def test_each_plan_is_shown_before_the_next_and_measured_with_the_allocator_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import plan_truth
+    from ditkit_core.io.allocator import allocator_settings
+
+    terminal, shown, environments = Terminal(), list[int](), list[dict[str, str]]()
+
+    def run(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        shown.append(terminal.shown.count("\n| wan"))
+        environments.append(env)
+        return SimpleNamespace(returncode=0, stdout='{"peak": 100}\n')
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(plan_truth.subprocess, "run", run)
+    monkeypatch.setattr(plan_truth, "plan", lambda case, device: 100)
+    monkeypatch.setattr(sys, "argv", ["plan_truth.py", "--tiny"])
+    with redirect_stdout(terminal):
+        assert plan_truth.main() == 0
+    assert shown == [0, 1]
+    assert all(allocator_settings({}).items() <= environment.items() for environment in environments)
+
+
+def test_they_measure_with_the_device_current_and_the_arithmetic_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import device_clock
+    import plan_truth
+
+    gpu, current, matmul = torch.device("cuda", 1), list[torch.device](), torch.backends.cuda.matmul
+
+    def stop(case: Any) -> Any:
+        raise InterruptedError
+
+    def measure() -> None:
+        with pytest.raises(InterruptedError):
+            plan_truth.measure(plan_truth.tiny_cases()[0], gpu)
+
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(device_clock, "choose_device", lambda name, key: torch.device(name))
+    monkeypatch.setattr(plan_truth, "described", stop)
+    for start in (lambda: device_clock.started_on("cuda:1"), measure):
+        current.clear()
+        torch.backends.cudnn.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = True
+        start()
+        assert current == [gpu]
+        assert not torch.backends.cudnn.allow_tf32 and not matmul.allow_bf16_reduced_precision_reduction
