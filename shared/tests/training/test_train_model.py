@@ -29,6 +29,7 @@ from ditkit_core.training.config import FlowConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch, prepare
 from ditkit_core.training.optim.optimizer import NamedOptimizer, learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig
+from ditkit_core.training.tensor_stats import StatsRecorder
 from ditkit_core.training.train_model import MicroBatch, Prefetcher, TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.trainer import Callback
@@ -239,9 +240,9 @@ def test_a_run_page_locks_each_micro_batch_for_a_gpu(tmp_path: Path, monkeypatch
     assert len(locked) == 2 * 2  # of two steps
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_the_host_waits_once_a_step(micro_batches: int) -> None:
-    """For the loss and the norm of the gradients. All that is copied to the device, masks included, is not waited for."""
+@pytest.mark.parametrize(("micro_batches", "watched"), [(1, False), (3, False), (3, True)])
+def test_the_host_waits_once_a_step(micro_batches: int, watched: bool) -> None:
+    """For the loss, the norm of the gradients and all that is watched. All that is copied to the device, masks included, is not waited for."""
     items = [{**item, LOSS_WEIGHTS: torch.ones(1, *item["latents"].shape[1:])} for item in toy_items(micro_batches)]
     batches = [ToyBatch([f"clip {index}"], [item]) for index, item in enumerate(items)]
     with StandIn() as stand_in:
@@ -255,8 +256,10 @@ def test_the_host_waits_once_a_step(micro_batches: int) -> None:
             ready = [prepare(TOY, FLOW, batches, micro, seed=1, step=step).pinned() for micro in range(micro_batches)]
             context = StepContext(step=step, seed=1, flow=FLOW, prepared=ready.__getitem__)
             there = TrainModel(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
+            watch = StatsRecorder() if watched else None
             waits.clear()
-            training_step(there, batches, optimizer, context, lr=1e-2, clip_norm=1.0)
+            training_step(there, batches, optimizer, context, lr=1e-2, clip_norm=1.0, watch=watch)
+            assert watch is None or watch.reading is not None
     assert len(waits) == 1
 
 
