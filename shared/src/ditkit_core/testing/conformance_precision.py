@@ -193,6 +193,25 @@ class PrecisionChecks(ModelChecks):
             "num_tokens or num_streams differs from the last carry's stream"
         )
 
+    def test_calls_keep_the_rotary_table_of_the_carry_and_no_copy_of_it(self) -> None:
+        """A copy for each call would be kept by every block, and made again in its recompute."""
+        if "rotary" in self.places_without:
+            return
+        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
+        carry = model.embed(self.inputs(self.items(2, ragged=True)))
+        carried = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)}
+        kept: list[int] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.is_complex():
+                kept.append(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            for block in model.blocks():
+                carry = block(carry)
+        assert len(kept) > 1 and carried.issuperset(kept)
+
     def _preset(self, name: str) -> Precision:
         chosen = {"fast": FAST, "reference": self.spec.precision.reference, "default": {}}[name]
         dtypes = {"matmul": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
