@@ -42,6 +42,14 @@ def test_a_gpu_always_has_its_index(machine):
     assert choose_device("auto", "train.device") == choose_device("cpu", "train.device") == torch.device("cpu")
 
 
+def test_each_rank_of_a_machine_takes_its_own_gpu(machine, monkeypatch):
+    machine(24, 24)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert [choose_device(name, "train.device").index for name in ("auto", "cuda", "cuda:0")] == [1, 1, 0]
+
+
 def test_the_first_gpu_of_a_run_becomes_current(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)

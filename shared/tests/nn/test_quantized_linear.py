@@ -112,6 +112,15 @@ def test_few_rows_are_as_many_and_keep_their_shape(kind, shape):
         assert torch.equal(layer(x), out)
 
 
+def test_the_int8_product_of_a_gpu_is_given_as_many_rows_as_it_takes(monkeypatch):
+    given, product = [], torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda left, right: given.append(len(left)) or product(left, right))
+    with as_on("cuda"):
+        for rows in (5, 17, 20):
+            run(layer_of("int8"), sample(rows, 64), sample(rows, 48, seed=4))
+    assert given == [17, 17, 17, 17, 20, 20]
+
+
 def test_parts_of_rows_and_strides_change_no_bit(monkeypatch):
     layer, x, gradient = layer_of("int8"), sample(64, 90).T, sample(90, 48, seed=4)
     whole = run(layer, x, gradient)

@@ -19,6 +19,7 @@ from ditkit_core.planner import partition as division
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.memory import Budget, Profile, StageCost, Workload
 from ditkit_core.planner.plan import make_report, planned_step
+from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.report import plan_json
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
@@ -218,6 +219,21 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
 
 def test_a_compiled_run_is_planned_as_one():
     assert planned_step(run_of("full", **{"train.compile": "true"}), "cpu").job.kernels == "compiled"
+
+
+COMPUTED = {"train.kernels": "triton", "base.quantize": "fp8", "base.compute": "fp8"}
+
+
+def test_a_plan_has_the_kernels_of_its_run_and_the_format_that_its_base_is_multiplied_in():
+    """Its step, for the memory; and the amount of work, for the time."""
+    run = run_of("full", **COMPUTED)
+    for planned in (planned_step(run, "cuda").job, work_of(run)):
+        assert (planned.kernels, planned.quantize, planned.compute) == ("triton", "fp8", "fp8")
+
+
+def test_a_plan_for_a_gpu_that_does_not_multiply_a_format_is_refused():
+    with pytest.raises(UserError, match=r"^base\.compute = fp8: rtx3090 has no products of this format"):
+        make_report(run_of("full", **COMPUTED), "rtx4090,rtx3090")
 
 
 @pytest.mark.slow

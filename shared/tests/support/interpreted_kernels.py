@@ -186,6 +186,7 @@ def bf16_writes() -> Iterator[tuple[str, list[float]]]:
     """Weights in bf16: the share of fp32 values that rounding loses, less what it may; 1 is added where a bit differs from torch."""
     values = torch.randn(5000) * torch.logspace(-30, 30, 5000)
     values[:4] = torch.tensor([math.nan, math.inf, -math.inf, 3.4e38])
+    values[4:6] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # halfway between two numbers of bf16
 
     def equal(*found: Tensor) -> bool:
         """Bitwise, but for the NaN: torch has patterns of it that depend on the processor."""

@@ -14,12 +14,16 @@ from toy_world import World, equal
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_adapter, export_merged
 from ditkit_core.adapters.inject import adapter_layers, canonical_name
+from ditkit_core.config.resolve import resolve
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, dense_weight, final_dtype, quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.run.checks import check_run
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
 from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
@@ -416,6 +420,15 @@ def test_gpus_that_do_not_multiply_8_bits_are_refused(monkeypatch):
         check_compute_on(compute, [CPU])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     check_compute_on("fp8", [gpu])
+
+
+def test_a_run_on_such_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    flags = {"base.quantize": "fp8", "base.compute": "fp8", "encode.device": "cpu", "model.preset": "tiny"}
+    check_run(create_run(TOY, resolve(RunConfig, flags={**flags, "train.device": "cpu"})))
+    with pytest.raises(UserError, match="compute capability 8.9, and cuda:1 has 8.6"):
+        check_run(create_run(TOY, resolve(RunConfig, flags={**flags, "train.device": "cuda:1"})))
 
 
 def test_a_full_fine_tune_is_refused_before_anything_is_written(world, capsys):

@@ -31,7 +31,7 @@ def test_every_kernel_equals_fp64_forward_and_backward(gpu):
     for name, errors in found.items():
         # The interpreter truncates to bf16, where a GPU rounds: a step of bf16 instead of half of one.
         limit = 2**-7 if "bfloat16" in name else 2e-6
-        assert 0 < max(errors) < limit, (name, errors)
+        assert max(errors) > 0 and all(error < limit for error in errors), (name, errors)  # each: `max` may miss a NaN
 
 
 def test_fake_tensors_get_the_kernels_results():
