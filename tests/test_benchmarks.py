@@ -119,6 +119,19 @@ def test_each_policy_is_shown_before_the_next_is_measured(monkeypatch: pytest.Mo
     assert shown == [0, 1, 2]
 
 
+def test_a_gradient_that_is_not_a_number_is_shown() -> None:
+    import bench_checkpointing
+
+    def found(*gradients: float) -> Any:
+        return SimpleNamespace(
+            seconds=1.0, of_full=1.0, counts={}, peak=0, loss=1.0,
+            gradients={str(place): torch.tensor([value]) for place, value in enumerate(gradients)},
+        )  # fmt: skip
+
+    rows = [bench_checkpointing.row("full", found(1.0, *last), found(1.0, 2.0)) for last in ([2.5], [float("nan")])]
+    assert [each.rpartition("|")[0].rpartition("|")[2].strip() for each in rows] == ["0.25", "nan"]
+
+
 def test_each_plan_is_shown_before_the_next_and_measured_with_the_allocator_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -126,6 +126,15 @@ def test_where_a_step_waits_is_what_torch_warns_of(parts: Any, monkeypatch: pyte
     assert [row["ok"] for row in gpu_passes.waits(CPU, parts._families(True))] == [False, False]
 
 
+@pytest.mark.parametrize("wrong", [None, torch.full((3,), torch.nan), torch.full((3,), torch.inf)])
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_a_gradient_that_is_missing_or_not_finite_is_within_no_tolerance(parts: Any, place: str, wrong: Any) -> None:
+    right = {"first": torch.ones(3), "none": None, "second": torch.ones(3)}
+    for distance in (parts._distance, parts._error):
+        assert distance(right, right) == 0
+        assert not distance({**right, place: wrong}, right) < 1e9
+
+
 @pytest.mark.exhaustive  # the two families at 1,024 tokens
 def test_gradients_of_both_families_are_compared_at_1024_tokens(parts: Any) -> None:
     found = {name: made for name, *made in parts._families(False)}

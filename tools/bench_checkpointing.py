@@ -110,10 +110,11 @@ def row(name: str, each: Found | None, full: Found | None) -> str:
     """A row of the table, in Markdown."""
     if each is None or full is None:
         return f"| `{name}` |" + " - |" * (len(COLUMNS) + 6)
-    gradient = max(
-        float((each.gradients[key] - value).norm() / value.norm().clamp_min(1e-30))
-        for key, value in full.gradients.items()
-    )
+    # Not Python's `max`, which may pass over a NaN.
+    apart = [
+        (each.gradients[key] - value).norm() / value.norm().clamp_min(1e-30) for key, value in full.gradients.items()
+    ]
+    gradient = float(torch.stack(apart).max())
     counts = " | ".join(
         str(sum(n for kind, n in each.counts.items() if kind.removesuffix(" fp32") == column)) for column in COLUMNS
     )

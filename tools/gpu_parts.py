@@ -31,7 +31,7 @@ from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.testing.world import ADAPTERS, make_model, outcome, train_shortly
+from ditkit_core.testing.world import ADAPTERS, largest, make_model, outcome, train_shortly
 from gpu_late import Delay, late_copies, swapped
 from gpu_speed import Rows, kinds_in_8_bits, klein, speed, streaming
 from gpu_truth import append
@@ -160,17 +160,18 @@ def _families(tiny: bool) -> Iterator[tuple[str, Any, Any, list[dict[str, Tensor
 
 
 def _distance(found: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> float:
-    """The largest relative difference of a gradient, by norms."""
+    """The largest relative difference of a gradient, by norms; NaN if one is missing or not a number, which is within no tolerance."""
     pairs = ((found[name], tensor) for name, tensor in right.items() if tensor is not None)
-    return max(
-        float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs if a is not None
+    return largest(
+        math.nan if a is None else float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+        for a, b in pairs
     )
 
 
 def _error(found: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> float:
     """The relative difference of all gradients together: that of one small tensor changes by a seventh with the order of a sum."""
     pairs = [(found[name], tensor) for name, tensor in right.items() if tensor is not None]
-    apart = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in pairs if a is not None))
+    apart = math.hypot(*(math.nan if a is None else float((a.double() - b.double()).norm()) for a, b in pairs))
     return apart / math.hypot(*(float(b.double().norm()) for _, b in pairs))
 
 
@@ -277,7 +278,7 @@ def computed(device: torch.device, tiny: bool) -> Rows:
             with block_settings(BlockSettings(kernels=kernels)):
                 found = _both_ways(layer, few.to(device))
                 taken = min(seconds(partial(_both_ways, layer, there), device) for _ in range(4))
-            apart = max(float((a.cpu() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+            apart = largest(float((a.cpu() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
             # The sums of fp8 are in fp32, in another order: a result in bf16 may round the other way.
             row = {
                 "both ways": milliseconds(taken),

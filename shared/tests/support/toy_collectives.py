@@ -18,7 +18,7 @@ from ditkit_core.nn.attention.attention import kept
 from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.testing.sharded_steps import Calls, apart, differences, refused, step_of
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.testing.world import make_model
+from ditkit_core.testing.world import largest, make_model
 
 ARCH = ToyArch(depth=2)
 POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(attention, collectives)")
@@ -114,7 +114,7 @@ def attention_over_ranks_is_attention() -> dict[str, float]:
         out = over_ranks(exchange)(*own, None, 0.0)
         (out * weight[:, mine]).sum().backward()
         pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]
-        found[name] = max((a - b[:, mine]).abs().max().item() for a, b in pairs)
+        found[name] = largest((a - b[:, mine]).abs().max().item() for a, b in pairs)
     return found
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ditkit_core.engine import engine as activation_checkpoint
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.testing.world import Items
+from ditkit_core.testing.world import Items, largest
 
 _FORWARDS = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_safe_softmax")
 
@@ -69,7 +69,7 @@ def attention_forwards(work: Callable[[], object]) -> int:
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference, relative to the largest value of its tensor."""
-    return max(
+    return largest(
         float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-12))
         for a, b in zip(found, expected, strict=True)
     )

@@ -19,7 +19,7 @@ from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.replicas import CountedRanks, forked
-from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, Outcome, make_model, outcome
+from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, Outcome, largest, make_model, outcome
 
 _DTYPES = {**DTYPES, "fp64": torch.float64}
 SMALL = 0.01
@@ -73,7 +73,7 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
         # Tokens for heads and back; or keys and values.
         repeated = subject.attentions * (1 if subject.arch.heads % ranks.context else 2)
         table[case] = Found(
-            outputs=max(_apart(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True)),
+            outputs=largest(_apart(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True)),
             gradients=_gradients_apart(found, expected, ranks),
             exchanges=exchanges,
             needed=subject.gathers + 2 * repeated,
@@ -91,13 +91,12 @@ def _gradients_apart(found: Outcome, expected: Outcome, ranks: Ranks) -> float:
         k for k, x in expected.gradients.items() if x is None
     }
     pairs = [(x, found.gradients[name]) for name, x in expected.gradients.items() if x is not None]
-    floor = SMALL * max(whole.double().norm() for whole, _ in pairs)
-    apart = 0.0
+    floor, apart = SMALL * max(whole.double().norm() for whole, _ in pairs), list[float]()
     for whole, part in pairs:
         assert part is not None
         distance = (ranks.mean_in_group(part.double()) - whole.double()).norm()
-        apart = max(apart, float(distance / torch.maximum(whole.double().norm(), floor)))
-    return apart
+        apart.append(float(distance / torch.maximum(whole.double().norm(), floor)))
+    return largest(apart)
 
 
 POLICIES = ("none", "full", "attn_only", "full+offload", "attn_only+offload", "ops(matmul, attention)")

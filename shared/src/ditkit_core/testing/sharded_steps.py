@@ -20,7 +20,16 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine as Run
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.observer import Observer
-from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, differing, is_attention_forward, make_model, offloadable
+from ditkit_core.testing.world import (
+    ADAPTERS,
+    DTYPES,
+    Items,
+    differing,
+    is_attention_forward,
+    largest,
+    make_model,
+    offloadable,
+)
 
 ARGUMENTS = {"ops": "(matmul, attention)"}
 """Arguments of policies that take names."""
@@ -108,7 +117,7 @@ def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest relative distance of a gradient; every rank asks at once."""
     pairs = ((_whole(found[name]).double(), _whole(expected[name]).double()) for name in expected if name != "loss")
-    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+    return largest(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def steps(

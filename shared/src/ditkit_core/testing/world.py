@@ -1,7 +1,7 @@
 """Small worlds for the conformance checks: a model with seeded weights, one training step, and what it did."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -279,6 +279,11 @@ class _CountAttention(Observer):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.forwards += is_attention_forward(func) and not self._paused
         return func(*args, **(kwargs or {}))
+
+
+def largest(distances: Iterable[float]) -> float:
+    """The largest number; NaN if one is NaN, which Python's `max` passes over unless it is the first."""
+    return torch.tensor([*distances], dtype=torch.float64).max().item()
 
 
 @cache  # asked of every operation
