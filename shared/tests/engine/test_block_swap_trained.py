@@ -297,8 +297,10 @@ def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
         del model, swap, engine, values
         gc.collect()
     assert results[0][0] == results[1][0] and differences(results[0][1], results[1][1]) == []
+    # Under `none` both have the activations of all blocks, too: on the stand-in, whose weights are small, more than 3 MiB of 67.
+    activations = gpu.size(0, 3 * 2**20) if policy == "none" else 0
     # of weights, gradients and two averages of all blocks, those of two blocks, and a gradient or two
-    assert peaks[1] < peaks[0] * (2 * 3 + 2) / (6 * 4)
+    assert peaks[1] - activations < (peaks[0] - activations) * (2 * 3 + 2) / (6 * 4)
 
 
 def test_a_gpu_brings_back_what_an_average_reads(gpu):
