@@ -143,9 +143,10 @@ class BlockSwap(BlockHooks):
         return found
 
     def host_changed(self) -> None:
-        """Drop the weights on the devices, because their values were changed on the host."""
+        """Drop the weights on the devices, because their values were changed on the host, or are going to be: no copy reads them any more."""
         for queue in self._queues.values():
             queue.clear()
+            queue.lane.finish()  # a forward fetches its first block for another one, and nobody may ever wait for that
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
         """Wait for the block's weights, and start the copy of the next block's.
