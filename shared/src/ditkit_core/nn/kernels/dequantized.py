@@ -7,42 +7,45 @@ from torch import Tensor
 
 from ditkit_core.nn.context import device_current
 
-_BLOCK = 2048
+_BLOCK, _BLOCKS = 2048, 64
 _SCALED, _GROUP = 64, 256
 
 
 @triton.jit
-def _rows(codes, scale, out, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    wide = tl.load(codes + place, mask=inside, other=0).to(tl.float32)
-    wide *= tl.load(scale + place // WIDTH, mask=inside, other=0.0)
+def _rows(codes, scale, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    # A part of one row: its scale is loaded once, and not for every element.
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = column < WIDTH, row * WIDTH + column
+    wide = tl.load(codes + place, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
     tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _nf4(
-    codes, scale, factor, mean, levels, out, count, SCALED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
+    codes, scale, factor, mean, levels, out, count, SCALED: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # of a byte, which has two weights
-    inside = place < count
-    block = place // (SCALED // 2)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)  # of weights with one scale
+    inside = block < count
     wide = tl.load(scale + block, mask=inside, other=0).to(tl.float32)
     # Rounded as torch divides; Triton's own division is up to two units off.
     wide = tl.div_rn(wide, tl.load(factor + block // GROUP, mask=inside, other=1.0)) + tl.load(mean)
-    pair = levels + 2 * tl.load(codes + place, mask=inside, other=0).to(tl.int32)
-    first, second = tl.load(pair, mask=inside, other=0.0) * wide, tl.load(pair + 1, mask=inside, other=0.0) * wide
-    both = tl.reshape(tl.join(first, second), (2 * BLOCK,))
-    at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    tl.store(out + at, both.to(out.dtype.element_ty), mask=at < 2 * tl.cast(count, tl.int64))
+    byte = block[:, None] * (SCALED // 2) + tl.arange(0, SCALED // 2)[None, :]  # two weights each
+    pair = tl.load(codes + byte, mask=inside[:, None], other=0).to(tl.int32)
+    # The first 16 pairs of the table have all 16 levels as their second: 128 bytes, one line of the cache. Looked up as pairs, the bytes of a
+    # warp would be in up to 16 lines, which are read one after the other.
+    first, second = tl.load(levels + 2 * (pair >> 4) + 1), tl.load(levels + 2 * (pair & 15) + 1)
+    both = tl.reshape(tl.join(first * wide[:, None], second * wide[:, None]), (BLOCKS, SCALED))
+    at = block[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    tl.store(out + at, both.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 def rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of 8 bits [out, in] by a scale of their row [out, 1]."""
     out = codes.new_empty(codes.shape, dtype=dtype)
+    num_rows, width = codes.shape
     with device_current(codes):
-        _rows[(triton.cdiv(out.numel(), _BLOCK),)](
-            codes, scale, out, out.numel(), WIDTH=codes.shape[1], BLOCK=_BLOCK, enable_fp_fusion=False
+        _rows[(num_rows, triton.cdiv(width, _BLOCK))](
+            codes, scale, out, WIDTH=width, BLOCK=_BLOCK, enable_fp_fusion=False
         )
     return out
 
@@ -50,9 +53,9 @@ def rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def nf4(codes: Tensor, scale: Tensor, factor: Tensor, mean: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes of two codes [out, in / 2] by the scales of their blocks; the result is [out, in]."""
     out = codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
+    blocks = len(scale)
     with device_current(codes):
-        _nf4[(triton.cdiv(codes.numel(), _BLOCK),)](
-            codes, scale, factor, mean, levels, out, codes.numel(), SCALED=_SCALED, GROUP=_GROUP, BLOCK=_BLOCK,
-            enable_fp_fusion=False,
+        _nf4[(triton.cdiv(blocks, _BLOCKS),)](
+            codes, scale, factor, mean, levels, out, blocks, SCALED=_SCALED, GROUP=_GROUP, BLOCKS=_BLOCKS, enable_fp_fusion=False
         )  # fmt: skip
     return out

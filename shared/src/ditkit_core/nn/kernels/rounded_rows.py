@@ -64,16 +64,15 @@ def _scale(
     columns,
     bias,
     out,
-    count,
     WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, column = place < count, place % WIDTH
-    wide = tl.load(sums + place, mask=inside, other=0).to(tl.float32)
-    wide *= tl.load(scale + place // WIDTH, mask=inside, other=0.0)
+    # A part of one row: its scale is loaded once, and not for every element.
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = column < WIDTH, row * WIDTH + column
+    wide = tl.load(sums + place, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
     if SCALED:
         wide *= tl.load(columns + column, mask=inside, other=0.0)
     if BIASED:
@@ -97,9 +96,10 @@ def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tupl
 
 def scaled(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor) -> None:
     """Write sums [n, m] by scales of their rows [n, 1] and columns [1, m], plus a bias [m], to a contiguous matrix of another dtype."""
+    rows, width = sums.shape
     with device_current(sums):
         # Each operation rounded by itself, as torch does.
-        _scale[(triton.cdiv(sums.numel(), _BLOCK),)](
-            sums, scale, columns, bias, out, sums.numel(),
-            WIDTH=sums.shape[1], SCALED=columns is not None, BIASED=bias is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
+        _scale[(rows, triton.cdiv(width, _BLOCK))](
+            sums, scale, columns, bias, out,
+            WIDTH=width, SCALED=columns is not None, BIASED=bias is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
