@@ -85,6 +85,38 @@ def affine_norms() -> Iterator[tuple[str, list[float]]]:
         yield f"{rows} rows, trained {trained}, {dtype}", errors(ours, exact, [x, scale, shift], torch.randn(2, 5, 33))
 
 
+def other_layouts() -> Iterator[tuple[str, list[float]]]:
+    """Of norms whose small inputs have memory between their features, or one layout each."""
+    x, wide = part(2, 5, 12), torch.randn(2, 1, 24)
+    for name, scale, shift in (
+        ("features apart", wide[..., ::2], wide[..., 1::2]),
+        ("one layout each", wide[..., :12], torch.randn(2, 1, 12)),
+    ):
+        inputs = [x, *(each.detach().requires_grad_() for each in (scale, shift))]
+        yield (
+            f"modulation with {name}",
+            errors(
+                lambda x, scale, shift: AffineNorm.apply(x, scale, shift, 1e-6, 1.0, torch.float32),
+                lambda x, scale, shift: F.layer_norm(x, (12,), eps=1e-6) * (1 + scale) + shift,
+                inputs,
+                torch.randn(2, 5, 12),
+            ),
+        )
+    weight, table = torch.randn(24)[::2].detach().requires_grad_(), torch.randn(1, 5, 1, 2, 3).transpose(-1, -2)
+
+    def rotated(x: Tensor, weight: Tensor) -> Tensor:
+        y = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight).unflatten(-1, (2, 6))
+        return rotate(y, *table.double().unbind(-1))
+
+    yield (
+        "weight with features apart, table with its cosines before its sines",
+        errors(
+            lambda x, weight: NormRotation.apply(x, weight, table, 1e-6, 2, torch.float32),
+            rotated, [x, weight], torch.randn(2, 5, 2, 6),
+        ),
+    )  # fmt: skip
+
+
 def gated_units() -> Iterator[tuple[str, list[float]]]:
     for half, dtype in [(5, torch.float32), (1100, torch.float32), (24, torch.bfloat16)]:
 
@@ -219,7 +251,7 @@ def bf16_writes() -> Iterator[tuple[str, list[float]]]:
 
 
 KINDS = (
-    norms_and_rotations, affine_norms, gated_units, lora_parts, lora_layers, dequantized_layers, products_of_codes,
+    norms_and_rotations, affine_norms, other_layouts, gated_units, lora_parts, lora_layers, dequantized_layers, products_of_codes,
     bf16_writes,
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ def summing_programs(rows: int, samples: int = 1) -> int:
 
     Atomic additions would give other last bits each time. An H200 has 132 multiprocessors.
     """
-    return min(rows, max(1, 1024 // samples))
+    return min(rows, max(1, 1024 // max(1, samples)))
 
 
 def tile(size: int) -> int:

@@ -96,5 +96,9 @@ def backward(
 
 def _strides(scale: Tensor, shift: Tensor) -> tuple[int, int]:
     """Steps from sample to sample and from token to token; 0 where one row serves all."""
-    assert scale.shape == shift.shape and scale.stride() == shift.stride()
-    return tuple(0 if size == 1 else step for size, step in zip(scale.shape[:2], scale.stride()[:2], strict=True))  # type: ignore[return-value]
+    steps, others = (
+        tuple(0 if size == 1 else step for size, step in zip(x.shape[:2], x.stride()[:2], strict=True))
+        for x in (scale, shift)
+    )
+    assert scale.shape == shift.shape and steps == others
+    return steps  # type: ignore[return-value]

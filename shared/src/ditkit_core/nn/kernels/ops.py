@@ -179,7 +179,9 @@ class NormRotation(torch.autograd.Function):
         heads: int,
         dtype: torch.dtype,
     ) -> Float[Tensor, "batch tokens heads head_dim"]:
-        x = _features_next_to_each_other(x)
+        x, weight = _features_next_to_each_other(x), weight.contiguous()
+        if rotary is not None and rotary.stride()[-2:] != (2, 1):  # the kernel reads a token's row as it is
+            rotary = rotary.contiguous()
         out, inverse = _norm_rotation(x, weight, rotary, eps, heads, dtype)
         ctx.save_for_backward(x, weight, rotary, inverse)
         return out
@@ -194,7 +196,7 @@ class NormRotation(torch.autograd.Function):
 class AffineNorm(torch.autograd.Function):
     """layer_norm(x) · (offset + scale) + shift, computed in fp32 and rounded once to `dtype`.
 
-    x [batch, tokens, dim] in bf16, fp16 or fp32; scale and shift [batch, 1 or tokens, dim], alike in dtype and layout. With a row per
+    x [batch, tokens, dim] in bf16, fp16 or fp32; scale and shift [batch, 1 or tokens, dim], of one dtype. With a row per
     token they get no gradients here. Keeps x and scale.
     """
 
@@ -203,6 +205,8 @@ class AffineNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, dtype: torch.dtype
     ) -> Float[Tensor, "batch tokens dim"]:
         x, ctx.eps, ctx.offset = _features_next_to_each_other(x), eps, offset
+        if scale.stride() != shift.stride() or scale.stride(-1) != 1:  # the kernel reads both at the same places
+            scale, shift = scale.contiguous(), shift.contiguous()
         ctx.save_for_backward(x, scale)
         return _affine_norm(x, scale, shift, eps, offset, dtype)
 
