@@ -71,14 +71,52 @@ def test_its_device_is_the_current_one_and_its_arithmetic_is_said(seen: list[tup
     assert {place.partition(".")[0] for place, *_ in given} == vars(KERNELS).keys()
 
 
-def test_no_step_compiles_a_kernel_for_its_random_key() -> None:
+def properties(kernel: Any, given: Any, named: dict[str, Any]) -> str:
+    """What Triton finds of arguments; each other finding is another kernel to compile."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    kernel = KERNELS.rounding._stochastic
     bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
-    bits, values = there(4, 8, dtype=torch.int16), there(4, 8)
+    return str(bind(*given, **named)[1])
+
+
+def test_no_step_compiles_a_kernel_for_its_random_key() -> None:
+    kernel, bits, values = KERNELS.rounding._stochastic, there(4, 8, dtype=torch.int16), there(4, 8)
     keys = [(7, -5), (16, 7), (-32, 1), (1, 0), (2**31 - 1, -(2**31))]
-    found = [bind(bits, values, *key, 0, 32, 32, CHUNK=2**23, BLOCK=1024)[1] for key in keys]
-    assert all(each == found[0] for each in found)
+    sizes = {"CHUNK": 2**23, "BLOCK": 1024}
+    assert len({properties(kernel, (bits, values, *key, 0, 32, 32), sizes) for key in keys}) == 1
+
+
+def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches have buckets' numbers of tokens. A kernel takes seconds to compile."""
+    found: dict[tuple[str, bool], set[str]] = {}
+
+    class Noted:
+        def __init__(self, kernel: Any):
+            self._kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            name = self._kernel.fn.__module__ + self._kernel.fn.__name__
+            return lambda *given, **named: found.setdefault((name, named.get("TRAINED", False)), set()).add(
+                properties(self._kernel, given, named)
+            )
+
+    for module in vars(KERNELS).values():
+        for name in jit_functions(module):
+            monkeypatch.setattr(module, name, Noted(getattr(module, name)))
+    with torch.device("meta"):
+        weight = torch.empty(32)
+        for batch, tokens in ((1, 1), (1, 15), (1, 16), (2, 1), (3, 33), (4, 300)):
+            x, row, table = torch.empty(batch, tokens, 32), torch.empty(batch, 1, 32), torch.empty(1, tokens, 1, 8, 2)
+            heads, inverse = torch.empty(batch, 2, tokens, 16).transpose(1, 2), torch.empty(batch, tokens, 1)
+            KERNELS.modulated_norm.forward(x, row, row, 1e-6, 1.0, torch.bfloat16)
+            KERNELS.norm_rotation.forward(x, weight, table, 1e-6, 2, torch.bfloat16)
+            KERNELS.gated_unit.forward(x)
+            KERNELS.gated_unit.backward(x[..., :16], x)
+            KERNELS.lora_parts.products(torch.empty(batch * tokens, 96), 32, 1.0)
+            KERNELS.rounded_rows.codes_of_rows(x.flatten(0, 1), None, torch.int8)
+            for trained in (False, True):
+                KERNELS.modulated_norm.backward(x, x, row, 1e-6, 1.0, trained)
+                KERNELS.norm_rotation.backward(heads, x, weight, table, inverse, trained)
+    assert len(found) == 10 and {name: len(each) for name, each in found.items()} == dict.fromkeys(found, 1)

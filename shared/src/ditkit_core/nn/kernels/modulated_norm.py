@@ -23,7 +23,8 @@ def _normed(x, start, eps, DIM: tl.constexpr, W: tl.constexpr):
     return centred * inverse, inverse
 
 
-@triton.jit
+# Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a run.
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     x, scale, shift, out, eps, tokens, x_batch, x_token, s_batch, s_token,
     OFFSET: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
@@ -37,7 +38,7 @@ def _forward(
     tl.store(out + row * DIM + features, y.to(out.dtype.element_ty), mask=features < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward(
     gradient, x, scale, d_x, d_affine, eps, tokens, g_batch, g_token, x_batch, x_token, s_batch, s_token,
     OFFSET: tl.constexpr, TRAINED: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,

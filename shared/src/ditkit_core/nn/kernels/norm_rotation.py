@@ -25,7 +25,8 @@ def _rotated(y, cos, sin, G: tl.constexpr, W: tl.constexpr):
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (G, W))
 
 
-@triton.jit
+# Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a run.
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     x, weight, rotary, out, inverse, eps, tokens, x_batch, x_token, stride_table, stride_token,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, ROTATES: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
@@ -45,7 +46,7 @@ def _forward(
     tl.store(out + row * (GROUPS * WIDTH) + places, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens"])
 def _backward(
     gradient, x, weight, rotary, inverse, d_x, d_weight, rows, tokens, g_batch, g_token, g_head, x_batch, x_token,
     stride_table, stride_token, WIDTH: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, ROTATES: tl.constexpr,
