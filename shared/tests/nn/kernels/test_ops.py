@@ -1,11 +1,9 @@
-"""The Triton kernels: in the interpreter against fp64, compiled for GPUs that are not here, and under fake tensors."""
+"""The Triton kernels: in the interpreter against fp64, and under fake tensors. `tests/test_kernel_resources.py` compiles them."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from kernel_modules import kernel_modules
 
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import BlockSettings, block_settings
@@ -114,90 +112,3 @@ def test_triton_is_refused_where_no_gpu_trains_or_it_is_missing(monkeypatch):
     with pytest.raises(UserError, match="needs the package triton"):
         launch.check_kernels("triton", ["cuda"])
     launch.check_kernels("torch", ["cuda"])
-
-
-NARROW = {"x", "out", "gradient", "d_x", "of_down", "of_up", "left"}
-POINTERS = NARROW | {
-    "weight",
-    "rotary",
-    "inverse",
-    "d_weight",
-    "scale",
-    "shift",
-    "d_affine",
-    "down",
-    "up",
-    "products",
-    "low",
-    "codes",
-    "factor",
-    "mean",
-    "levels",
-    "columns",
-    "sums",
-    "bias",
-    "values",
-}
-SCALARS = {"eps", "scaling"}
-
-
-@pytest.mark.slow  # a second for each of 21 kernels
-@pytest.mark.parametrize("capability", [pytest.param(86, marks=pytest.mark.exhaustive), 90])
-def test_kernels_compile_for_gpus_with_wide_loads(capability):
-    pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    k = kernel_modules()
-    wan = {"WIDTH": 5120, "GROUPS": 1, "HEAD": 128, "ROTATES": True, "G": 1, "W": 8192}
-    flux2 = {"WIDTH": 128, "GROUPS": 48, "HEAD": 128, "ROTATES": True, "G": 64, "W": 128}
-    norm = {"OFFSET": 1.0, "DIM": 5120, "W": 8192}
-    tiny = torch.finfo(torch.float32).tiny
-    codes = {"WIDTH": 5120, "SCALED": True, "LIMIT": 127.0, "TINY": tiny, "BLOCK": 2048}
-    chosen = [
-        *((k.norm_rotation._forward, sizes) for sizes in (wan, flux2)),
-        *(
-            (k.norm_rotation._backward, sizes | {"TRAINED": trained})
-            for sizes in (wan, flux2)
-            for trained in (False, True)
-        ),
-        (k.modulated_norm._forward, norm),
-        *((k.modulated_norm._backward, norm | {"TRAINED": trained}) for trained in (False, True)),
-        *((kernel, {"HALF": 24576, "BLOCK": 1024}) for kernel in (k.gated_unit._forward, k.gated_unit._backward)),
-        (k.lora_parts._factors, {"RANK": 32, "WIDTH": 32 * 5120, "BLOCK": 1024}),
-        (k.dequantized._rows, {"WIDTH": 5120, "BLOCK": 2048}),
-        (k.dequantized._nf4, {"SCALED": 64, "GROUP": 256, "BLOCK": 2048}),
-        (k.rounded_rows._round, codes),
-        *((k.rounded_rows._round, codes | {"LIMIT": 448.0}) for _ in range(capability >= 89)),
-        (k.rounded_rows._scale, {"WIDTH": 5120, "SCALED": True, "BIASED": True, "BLOCK": 2048}),
-        (k.rounding._stochastic, {"CHUNK": 2**23, "BLOCK": 1024}),
-        *((kernel, {"BLOCK": 1024}) for kernel in (k.rounding._split, k.rounding._join)),
-        *((k.lora_parts._products, {"TERMS": terms, "RANK": 32, "BLOCK": 1024}) for terms in (1, 3)),
-    ]
-    assert {kernel.fn.__module__ for kernel, _ in chosen} == {module.__name__ for module in vars(k).values()}
-    for kernel, constants in chosen:
-        types = {
-            name: "*bf16" if name in NARROW else "*fp32" if name in POINTERS else "i32" for name in kernel.arg_names
-        }
-        if "codes" in types:
-            types |= {"codes": "*i8"} if "WIDTH" in constants else {"codes": "*u8", "scale": "*i8"}
-            types |= {"codes": "*fp8e4nv"} if constants.get("LIMIT") == 448 else {}
-        if kernel.fn.__module__.endswith("rounding"):
-            types |= {name: "*i16" for name in ("weight", "rest") if name in types}
-        signature = types | dict.fromkeys(constants, "constexpr") | dict.fromkeys(SCALARS & types.keys(), "fp32")
-        places = {name: place for place, name in enumerate(kernel.arg_names)}
-        # What the launcher finds of tensors as torch allocates them, and of widths that 16 divides.
-        aligned = {(places[name],): [["tt.divisibility", 16]] for name in types.keys() - constants.keys() - SCALARS}
-        source = ASTSource(
-            fn=kernel, signature=signature, constexprs={(places[name],): value for name, value in constants.items()}, attrs=aligned
-        )  # fmt: skip
-        code = __import__("triton").compile(
-            source,
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": 4 if "BLOCK" in constants else 8, "enable_fp_fusion": True},
-        )
-        assert code.asm["cubin"] and "ld.global.v4" in code.asm["ptx"] and "st.global.v4" in code.asm["ptx"], kernel
-        # In 32 bits only by a constant: a tensor's strides and sizes reach 2**31 together, with another product than expected.
-        fixed = set(re.findall(r"(%\S+) = arith\.constant", code.asm["ttir"]))
-        for factors in re.findall(r"arith\.muli (%\S+), (%\S+) : \S*?i32\b", code.asm["ttir"]):
-            assert fixed & set(factors), (kernel, factors)

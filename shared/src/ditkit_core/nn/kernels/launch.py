@@ -59,6 +59,10 @@ def tile(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def warps(elements: int) -> int:
-    """Warps of a program with this many elements: at most 32 elements per thread, so that registers suffice."""
-    return max(1, min(16, elements // 1024))
+def warps(elements: int, *, sums: bool = False) -> int:
+    """Warps of a program with this many elements: at most 32 elements per thread, so that registers suffice.
+
+    A program that also `sums` over its rows keeps those sums in registers, and gets half as many elements per thread. With 32 it needs 170 to
+    218 registers, and a multiprocessor has room for one such program, 8 warps of 48 or 64 (`benchmarks/kernel_resources.md`).
+    """
+    return max(1, min(16, elements // (512 if sums else 1024)))

@@ -90,7 +90,7 @@ def backward(
     with device_current(x):
         _backward[(programs, batch)](
             gradient, x, scale, d_x, d_affine, eps, tokens, *gradient.stride()[:2], *x.stride()[:2], *_strides(scale, scale),
-            OFFSET=offset, TRAINED=trained, DIM=dim, W=w, num_warps=warps(w), enable_fp_fusion=True,
+            OFFSET=offset, TRAINED=trained, DIM=dim, W=w, num_warps=warps(w, sums=trained), enable_fp_fusion=True,
         )  # fmt: skip
     return d_x, d_affine
 

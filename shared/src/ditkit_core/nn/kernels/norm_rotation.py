@@ -110,7 +110,7 @@ def backward(
         _backward[(programs,)](
             gradient, x, weight, rotary, inverse, d_x, d_weight, rows, tokens, *gradient.stride()[:3], *x.stride()[:2],
             *_strides(rotary), WIDTH=width, GROUPS=groups, HEAD=head, ROTATES=rotary is not None, TRAINED=trained, G=g, W=w,
-            num_warps=warps(g * w), enable_fp_fusion=True,
+            num_warps=warps(g * w, sums=trained), enable_fp_fusion=True,
         )  # fmt: skip
     return d_x, d_weight
 

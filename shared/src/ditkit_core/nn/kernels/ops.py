@@ -15,6 +15,8 @@ from torch import Tensor
 from ditkit_core.nn.kernels.launch import summing_programs
 
 _LIBRARY = torch.library.Library("ditkit", "DEF")
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
+"""By operation what runs its kernel."""
 
 
 def _declared(schema: str, module: str, function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -26,6 +28,7 @@ def _declared(schema: str, module: str, function: str) -> Callable[[Callable[...
     def declare(fake: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
         _LIBRARY.define(schema)
+        IMPLEMENTATIONS[name] = run
         for device in ("CUDA", "CPU"):
             _LIBRARY.impl(name, run, device)
         torch.library.register_fake(f"ditkit::{name}", fake, lib=_LIBRARY)

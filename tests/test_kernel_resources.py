@@ -1,0 +1,59 @@
+"""The Triton kernels of training steps, compiled for GPUs that are not here, and what benchmarks/kernel_resources.md says of them."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from workspace import ROOT
+
+PAGE = ROOT / "benchmarks" / "kernel_resources.md"
+
+
+@pytest.mark.slow  # two models' steps on fake tensors, and a hundred kernels for each of two GPUs
+def test_kernels_fit_a_multiprocessor_and_the_page_has_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import kernel_resources as resources
+    from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
+
+    calls = sum((resources.calls_of(job) for job in resources.jobs()), Counter[resources.Call]())
+    assert {call.name for call in calls} == IMPLEMENTATIONS.keys()
+    launches = [launch for call in calls for launch in resources.launches_of(call)]
+    published = re.findall(r"^\| (\w+\.\w+ \| [^|]+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(published) == sorted({launch.title for launch in launches})
+    for capability in (90, 120):
+        limits, seen = resources.ARCHITECTURES[capability], set[str]()
+        with resources.compiling_for(capability):
+            for launch in launches:
+                code = resources.compiled(launch)
+                if code.hash in seen:
+                    continue
+                seen.add(code.hash)
+                found = resources.resources_of(code)
+                assert found.spilled_bytes == 0 and limits.occupancy(found) >= 0.25, (capability, launch.title, found)
+                assert found.widest_load == found.widest_store == 16, (capability, launch.title)
+                # In 32 bits only by a constant: a tensor's strides and sizes reach 2**31 together, with another product than expected.
+                fixed = set(re.findall(r"(%\S+) = arith\.constant", code.asm["ttir"]))
+                for factors in re.findall(r"arith\.muli (%\S+), (%\S+) : \S*?i32\b", code.asm["ttir"]):
+                    assert fixed & set(factors), (launch.title, factors)
+
+
+def test_occupancy_is_that_of_the_scarcest_resource(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By registers, shared memory, programs and warps, each as NVIDIA's occupancy calculator rounds it."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from kernel_resources import ARCHITECTURES, Resources
+
+    def occupancy(capability: int, registers: int, shared: int, warps: int) -> float:
+        found = Resources(
+            registers=registers, spilled_bytes=0, shared_bytes=shared, warps=warps, widest_load=16, widest_store=16
+        )
+        return ARCHITECTURES[capability].occupancy(found)
+
+    assert occupancy(90, 170, 8192, 8) == 8 / 64  # 176 registers a thread, 11 warps, in fours 8
+    assert occupancy(90, 118, 8192, 8) == 16 / 64
+    assert occupancy(120, 218, 8192, 8) == 8 / 48
+    assert occupancy(90, 32, 0, 1) == 32 / 64  # as many programs as there may be
+    assert occupancy(86, 32, 49 * 1024, 4) == 8 / 48  # two programs with 50 KiB each
+    assert occupancy(90, 32, 0, 4) == 1
