@@ -26,6 +26,7 @@ from device_clock import launches, milliseconds, seconds, started_on
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.errors import UserError
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
@@ -34,7 +35,7 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, largest, make_model, outcome, train_shortly
 from gpu_late import Delay, late_copies, swapped
 from gpu_speed import Rows, kinds_in_8_bits, klein, speed, streaming
-from gpu_truth import append
+from gpu_truth import NO_DEVICE, append
 
 POLICIES = ("none", "full", "attn_only", "ops(matmul)")
 GIB = 2**30
@@ -58,7 +59,7 @@ def facts(device: torch.device, tiny: bool) -> Rows:
         "sums in bf16": matmul.allow_bf16_reduced_precision_reduction,
         "sums in fp16": matmul.allow_fp16_reduced_precision_reduction,
     }
-    yield from ({"name": switch, "value": value, "ok": not value} for switch, value in switches.items())
+    yield from ({"name": switch, "value": "on" if on else "off", "ok": not on} for switch, on in switches.items())
     tokens, heads = (64, 2) if tiny else (20280, 40)
     for what, keys, is_masked in (("self", tokens, False), ("cross", 512, False), ("masked", 512, True)):
         yield {
@@ -330,7 +331,7 @@ def tests(device: torch.device, tiny: bool) -> Rows:
 def plan(device: torch.device, tiny: bool) -> Rows:
     """Plans of slices at full width against what a process of their own occupies; a case is planned while the one before it runs."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-    cases = plan_truth.tiny_cases() if tiny else plan_truth.grid(device)[:8]
+    cases = plan_truth.tiny_cases()[1:] if tiny else plan_truth.grid(device)[:8]
     with ThreadPoolExecutor(1) as beside:
         planned = plan_truth.plan(cases[0], device)
         for case, following in zip(cases, [*cases[1:], None], strict=True):
@@ -398,7 +399,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
-    for row in PARTS[args.part](started_on(args.device), args.tiny):
+    try:
+        device = started_on(args.device)
+    except UserError as error:
+        print(f"UserError: {error}", file=sys.stderr)
+        return NO_DEVICE
+    for row in PARTS[args.part](device, args.tiny):
         append(args.out, {"part": args.part, **row})
     return 0
 

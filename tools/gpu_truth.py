@@ -6,7 +6,8 @@
 
 Parts run in order of worth (`tools/gpu_parts.py`), each in a process of its own with a time limit, so that a crash or a hang loses one
 part. Results are appended at once to a file of JSON lines. When the time is up, the parts that are left are skipped. At the end a table in
-Markdown is printed. The exit status is the number of parts that failed.
+Markdown is printed, also after Ctrl-C or a termination. The exit status is the number of parts that failed; nothing else runs if torch
+cannot use the device.
 """
 
 import argparse
@@ -54,6 +55,8 @@ PARTS = (
 _LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0
 """Limit of a part without a GPU, where only a hang shall end it."""
+NO_DEVICE = 3
+"""Exit status of a part that finds no such device: the others would find none either."""
 
 
 def run(
@@ -70,15 +73,19 @@ def run(
     Returns:
         The number of parts that failed. One that was skipped has not.
     """
-    began, failed = time.monotonic(), 0
+    began, failed, lacking = time.monotonic(), 0, ""
     for part in parts:
         left = wall - (time.monotonic() - began)
-        if left <= 0:
-            append(out, {"part": part.name, "status": "skipped", "error": "no time left"})
+        if left <= 0 or lacking:
+            append(out, {"part": part.name, "status": "skipped", "error": lacking or "no time left"})
             continue
         before = len(read(out))
         end = _ended(command(part), min(limit or part.seconds, left))
         rows = read(out)[before:]
+        if end.pop("code") == NO_DEVICE:
+            lacking = "no device"
+        elif end["status"] == "ok" and not rows:
+            end |= {"status": "failed", "error": "it measured nothing"}
         for line in end.pop("warnings"):
             append(out, {"part": part.name, "name": "warning", "value": line})
         if end["status"] == "ok" and any(row.get("ok") is False for row in rows):
@@ -111,7 +118,7 @@ def _ended(command: Sequence[str], limit: float) -> dict[str, Any]:
     else:
         error = f"{_reason(lines)} ({_code(code)})".lstrip() if code else ""
     end = {"status": "ok" if code == 0 else "failed", "seconds": time.monotonic() - began, "error": error}
-    return {**end, "warnings": _warnings(lines)}
+    return {**end, "code": code, "warnings": _warnings(lines)}
 
 
 def _warnings(said: str) -> list[str]:
@@ -193,13 +200,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # cuBLAS is only deterministic with a workspace of its own for each stream; the allocator is that of the commands.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Containers often forbid Python to keep what it compiles: each part then compiles torch's sources anew, for half of its time.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    if args.tiny:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def command(part: Part) -> list[str]:
         given = ["--device", args.device, "--out", str(args.out), *(["--tiny"] if args.tiny else [])]
         return [sys.executable, str(script), part.name, *given]
 
     wall = args.wall or (float("inf") if args.tiny else 600.0)
-    failed = run(parts, args.out, wall, command, limit=_TINY_SECONDS if args.tiny else 0.0)
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a part in a session of its own would outlive this process
+    try:
+        failed = run(parts, args.out, wall, command, limit=_TINY_SECONDS if args.tiny else 0.0)
+    except KeyboardInterrupt:
+        failed = 128 + signal.SIGINT
     print(tables(read(args.out)[before:], parts))
     return failed
 
