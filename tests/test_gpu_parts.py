@@ -54,26 +54,47 @@ def test_a_gpu_is_kept_busy_before_blocks_and_copies(parts: Any, monkeypatch: py
 
     slept: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
-    delay, lane, block = Delay(GPU), CopyLane(CPU), torch.nn.Identity()
+    delay, lane, block = Delay(GPU, 7), CopyLane(CPU), torch.nn.Identity()
     delay.pre_forward(0, block)
     delay.pre_backward(0, block)
-    with late_copies(GPU), lane.copies():
+    with late_copies(GPU, 7), lane.copies():
+        assert slept == [7] * 3
+    with late_copies(GPU, 0), lane.copies():
         assert len(slept) == 3
     with lane.copies():
         assert len(slept) == 3
 
 
 def test_backwards_that_differ_are_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, enabled = parts.attend, list[bool]()
+    import gpu_bits
+
+    attend, enabled = gpu_bits.attend, list[bool]()
 
     def noisy(q: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
         enabled.append(torch.are_deterministic_algorithms_enabled())
         return attend(q, *given, **named) * (1 + (len(enabled) == 4))
 
-    assert parts._repeated(CPU, "sdpa", 16) == {"name": "deterministic sdpa, five backwards", "ok": True}
-    monkeypatch.setattr(parts, "attend", noisy)
-    assert parts._repeated(CPU, "sdpa", 16)["ok"] is False
+    assert gpu_bits.repeated(CPU, "sdpa", 16) == {"name": "deterministic sdpa, five backwards", "ok": True}
+    monkeypatch.setattr(gpu_bits, "attend", noisy)
+    with gpu_bits.deterministic():
+        assert gpu_bits.repeated(CPU, "sdpa", 16)["ok"] is False
     assert enabled == [True] * 5 and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_way_that_changes_a_bit_is_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_bits
+
+    class Careless(gpu_bits.BlockEngine):  # type: ignore[name-defined,misc]
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            return [out * (1 + 2**-20) if self.policy == "full" else out for out in super().__call__(*given, **named)]
+
+    small = gpu_bits.Model(
+        name="", make=lambda: gpu_bits._seeded(CPU, gpu_bits.ToyArch(depth=2)), backend="sdpa", steps=1, sleep=0
+    )
+    ways = [gpu_bits.Way(policy="none"), gpu_bits.Way(policy="full"), gpu_bits.Way(policy="full", swap=True, late=True)]
+    assert all(row["ok"] for row in gpu_bits._compared(small, ways, CPU))
+    monkeypatch.setattr(gpu_bits, "BlockEngine", Careless)
+    assert [row["ok"] for row in gpu_bits._compared(small, ways, CPU)] == [True, False, False]
 
 
 def test_gradients_that_are_not_finite_are_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

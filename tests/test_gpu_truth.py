@@ -326,7 +326,7 @@ def test_a_plan_whose_case_fails_costs_one_row(truth, monkeypatch, capsys):
     assert plan_truth.main() == 1
     printed = capsys.readouterr()
     assert "| wan-lora-full-bf16-1024x1 | 200 | - | - | - | - |" in printed.out and "CUDA out of memory" in printed.err
-    assert "| wan-lora-full-bf16-1024x1-swapped | 200 | 190 | 210 | 900 | 1.053 |" in printed.out
+    assert "| wan-lora-full-bf16-1024x1-swapped-between 256 | 200 | 190 | 210 | 900 | 1.053 |" in printed.out
     names = [case.name for case in plan_truth.grid(torch.device("cuda", 0))]
     assert len(set(names)) == len(names) > 10 and names[0] == "wan-lora-full-bf16-20280x1"
 
@@ -340,10 +340,68 @@ def test_a_plan_for_a_larger_gpu_is_said_and_not_run(truth, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300 * 2**20, 2**30))
     monkeypatch.setattr(gpu_parts.plan_truth, "grid", lambda device: [large, small])
     monkeypatch.setattr(gpu_parts.plan_truth, "plan", lambda case, device: (400 if case is large else 200) * 2**20)
-    monkeypatch.setattr(gpu_parts.plan_truth, "in_own_process", lambda case, device: {"peak": 201 * 2**20})
+    found = {"peak": 201 * 2**20, "in use": 1000 * 2**20}
+    monkeypatch.setattr(gpu_parts.plan_truth, "in_own_process", lambda case, device, **variables: found)
     first, second = gpu_parts.plan(torch.device("cuda", 0), False)
     assert first == {"name": large.name, "planned MiB": "400", "value": "more than this GPU has free"}
     assert second["ok"] and second["measured MiB"] == "201"
+    assert second["in use MiB"] == "276", "724 MiB were in use before"
+
+
+def test_a_case_that_fails_says_why_and_shapes_that_alternate_are_measured_with_both_allocators(truth, monkeypatch):
+    import torch
+
+    import gpu_parts
+
+    asked: list[dict[str, str]] = []
+
+    def measured(case: Any, device: Any, **variables: str) -> Any:
+        asked.append(variables)
+        return {"peak": 2**30, "reserved": 3 * 2**29, "in use": 2**31} if variables else "CUDA out of memory"
+
+    case = gpu_parts.plan_truth.Case(model="flux2", between=1024)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
+    monkeypatch.setattr(gpu_parts.plan_truth, "grid", lambda device: [case])
+    monkeypatch.setattr(gpu_parts.plan_truth, "plan", lambda case, device: 2**30)
+    monkeypatch.setattr(gpu_parts.plan_truth, "in_own_process", measured)
+    first, second = gpu_parts.plan(torch.device("cuda", 0), False)
+    assert (first["ok"], first["value"]) == (False, "CUDA out of memory")
+    assert second["ok"] and second["reserved MiB"] == "1,536" and "no expandable segments" in second["name"]
+    assert asked == [{}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}]
+
+
+def test_what_fails_costs_its_own_rows_and_says_why(truth, monkeypatch):
+    import torch
+
+    import gpu_parts
+    from ditkit_core.engine.engine import BlockEngine
+
+    def no_compiler(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nSpecify one via CC")
+
+    ways = {"kernels of Triton": no_compiler, "none": BlockEngine()}
+    monkeypatch.setattr(gpu_parts, "_engines", lambda device: ways)
+    rows = list(gpu_parts.numbers(torch.device("cpu"), True))
+    assert [(row["name"], row["ok"]) for row in rows] == [
+        (f"toy {adapter} {way}", way == "none") for adapter in ("full", "lora") for way in ways
+    ]
+    assert rows[0]["value"] == "RuntimeError: Failed to find C compiler."
+
+
+def test_a_rate_above_the_published_one_is_a_mistake(truth, monkeypatch):
+    import torch
+
+    import device_clock
+
+    seen = SimpleNamespace(name="NVIDIA H200", total_memory=143771 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    gpu = torch.device("cuda", 0)
+    found = [device_clock.of_published(rate, lambda known: known.memory_bandwidth, gpu) for rate in (4e12, 5e12, 1e13)]
+    assert [(row["of published"], row["ok"]) for row in found] == [("83%", True), ("104%", True), ("208%", False)]
+    assert device_clock.of_published(1e30, lambda known: 0.0, gpu) == {}, "it has no such products"
+    assert device_clock.of_published(1e30, lambda known: known.memory_bandwidth, torch.device("cpu")) == {}
+    seen.name = "NVIDIA Unheard of"
+    assert device_clock.of_published(1e30, lambda known: known.memory_bandwidth, gpu) == {}, "its rates are assumed"
 
 
 def test_each_test_that_fails_is_a_row_at_once(truth, monkeypatch):

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from ditkit_core.engine.devices import choose_device, make_current
 from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
 from ditkit_core.models.precision import compute_fp32_in_fp32
+from ditkit_core.planner.gpus import GPU, KNOWN_GPUS, gpus_here
 
 Result = TypeVar("Result")
 Step = Callable[[], object]
@@ -81,6 +82,34 @@ def unless_out_of_memory(measure: Callable[[], Result]) -> Result | None:
         let_go(error)
     release_memory()
     return None
+
+
+def attempted(name: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Rows, and one that says why if they end early: too little memory, or no compiler for kernels, costs what needs it alone."""
+    try:
+        yield from rows()
+        return
+    except Exception as error:  # noqa: BLE001  # whatever it is: the rows after these are worth as much
+        reason = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0][:200]
+        let_go(error)
+    release_memory()
+    yield {"name": name, "value": reason, "ok": False}
+
+
+def of_published(rate: float, published: Callable[[GPU], float], device: torch.device) -> dict[str, Any]:
+    """Columns with the share of a GPU's published rate that was reached; one well above it is a mistake of the measurement.
+
+    Args:
+        rate: What was measured, in units per second.
+        published: Picks the published rate; 0 if there is none.
+    """
+    if device.type != "cuda":
+        return {}
+    (gpu,) = gpus_here([device])
+    # The rates of a GPU that is not in the table are assumed.
+    most = published(gpu) if gpu.source in {known.source for known, _ in KNOWN_GPUS} else 0.0
+    # GPUs of consumers clock higher than published; a factor of two is none of the clock.
+    return {"of published": f"{rate / most:.0%}", "ok": rate <= 1.3 * most} if most else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,32 +16,32 @@ from ditkit_core.engine.placement import Placement
 class Delay(BlockHooks):
     """Keeps a GPU busy for some time before every block, so that whatever does not wait for it shows."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, cycles: int):
+        self._device, self._cycles = device, cycles
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
         """Before the block's forward."""
-        _sleep(self._device)
+        _sleep(self._device, self._cycles)
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
         """Before its backward."""
-        _sleep(self._device)
+        _sleep(self._device, self._cycles)
 
 
-def _sleep(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda._sleep(50_000_000)  # 20 ms or more, twice what the copy of a block takes
+def _sleep(device: torch.device, cycles: int) -> None:
+    if device.type == "cuda" and cycles:
+        torch.cuda._sleep(cycles)
 
 
 @contextmanager
-def late_copies(device: torch.device) -> Iterator[None]:
-    """Has every copy of swap and offload begin late."""
+def late_copies(device: torch.device, cycles: int) -> Iterator[None]:
+    """Has every copy of swap and offload begin late by some cycles of the GPU."""
     original = pinned_memory.CopyLane.copies
 
     @contextmanager
     def late(lane: pinned_memory.CopyLane) -> Iterator[None]:
         with original(lane):
-            _sleep(device)
+            _sleep(device, cycles)
             yield
 
     pinned_memory.CopyLane.copies = late  # type: ignore[method-assign,assignment]

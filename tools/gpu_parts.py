@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from torch import Tensor, nn
 
 import gpu_passes
 import plan_truth
-from device_clock import launches, milliseconds, seconds, started_on
-from ditkit_core.engine.activation_offload import HostMemory
-from ditkit_core.engine.block_hooks import BlockHooks
+from device_clock import attempted, launches, milliseconds, of_published, seconds, started_on
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention.attention import attend
@@ -33,11 +30,11 @@ from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, largest, make_model, outcome, train_shortly
-from gpu_late import Delay, late_copies, swapped
+from gpu_bits import POLICIES, bitwise
+from gpu_late import swapped
 from gpu_speed import Rows, kinds_in_8_bits, klein, speed, streaming
 from gpu_truth import NO_DEVICE, append
 
-POLICIES = ("none", "full", "attn_only", "ops(matmul)")
 GIB = 2**30
 
 
@@ -62,10 +59,9 @@ def facts(device: torch.device, tiny: bool) -> Rows:
     yield from ({"name": switch, "value": "on" if on else "off", "ok": not on} for switch, on in switches.items())
     tokens, heads = (64, 2) if tiny else (20280, 40)
     for what, keys, is_masked in (("self", tokens, False), ("cross", 512, False), ("masked", 512, True)):
-        yield {
-            "name": f"kernel of {what} attention",
-            "value": _attention_kernels(device, tokens, keys, heads, is_masked),
-        }
+        name = f"kernel of {what} attention"
+        found = partial(_attention_kernels, device, tokens, keys, heads, is_masked)
+        yield from attempted(name, lambda name=name, found=found: [{"name": name, "value": found()}])
     yield {"name": "query gradients of low scores", "ok": _low_scores_have_gradients(device, 192 if tiny else 704)}
     if on_gpu:
         square = torch.ones(1024, 1024, device=device, dtype=torch.bfloat16)
@@ -111,21 +107,28 @@ def numbers(device: torch.device, tiny: bool) -> Rows:
                 for dtype in (torch.float32, torch.bfloat16, torch.float64)
             }
             on_cpu = {dtype: outcome(spec, model, items, BlockEngine()) for dtype, model in made.items()}
-            truth = on_cpu[torch.float64].gradients
-            for way, engine in _engines(device).items():
+
+            def compared(
+                engine: BlockEngine, made: Any = made, on_cpu: Any = on_cpu, given: Any = (spec, items)
+            ) -> Rows:
                 there = {
-                    dtype: outcome(spec, made[dtype].to(device), items, engine)
+                    dtype: outcome(given[0], made[dtype].to(device), given[1], engine)
                     for dtype in (torch.float32, torch.bfloat16)
                 }
                 fp32 = _distance(there[torch.float32].gradients, on_cpu[torch.float32].gradients)
+                truth = on_cpu[torch.float64].gradients
                 errors = [_error(each[torch.bfloat16].gradients, truth) for each in (there, on_cpu)]
                 yield {
-                    "name": f"{name} {adapter} {way}", "fp32 against CPU": fp32, "bf16 against fp64": errors[0],
+                    "fp32 against CPU": fp32, "bf16 against fp64": errors[0],
                     "CPU's bf16 against fp64": errors[1], "ok": fp32 <= 1e-4 and errors[0] <= 1.2 * errors[1] + 1e-6,
                 }  # fmt: skip
 
+            for way, engine in _engines(device).items():
+                title = f"{name} {adapter} {way}"
+                yield from ({"name": title, **row} for row in attempted(title, partial(compared, engine)))
+
     if not tiny:
-        yield _compiled(device)
+        yield from attempted("toy compiled, fp32", lambda: [_compiled(device)])
 
 
 def _engines(device: torch.device) -> dict[str, BlockEngine]:
@@ -176,96 +179,44 @@ def _error(found: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> 
     return apart / math.hypot(*(float(b.double().norm()) for _, b in pairs))
 
 
-def bitwise(device: torch.device, tiny: bool) -> Rows:
-    """Three steps under each lever against three without any, with a deterministic attention kernel; then late work and late copies."""
-    arch = ToyArch(depth=3, dropout=0.1) if tiny else ToyArch(depth=6, dim=2048, heads=16, dropout=0.1)
-    items = toy_items(2)
-
-    def steps(policy: str, swap: bool, delay: bool) -> Any:
-        model: Any = make_model(TOY, arch, adapter=ADAPTERS["lora with dropout"])
-        hooks: tuple[BlockHooks, ...] = (swapped(model, device),) if swap else ()
-        if not swap:
-            model.to(device)
-        hooks = (*([Delay(device)] if delay else []), *hooks)
-        # All that is kept is moved: most of it is smaller than what a run moves.
-        engine = BlockEngine(policy=policy, backend="sdpa_math", hooks=hooks, host=HostMemory(smallest=0))
-        torch.manual_seed(3)
-        return [train_shortly(TOY, model, items, engine) for _ in range(3)]
-
-    expected = steps("none", False, False)
-    cases = [(policy, False, False) for policy in POLICIES]
-    cases += [
-        (policy, swap, delay)
-        for delay in (False, True)
-        for policy, swap in (("full", True), ("none+offload", False), ("attn_only+offload", True))
-    ]
-    for policy, swap, delay in cases:
-        late: AbstractContextManager[None] = late_copies(device) if delay else nullcontext()
-        with late:
-            found = steps(policy, swap, delay)
-        same = all(
-            a[0] == b[0] and all(map(torch.equal, a[1].values(), b[1].values()))
-            for a, b in zip(found, expected, strict=True)
-        )
-        yield {"name": f"{policy}{' swapped' if swap else ''}{', late' if delay else ''}", "ok": same}
-    if device.type == "cuda":
-        yield _repeated(device, "sdpa_flash", 4096)
-
-
-def _repeated(device: torch.device, backend: str, tokens: int) -> dict[str, Any]:
-    """Whether five backwards of attention are equal with the deterministic kernels."""
-    q, k, v = (
-        torch.randn(1, tokens, 16, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-    )
-    torch.use_deterministic_algorithms(True)
-    try:
-        with block_settings(BlockSettings(backend=backend)):
-            runs = [
-                torch.autograd.grad(attend(q, k, v, name="self").float().square().mean(), (q, k, v)) for _ in range(5)
-            ]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return {
-        "name": f"deterministic {backend}, five backwards",
-        "ok": all(all(map(torch.equal, run, runs[0])) for run in runs),
-    }
-
-
 def quantized(device: torch.device, tiny: bool) -> Rows:
     """Codes and values as on the CPU; a step with streamed blocks as with resident ones."""
-    size = 128 if tiny else 5120
     for kind in LAYOUTS:
-        weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
-        layers = []
-        for where in (torch.device("cpu"), device):
-            layer = QuantizedLinear(size, size, kind, bias=False).to(where)
-            layer.set_weight(weight.clone().to(where))  # which it overwrites
-            layers.append(layer)
-        ours, there = layers
-        codes = all(torch.equal(value, there.values()[name].cpu()) for name, value in ours.values().items())
-        yield {"name": f"{kind} codes", "ok": codes}
-        yield {"name": f"{kind} values", "ok": torch.equal(ours.dequantize(), there.dequantize().cpu())}
-        results = []
-        for swap in (False, True):
-            model = make_quantized(TOY, ToyArch(dim=64, heads=2), kind, adapter=ADAPTERS["lora"])
-            hooks = (swapped(model, device),) if swap else ()
-            if not swap:
-                model.to(device)
-            results.append(
-                train_shortly(TOY, model, toy_items(2), BlockEngine(policy="full", backend="sdpa_math", hooks=hooks))
-            )
-        same = results[0][0] == results[1][0] and all(map(torch.equal, results[0][1].values(), results[1][1].values()))
-        yield {"name": f"{kind} streamed", "ok": same}
+        yield from attempted(kind, partial(_quantized, kind, 128 if tiny else 5120, device))
+
+
+def _quantized(kind: str, size: int, device: torch.device) -> Rows:
+    weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    layers = []
+    for where in (torch.device("cpu"), device):
+        layer = QuantizedLinear(size, size, kind, bias=False).to(where)
+        layer.set_weight(weight.clone().to(where))  # which it overwrites
+        layers.append(layer)
+    ours, there = layers
+    codes = all(torch.equal(value, there.values()[name].cpu()) for name, value in ours.values().items())
+    yield {"name": f"{kind} codes", "ok": codes}
+    yield {"name": f"{kind} values", "ok": torch.equal(ours.dequantize(), there.dequantize().cpu())}
+    results = []
+    for swap in (False, True):
+        model = make_quantized(TOY, ToyArch(dim=64, heads=2), kind, adapter=ADAPTERS["lora"])
+        hooks = (swapped(model, device),) if swap else ()
+        if not swap:
+            model.to(device)
+        engine = BlockEngine(policy="full", backend="sdpa_math", hooks=hooks)
+        results.append(train_shortly(TOY, model, toy_items(2), engine))
+    same = results[0][0] == results[1][0] and all(map(torch.equal, results[0][1].values(), results[1][1].values()))
+    yield {"name": f"{kind} streamed", "ok": same}
 
 
 def computed(device: torch.device, tiny: bool) -> Rows:
     """Products in 8 bits against the CPU's, which have the same codes, and their time against bf16, forward and backward."""
     rows, size = (64, 128) if tiny else (20_280, 5120)
     given = torch.randn(rows, size, generator=torch.Generator().manual_seed(1)).bfloat16()
-    few, there = given[:64], given.to(device)  # few, because a CPU's are slow
+    there, work = given.to(device), 4 * rows * size**2  # forward and backward
     dense = nn.Linear(size, size, device=device, dtype=torch.bfloat16).requires_grad_(False)
     taken = min(seconds(partial(_both_ways, dense, there), device) for _ in range(4))
-    yield {"name": f"bf16, {rows} rows", "both ways": milliseconds(taken)}
+    share = of_published(work / taken, lambda gpu: gpu.bf16_flops, device)
+    yield {"name": f"bf16, {rows} rows", "both ways": milliseconds(taken), **share}
     for kind, problem in kinds_in_8_bits(device).items():
         if problem:
             yield {"name": f"{kind} computed", "value": problem}
@@ -273,20 +224,25 @@ def computed(device: torch.device, tiny: bool) -> Rows:
         layer = QuantizedLinear(size, size, kind, bias=False)
         layer.set_weight(torch.randn(size, size, generator=torch.Generator().manual_seed(0)))
         layer.in_8_bits = True
-        exact = _both_ways(layer, few)
+        exact = _both_ways(layer, given[:64])  # few, because a CPU's are slow
         layer.to(device)
         for kernels in ("torch",) if device.type == "cpu" else ("torch", "triton"):
-            with block_settings(BlockSettings(kernels=kernels)):
-                found = _both_ways(layer, few.to(device))
-                taken = min(seconds(partial(_both_ways, layer, there), device) for _ in range(4))
-            apart = largest(float((a.cpu() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
-            # The sums of fp8 are in fp32, in another order: a result in bf16 may round the other way.
-            row = {
-                "both ways": milliseconds(taken),
-                "difference": apart,
-                "ok": apart <= (2**-9 if kind == "fp8" else 0),
-            }
-            yield {"name": f"{kind} computed, {kernels}, {rows} rows", **row}
+            name = f"{kind} computed, {kernels}, {rows} rows"
+            compared = partial(_computed, layer, there, exact, kernels)
+            yield from ({"name": name, **row} for row in attempted(name, compared))
+
+
+def _computed(layer: QuantizedLinear, there: Tensor, exact: tuple[Tensor, Tensor], kernels: str) -> Rows:
+    with block_settings(BlockSettings(kernels=kernels)):
+        found = _both_ways(layer, there[: len(exact[0])])
+        taken = min(seconds(partial(_both_ways, layer, there), there.device) for _ in range(4))
+    apart = largest(float((a.cpu() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    # The sums of fp8 are in fp32, in another order: a result in bf16 may round the other way.
+    right = apart <= (2**-9 if layer.kind == "fp8" else 0)
+    share = of_published(
+        4 * there.numel() * layer.out_features / taken, lambda gpu: getattr(gpu, f"{layer.kind}_flops"), there.device
+    )
+    yield {"both ways": milliseconds(taken), "difference": apart, **share, "ok": right and share.get("ok", True)}
 
 
 def _both_ways(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -330,8 +286,8 @@ def tests(device: torch.device, tiny: bool) -> Rows:
 
 def plan(device: torch.device, tiny: bool) -> Rows:
     """Plans of slices at full width against what a process of their own occupies; a case is planned while the one before it runs."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-    cases = plan_truth.tiny_cases()[1:] if tiny else plan_truth.grid(device)[:8]
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (math.inf, math.inf)
+    cases = plan_truth.tiny_cases()[1:] if tiny else plan_truth.grid(device)[:9]
     with ThreadPoolExecutor(1) as beside:
         planned = plan_truth.plan(cases[0], device)
         for case, following in zip(cases, [*cases[1:], None], strict=True):
@@ -344,10 +300,24 @@ def plan(device: torch.device, tiny: bool) -> Rows:
                     "value": "more than this GPU has free",
                 }
             else:
-                found = plan_truth.Comparison(planned=planned, measured=run.result())
-                within = found.ratio is not None and abs(found.ratio - 1) <= plan_truth.TOLERANCE
-                yield {"name": case.name, **found.columns(), **({} if tiny else {"ok": within})}
+                yield _planned(case.name, planned, run.result(), total - free, tiny)
             planned = next_planned
+    for case in cases if device.type == "cuda" else ():
+        if case.between:
+            found = plan_truth.in_own_process(case, device, PYTORCH_ALLOC_CONF="expandable_segments:False")
+            name = f"{case.name}, no expandable segments"
+            yield _planned(name, plan_truth.plan(case, device), found, total - free, tiny)
+
+
+def _planned(name: str, planned: int, measured: dict[str, float] | str, others: float, tiny: bool) -> dict[str, Any]:
+    """A row of a plan; what is in use is without that of other processes, of which this is one."""
+    if isinstance(measured, str):
+        return {"name": name, "planned MiB": f"{planned / 2**20:,.0f}", "value": measured, "ok": False}
+    if "in use" in measured:
+        measured = measured | {"in use": measured["in use"] - others}
+    found = plan_truth.Comparison(planned=planned, measured=measured)
+    within = found.ratio is not None and abs(found.ratio - 1) <= plan_truth.TOLERANCE
+    return {"name": name, **found.columns(), **({} if tiny else {"ok": within})}
 
 
 def passes(device: torch.device, tiny: bool) -> Rows:
@@ -371,6 +341,13 @@ def real(device: torch.device, tiny: bool) -> Rows:
     yield from gpu_runs.real(device, tiny)
 
 
+def backends(device: torch.device, tiny: bool) -> Rows:
+    """`gpu_attention.backends`."""
+    import gpu_attention
+
+    yield from gpu_attention.backends(device, tiny)
+
+
 PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
     part.__name__: part
     for part in (
@@ -387,6 +364,7 @@ PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
         klein,
         demos,
         real,
+        backends,
     )
 }
 
@@ -404,7 +382,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"UserError: {error}", file=sys.stderr)
         return NO_DEVICE
-    for row in PARTS[args.part](device, args.tiny):
+    part = PARTS[args.part]
+    if part is speed:
+        part = partial(speed, trace=str(args.out.with_suffix("")))
+    for row in part(device, args.tiny):
         append(args.out, {"part": args.part, **row})
     return 0
 

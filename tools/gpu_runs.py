@@ -61,10 +61,13 @@ def real(device: torch.device, tiny: bool) -> Rows:
                 part: milliseconds(statistics.median(row[f"seconds/{part}"] for row in rows)) if rows else None
                 for part in ("forward", "recompute", "backward", "optimizer", "copies", "waiting")
             }
-            mfu = rows[-1].get("mfu") if rows else None
+            mfu, ended = (rows[-1].get("mfu") if rows else None) or 0.0, _outcome(done, run, number)
+            ended["ok"] &= mfu <= 1
+            # On a CPU the peak is that of the process, not of its tensors.
+            share = {"planned / measured": planned / peak} if peak and device.type == "cuda" else {}
             yield {
-                "name": f"to step {number}", **_outcome(done, run, number), **parts, "mfu": mfu or "", "peak": mebibytes(peak),
-                "planned / measured": planned / peak if peak else None, "planned": _seconds(plan),
+                "name": f"to step {number}", **ended, **parts, "mfu": mfu or "", "peak": mebibytes(peak), **share,
+                "planned": _seconds(plan),
             }  # fmt: skip
 
 

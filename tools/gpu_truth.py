@@ -5,7 +5,8 @@
     uv run tools/gpu_truth.py --device cpu --tiny    # whether everything in it runs, without a GPU: its numbers are worth nothing
 
 Parts run in order of worth (`tools/gpu_parts.py`), each in a process of its own with a time limit, so that a crash or a hang loses one
-part. Results are appended at once to a file of JSON lines. When the time is up, the parts that are left are skipped. At the end a table in
+part. Within a part, what fails costs its own rows. Results are appended at once to a file of JSON lines; the profiler's traces of
+timed steps are next to it. When the time is up, the parts that are left are skipped. At the end a table in
 Markdown is printed, also after Ctrl-C or a termination. The exit status is the number of parts that failed; nothing else runs if torch
 cannot use the device.
 """
@@ -44,13 +45,14 @@ PARTS = (
     Part(name="quantized", seconds=40, about="Codes, values and a step of a quantized base"),
     Part(name="computed", seconds=30, about="Products in 8 bits against the CPU's, and their time against bf16"),
     Part(name="tests", seconds=120, about="The tests for a GPU"),
-    Part(name="plan", seconds=150, about="Plans against allocated, reserved and the driver's memory"),
-    Part(name="speed", seconds=150, about="A step against diffusers', and where its time goes"),
+    Part(name="plan", seconds=180, about="Plans against allocated, reserved and the driver's memory"),
+    Part(name="speed", seconds=180, about="A step against diffusers', and where its time goes"),
     Part(name="passes", seconds=60, about="Rates of elementwise work, its cost on the host, and where a step waits"),
     Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
     Part(name="klein", seconds=60, about="FLUX.2 klein 4B: launches and gaps"),
     Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
     Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
+    Part(name="backends", seconds=90, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
 )
 _LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0

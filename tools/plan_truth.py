@@ -48,12 +48,15 @@ class Case:
     rank: int = 32
     swapped: bool = False
     """Whether all blocks are streamed."""
+    between: int = 0
+    """Tokens of steps between the measured ones, of another shape and fewer; 0 for none."""
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         parts = [self.model, self.method, self.policy, self.dtype, f"{self.tokens}x{self.batch}"]
         others = {"ema": self.ema, self.quantize: self.quantize != "none", "swapped": self.swapped}
+        others[f"between {self.between}"] = self.between > 0
         return "-".join([*parts, *(name for name, is_set in others.items() if is_set)])
 
 
@@ -70,6 +73,7 @@ def grid(device: torch.device) -> list[Case]:
             replace(wan, dtype="fp32"),
             replace(flux2, method="full", dtype="fp32", blocks=3),
         ]
+        cases.insert(5, replace(flux2, between=1024))
         return [*cases, replace(flux2, batch=2), replace(wan, quantize="nf4"), replace(flux2, swapped=True)]
     cases = [replace(case, policy=policy) for case in (wan, flux2) for policy in ("none", "full", "attn_only")]
     cases += [replace(case, dtype="fp32", policy=policy) for case in (wan, flux2) for policy in ("full", "attn_only")]
@@ -82,7 +86,7 @@ def grid(device: torch.device) -> list[Case]:
 def tiny_cases() -> list[Case]:
     """Cases that show whether everything runs."""
     small = Case(model="wan", width=128, tokens=1024, blocks=3)
-    return [small, replace(small, swapped=True)]
+    return [small, replace(small, swapped=True, between=256)]
 
 
 def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
@@ -90,7 +94,7 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
     from ditkit_core.adapters.config import AdapterConfig
 
     heads = case.width // 128
-    rows, columns = {1024: (32, 32), 4096: (64, 64), 16384: (128, 128), 20280: (60, 104)}[case.tokens]
+    rows, columns = {256: (16, 16), 1024: (32, 32), 4096: (64, 64), 16384: (128, 128), 20280: (60, 104)}[case.tokens]
     adapter = AdapterConfig(method="lora" if case.method == "lora" else "full", rank=case.rank)
     with torch.device("meta"):
         if case.model == "wan":
@@ -149,7 +153,12 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     hooks = (BlockSwap(model, placement),) if case.swapped else ()
     trained = TrainState(model, trainable_parameters(model), OptimConfig(), EMAConfig(decay=case.ema))
     model.train()
-    for step in range(2):  # the optimizer's state is there from the second on
+    shapes = [items]
+    if case.between:
+        smaller = described(replace(case, tokens=case.between))[3]
+        shapes.append([{name: torch.randn(t.shape).to(t.dtype) for name, t in item.items()} for item in smaller])
+    for step in range(2 * len(shapes)):  # the optimizer's state is there from the second on
+        items = shapes[step % len(shapes)]
         batch = Batch(ids=[str(i) for i in range(len(items))], items=items)
         training_step(
             TrainModel(model, BlockEngine(policy=case.policy, hooks=hooks), spec),
@@ -230,38 +239,41 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def in_own_process(case: Case, device: torch.device) -> dict[str, float]:
-    """Measure a case where nothing else was ever allocated; nothing, and a line on stderr, if it fails."""
+def in_own_process(case: Case, device: torch.device, **variables: str) -> dict[str, float] | str:
+    """Measure a case where nothing else was ever allocated; why not, in a line, if it fails.
+
+    Args:
+        variables: Added to the environment.
+    """
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, __file__, "--device", str(device), "--measure", json.dumps(asdict(case))]
-    environment = os.environ | settings
+    environment = os.environ | settings | variables
     done = subprocess.run(
         command, check=False, env=environment | allocator_settings(environment), capture_output=True, text=True
     )
     if done.returncode:
-        print(
-            f"{case.name}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}", file=sys.stderr, flush=True
-        )
-        return {}
+        return (done.stderr.strip().splitlines() or ["no reason given"])[-1]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A plan next to what was measured, in bytes; nothing measured if the case failed."""
+    """A plan next to what was measured, in bytes."""
 
     planned: int
-    measured: dict[str, float]
+    measured: dict[str, float] | str
+    """Why there is none, if the case failed."""
 
     @property
     def ratio(self) -> float | None:
         """Planned by measured peak."""
-        return self.planned / self.measured["peak"] if self.measured else None
+        return None if isinstance(self.measured, str) else self.planned / self.measured["peak"]
 
     def columns(self) -> dict[str, str]:
         """The cells of a row, by the names of the columns."""
-        amounts = {"planned MiB": self.planned, "measured MiB": self.measured.get("peak")}
-        amounts |= {f"{name} MiB": self.measured[name] for name in self.measured if name != "peak"}
+        found = {} if isinstance(self.measured, str) else self.measured
+        amounts = {"planned MiB": self.planned, "measured MiB": found.get("peak")}
+        amounts |= {f"{name} MiB": found[name] for name in found if name != "peak"}
         cells = {name: "-" if value is None else f"{value / 2**20:,.0f}" for name, value in amounts.items()}
         return cells | {"planned / measured": "-" if self.ratio is None else f"{self.ratio:.3f}"}
 
@@ -297,6 +309,8 @@ def main() -> int:
         if args.only not in case.name:
             continue
         found = compared(case, args.device)
+        if isinstance(found.measured, str):
+            print(f"{case.name}: {found.measured}", file=sys.stderr, flush=True)
         failed |= found.ratio is None
         worst = max(worst, abs((found.ratio or 1.0) - 1))
         cells = found.columns()
