@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.nn import bf16_parts, compiled_lora
 from ditkit_core.nn import lora as lora_linear
+from ditkit_core.nn.bf16_parts import factor_parts, parts_of, product_parts
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings
-from ditkit_core.nn.lora import _factor_parts, _parts, _product_parts, _split_for, low_rank_sum
+from ditkit_core.nn.lora import _split_for, low_rank_sum
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.toy import TOY
@@ -153,7 +155,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> ExitStack:
 
 def test_an_fp32_number_is_three_of_bf16():
     wide = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-25, 25, 1000)
-    parts = _parts(wide)
+    parts = parts_of(wide)
     assert {part.dtype for part in parts} == {torch.bfloat16}
     assert torch.equal(sum(part.double() for part in parts), wide.double())
 
@@ -161,8 +163,8 @@ def test_an_fp32_number_is_three_of_bf16():
 def test_what_the_cross_terms_leave_out_is_below_a_rounding():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(40, 32, generator=generator), torch.randn(32, 50, generator=generator)
-    left = _product_parts(a, 32, 1.0)[1].double()
-    for right in _factor_parts(b, b)[0].double(), _factor_parts(b.T, b.T)[1].double().T:
+    left = product_parts(a, 32, 1.0)[1].double()
+    for right in factor_parts(b, b)[0].double(), factor_parts(b.T, b.T)[1].double().T:
         a, b = a.double(), b.double()
         assert ((left @ right - a @ b).abs() <= 2**-23 * (a.abs() @ b.abs())).all()
         assert torch.equal(left[:, :96].unflatten(1, (3, 32)).sum(1), a)
@@ -304,10 +306,37 @@ def test_a_layer_is_as_few_launches_and_bytes_on_a_gpu_as_counted(kernels, dtype
 @pytest.mark.slow
 def test_a_plan_has_the_wide_copies_of_compiled_layers():
     """Bytes that a forward keeps, and the peak of a step; eager layers keep much less."""
-    found = printed(SUPPORT / "compiled_lora.py")
+    found = printed(SUPPORT / "compiled_lora.py", "cpu")
     kept, peak = found["counted"]
     assert found["compiled"] == [pytest.approx(kept, rel=0.01), pytest.approx(peak, rel=0.1)]
     assert found["torch"][0] < 0.7 * kept
+
+
+@pytest.mark.slow
+def test_compiled_layers_on_a_gpu_are_exact_and_keep_no_wide_copies():
+    """Compiled by inductor; the result is rounded to bf16 once, and the gradients of the factors are as near to fp64 as fp32 products are."""
+    found = printed(SUPPORT / "compiled_lora.py", "cuda")
+    assert found["counted"][0] == found["compiled"][0] == found["torch"][0]
+    (out, *factors), (rounded, *wide) = found["distances"], found["plain"]
+    assert out < 1.001 * rounded
+    assert all(near <= far for near, far in zip(factors, wide, strict=True))
+
+
+@pytest.mark.slow  # imports the compiler
+def test_operations_of_compiled_layers_are_declared_as_they_are(monkeypatch):
+    for module in (bf16_parts, compiled_lora):
+        monkeypatch.setattr(module, "wide_product", lambda a, b: (a.double() @ b.double()).float())
+    monkeypatch.setattr(compiled_lora, "_SPLIT", bf16_parts.IN_TORCH)
+    x, result = torch.randn(2, 3, 16).bfloat16(), torch.randn(2, 3, 24).bfloat16()
+    down, up = torch.randn(4, 16), torch.randn(24, 4)
+    low, *matrices = compiled_lora._low_rank(x, down, up, 0.5)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(compiled_lora._low_rank, (x, down, up, 0.5), test_utils=checks)
+    for trained in ((True, True, True), (False, True, True), (True, False, False)):
+        given = [each.clone().requires_grad_(want) for each, want in zip((x, down, up), trained, strict=True)]
+        torch.library.opcheck(compiled_lora._with_product, (result, *matrices, *given, low, 0.5), test_utils=checks)
+        found = compiled_lora._gradients(result, x, down, up, low, 0.5, list(trained))
+        assert [each.shape for each in found if len(each)] == [each.shape for each in given if each.requires_grad]
 
 
 def test_what_is_kept_for_backward_is_the_input_as_it_came():

@@ -146,7 +146,7 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
 def test_kernels_and_compiled_adapters_have_their_memory(kernels, policy, cuts):
     eager = profile(toy_job(policy=policy, **SMALL)).blocks[2]
     block = agree(toy_job(policy=policy, kernels=kernels, **SMALL), cuts).blocks[2]
-    assert (block.kept > 1.4 * eager.kept) == (kernels == "compiled" and policy == "none")
+    assert block.kept < 1.1 * eager.kept  # no fp32 copies: on a GPU compiled adapters are bf16 parts too
 
 
 @pytest.mark.exhaustive

@@ -13,9 +13,10 @@ from tensor_cores import TensorCores
 from torch import Tensor
 
 from ditkit_core.nn import stochastic_rounding
+from ditkit_core.nn.bf16_parts import PARTS
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.kernels.ops import AffineNorm, GatedUnit, NormRotation, factor_parts, product_parts
-from ditkit_core.nn.lora import PARTS, low_rank_sum
+from ditkit_core.nn.lora import low_rank_sum
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 from ditkit_core.nn.rope import rotate
 from ditkit_core.nn.stochastic_rounding import joined, write_split, write_stochastic

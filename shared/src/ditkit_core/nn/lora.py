@@ -7,22 +7,23 @@ at the end.
 
 On a GPU, fp32 products miss the tensor cores, and an fp32 copy of a bf16 input is most of a LoRA's memory traffic. There each fp32 factor
 is written as a sum of three bf16 matrices, without loss, and tensor cores multiply those: products of bf16 are exact in fp32, and the sums
-are fp32. `PARTS` says how; with `kernels = "triton"` in force, a kernel of `nn/kernels/` makes the parts. fp16 lacks the exponents for such
+are fp32. `bf16_parts.py` says how; with `kernels = "triton"` in force, a kernel of `nn/kernels/` makes the parts. fp16 lacks the exponents for such
 a sum, so fp16 runs take the other path.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ditkit_core.nn.bf16_parts import IN_KERNELS, IN_TORCH, Split, wide_product
+from ditkit_core.nn.compiled_lora import compiled_sum
 from ditkit_core.nn.context import device_kind, settings_in_force
-from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.parameters import switched
 
 AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
@@ -40,11 +41,6 @@ TENSOR_CORES_FROM = 2**23
 more than a layer's forward has otherwise, and 20 in its backward, which a smaller product does not earn back: 1,024 tokens of width 6144
 stay below, 20,280 of width 5120 are far above. Parts from a kernel serve every size, in fewer launches than fp32 products. Counted, not
 timed."""
-
-PARTS = (0, 1, 2, 0, 0, 1), (2, 1, 0, 0, 1, 0)
-"""Which of its three parts a left and a right matrix consist of, side by side along the rank. Their product has all pairs of parts but the
-three smallest, together at most 2**-24 of the largest, an fp32 rounding. The first three are the complete matrix, for a product with one
-that is bf16 already."""
 
 
 def low_rank_sum(
@@ -66,14 +62,17 @@ def low_rank_sum(
         scaling: alpha / rank.
         base: Calls the frozen layer. Its result, and the gradient that it makes for its input, are new, and may be overwritten.
     """
-    if torch.compiler.is_compiling() or settings_in_force().kernels == "compiled":
+    is_compiling, split = torch.compiler.is_compiling(), _split_for(x, down, up)
+    if is_compiling and split is not None:
+        return compiled_sum(base(x), x, down, up, scaling)
+    if is_compiling or (split is None and settings_in_force().kernels == "compiled"):
         # The compiler finds by itself what the backward needs. That of torch 2.11 keeps everything that an autograd function returns, inside
         # a checkpoint too, so it gets the plain composition. It fuses no matmul, so all wide copies here are memory, and it keeps that of x.
         low = F.linear(x.to(down.dtype), down) * scaling
         result = base(x)
         return F.linear(low, up).to(torch.promote_types(up.dtype, result.dtype)).add_(result).to(result.dtype)
     out: Tensor
-    if (split := _split_for(x, down, up)) is not None:
+    if split is not None:
         shared, placeholder, left, right = _SplitLowRank.apply(x, down, up, scaling, split)
         out = _SplitSum.apply(base(shared), placeholder, left, right)
     else:
@@ -167,10 +166,10 @@ class _SplitLowRank(torch.autograd.Function):
     """`_LowRank` on tensor cores: also the input for the frozen layer, whose gradient comes back here and takes up this one's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float, split: "_Split") -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float, split: Split) -> tuple[Tensor, ...]:
         rank, shared = len(down), x.view_as(x)
         of_down, of_up = split.factors(down, up)
-        low, left = split.products(_wide(x.flatten(0, -2), of_down[: 3 * rank].T), rank, scaling)
+        low, left = split.products(wide_product(x.flatten(0, -2), of_down[: 3 * rank].T), rank, scaling)
         ctx.save_for_backward(x, down, up, low)
         ctx.scaling, ctx.split = scaling, split
         ctx.mark_non_differentiable(left, of_up, *(() if x.requires_grad else (shared,)))
@@ -179,16 +178,11 @@ class _SplitLowRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor | None, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        x, down, up, low = ctx.saved_tensors
-        rank, split, d_down, d_up = len(down), ctx.split, None, None
-        rows, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
-        of_down, of_up = split.factors(down, up)
-        d_low = split.products(_wide(gradient, of_up[:, : 3 * rank]), rank, ctx.scaling)[1]
-        if ctx.needs_input_grad[2]:
-            left = split.products(low, rank, 1.0)[1]
-            d_up = _wide(gradient.T, left[:, : 3 * rank]).view(-1, 3, rank).sum(1)
-        if ctx.needs_input_grad[1]:
-            d_down = _wide(d_low[:, : 3 * rank].T, rows).view(3, *down.shape).sum(0)
+        x, *factors = ctx.saved_tensors
+        saved = x.flatten(0, -2), *factors
+        d_low, of_down, d_down, d_up = ctx.split.gradients(
+            gradient.flatten(0, -2), saved, ctx.scaling, ctx.needs_input_grad[1:3]
+        )
         if d_x is not None:  # summed in fp32, and rounded once
             d_x = d_x.flatten(0, -2).addmm_(d_low, of_down).view_as(x)
         elif ctx.needs_input_grad[0]:  # under dropout, the frozen layer has another input
@@ -212,53 +206,14 @@ class _SplitSum(torch.autograd.Function):
         return gradient, gradient, None, None
 
 
-def _wide(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "n m"]:
-    return torch.mm(a, b, out_dtype=torch.float32)
-
-
-class _Split(NamedTuple):
-    """The functions that split factors and sum products."""
-
-    factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """A [rank, in] and B [out, rank] to right matrices in parts [6 · rank, in] and [out, 6 · rank]."""
-    products: Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
-    """scaling · sum of the terms of [n, terms · rank] in fp32, and the left matrix of its parts [n, 6 · rank]."""
-
-
-def _factor_parts(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return _in_order(down, PARTS[1], 0), _in_order(up, PARTS[1], 1)
-
-
-def _product_parts(products: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    low = products if products.shape[1] == rank else products.view(len(products), -1, rank).sum(1) * scaling
-    return low, _in_order(low, PARTS[0], 1)
-
-
-def _in_order(wide: Tensor, order: Sequence[int], axis: int) -> Tensor:
-    parts = _parts(wide)
-    return torch.cat([parts[index] for index in order], axis)
-
-
-def _parts(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three bf16 tensors whose sum is an fp32 tensor: each has 8 bits of the 24."""
-    first = wide.bfloat16()
-    rest = wide - first
-    second = rest.bfloat16()
-    return first, second, torch.sub(rest, second, out=torch.empty_like(second))
-
-
-_IN_TORCH = _Split(_factor_parts, _product_parts)
-_IN_KERNELS = _Split(kernels.factor_parts, kernels.product_parts)
-
-
-def _split_for(x: Tensor, down: Tensor, up: Tensor) -> _Split | None:
+def _split_for(x: Tensor, down: Tensor, up: Tensor) -> Split | None:
     """The functions for these factors; None if fp32 products suit the layer better."""
     if x.dtype != torch.bfloat16 or device_kind(x) != "cuda" or {down.dtype, up.dtype} != {torch.float32}:
         return None
-    if settings_in_force().kernels == "triton":
-        return _IN_KERNELS
+    if torch.compiler.is_compiling() or settings_in_force().kernels != "torch":  # compiled code has Triton
+        return IN_KERNELS
     wider = max(down.shape[1], len(up))
-    return _IN_TORCH if x.numel() // x.shape[-1] * wider >= TENSOR_CORES_FROM else None
+    return IN_TORCH if x.numel() // x.shape[-1] * wider >= TENSOR_CORES_FROM else None
 
 
 ASSISTANT = "assistant"

@@ -94,7 +94,7 @@ def _gated_unit_backward(gradient: Tensor, x: Tensor) -> Any:
 
 @_declared("factor_parts(Tensor down, Tensor up) -> (Tensor, Tensor)", "lora_parts", "factors")
 def factor_parts(down: Tensor, up: Tensor) -> Any:
-    """The factors of a LoRA as right matrices of bf16 parts, see `nn/lora.py: PARTS`."""
+    """The factors of a LoRA as right matrices of bf16 parts, see `nn/bf16_parts.py: PARTS`."""
     (rank, width), num_out = down.shape, len(up)
     of_up = up.new_empty(num_out, 6 * rank, dtype=torch.bfloat16)
     return down.new_empty(6 * rank, width, dtype=torch.bfloat16), of_up

@@ -1,0 +1,82 @@
+"""fp32 matrices of a LoRA as sums of bf16 matrices, which a GPU's tensor cores multiply.
+
+Products of bf16 are exact in fp32, and their sums are fp32, so no precision is lost.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.nn.kernels import ops as kernels
+
+PARTS = (0, 1, 2, 0, 0, 1), (2, 1, 0, 0, 1, 0)
+"""Which of its three parts a left and a right matrix consist of, side by side along the rank. Their product has all pairs of parts but the
+three smallest, together at most 2**-24 of the largest, an fp32 rounding. The first three are the complete matrix, for a product with one
+that is bf16 already."""
+
+
+def wide_product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"]) -> Float[Tensor, "n m"]:
+    """The product of bf16 matrices in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+class Split(NamedTuple):
+    """The functions that split factors and sum products."""
+
+    factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """A [rank, in] and B [out, rank] to right matrices in parts [6 · rank, in] and [out, 6 · rank]."""
+    products: Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
+    """scaling · sum of the terms of [n, terms · rank] in fp32, and the left matrix of its parts [n, 6 · rank]."""
+
+    def gradients(
+        self, gradient: Float[Tensor, "n out"], saved: Sequence[Tensor], scaling: float, wanted: Sequence[bool]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The two matrices whose product is the gradient of x, and the gradients of A and of B where they are wanted.
+
+        Args:
+            gradient: That of the layer's result.
+            saved: x [n, in] in bf16, A, B, and scaling · x Aᵀ [n, rank], the last three in fp32.
+            scaling: alpha / rank.
+            wanted: For A, for B.
+        """
+        rows, down, up, low = saved
+        rank, d_down, d_up = len(down), None, None
+        of_down, of_up = self.factors(down, up)
+        d_low = self.products(wide_product(gradient, of_up[:, : 3 * rank]), rank, scaling)[1]
+        if wanted[1]:
+            left = self.products(low, rank, 1.0)[1]
+            d_up = wide_product(gradient.T, left[:, : 3 * rank]).view(-1, 3, rank).sum(1)
+        if wanted[0]:
+            d_down = wide_product(d_low[:, : 3 * rank].T, rows).view(3, *down.shape).sum(0)
+        return d_low, of_down, d_down, d_up
+
+
+def factor_parts(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`Split.factors` in torch."""
+    return _in_order(down, PARTS[1], 0), _in_order(up, PARTS[1], 1)
+
+
+def product_parts(products: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """`Split.products` in torch."""
+    low = products if products.shape[1] == rank else products.view(len(products), -1, rank).sum(1) * scaling
+    return low, _in_order(low, PARTS[0], 1)
+
+
+def _in_order(wide: Tensor, order: Sequence[int], axis: int) -> Tensor:
+    parts = parts_of(wide)
+    return torch.cat([parts[index] for index in order], axis)
+
+
+def parts_of(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three bf16 tensors whose sum is an fp32 tensor: each has 8 bits of the 24."""
+    first = wide.bfloat16()
+    rest = wide - first
+    second = rest.bfloat16()
+    return first, second, torch.sub(rest, second, out=torch.empty_like(second))
+
+
+IN_TORCH = Split(factor_parts, product_parts)
+IN_KERNELS = Split(kernels.factor_parts, kernels.product_parts)
