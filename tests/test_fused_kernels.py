@@ -27,7 +27,7 @@ class Waves(nn.Module):
 @pytest.mark.slow  # importing the compiler takes seconds
 def test_a_chain_of_operations_reads_its_inputs_once_and_writes_its_result_once(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from fused_kernels import _of_block
+    from fused_kernels import kernels_of
 
     carry = Carry(torch.ones(4, 16, requires_grad=True))
     tensor, rate = 4 * 16 * 4, 16 * 4
@@ -35,6 +35,6 @@ def test_a_chain_of_operations_reads_its_inputs_once_and_writes_its_result_once(
         2 * tensor + rate,
         3 * tensor + rate,
     )  # the gradient of x from x, the rate and the gradient above
-    assert _of_block(Waves(), carry) == Counter(
+    assert kernels_of(Waves(), carry) == Counter(
         {Kernel("elementwise", 0, forward): 1, Kernel("elementwise", 0, backward): 1}
     )
