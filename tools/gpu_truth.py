@@ -41,7 +41,7 @@ class Part:
 PARTS = (
     Part(name="facts", seconds=60, about="Versions, precision switches, attention kernels, memory of the context"),
     Part(name="numbers", seconds=120, about="Gradients against the CPU and fp64, with our kernels, and compiled"),
-    Part(name="bitwise", seconds=90, about="Policies, swap and offload against none, with delayed work and copies"),
+    Part(name="bitwise", seconds=120, about="Policies, swap and offload against none, with delayed work and copies"),
     Part(name="quantized", seconds=40, about="Codes, values and a step of a quantized base"),
     Part(name="computed", seconds=30, about="Products in 8 bits against the CPU's, and their time against bf16"),
     Part(name="tests", seconds=120, about="The tests for a GPU"),
@@ -52,7 +52,7 @@ PARTS = (
     Part(name="klein", seconds=60, about="FLUX.2 klein 4B: launches and gaps"),
     Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
     Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
-    Part(name="backends", seconds=90, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
+    Part(name="backends", seconds=150, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
 )
 _LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0
