@@ -40,7 +40,8 @@ GIB = 2**30
 
 
 def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
-    """Medians of interleaved steps of ours and of diffusers', and one step of each by kinds of kernels.
+    """Medians of interleaved steps of ours, with torch's kernels where no others are named, and of diffusers'; one step of each by kinds of
+    kernels.
 
     Args:
         trace: Start of the names of files for the profiler's traces of the first steps; empty for none.
@@ -70,7 +71,7 @@ def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
     }  # fmt: skip
     yield from _timed(steps, args.repeats, device, trace)
     kernels = bench_step.steps_of(args, pair, dtype, kernels="triton" if on_gpu else "torch").ours
-    others = {"kernels": kernels}
+    others = {"kernels = triton (the default on GPUs)" if on_gpu else "kernels": kernels}
     if not tiny:
         others["compiled"] = bench_step.steps_of(args, pair, dtype, compile=True).ours
     for name, step in others.items():
@@ -81,7 +82,7 @@ def speed(device: torch.device, tiny: bool, trace: str = "") -> Rows:
             yield {"name": f"ours, {kind}", "value": problem}
             continue
         with bench_step.computed_in(pair.ours, kind):
-            both = {f"ours, {kind}": eager.ours, f"ours, {kind}, kernels": kernels}
+            both = {f"ours, {kind}": eager.ours, f"ours, {kind}, kernels = triton": kernels}
             yield from attempted(f"ours, {kind}", partial(_timed, both, args.repeats, device))
 
 
