@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from ditkit_core.io.run_dir import RunFolderConfig
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
+from ditkit_core.training.config import TrainConfig
 
 
 class Stages(SimpleNamespace):
@@ -218,7 +219,26 @@ def test_what_print_config_prints_is_a_run_file(
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     assert stages.called is None
     assert cli.run(TOY, "train", [str(tmp_path / "run.toml")]) == 0
-    assert stages.called[1] == RunConfig(run=RunFolderConfig(folder="runs/toy"), adapter=AdapterConfig(rank=7))
+    written = RunConfig(run=RunFolderConfig(folder="runs/toy"), adapter=AdapterConfig(rank=7))
+    assert stages.called[1] == replace(written, train=TrainConfig(kernels="torch")), "what auto is on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("flags", "kernels"),
+    [
+        ((), "torch"),
+        (("--check",), "torch"),
+        (("--audit-precision",), "torch"),
+        (("--plan",), "torch"),
+        (("--plan", "--gpus", "24GiB"), "auto"),  # whose plan says what it would be there
+        (("--fit", "--gpus", "24GiB"), "auto"),  # and writes a run file for any machine
+    ],
+)
+def test_commands_that_run_a_model_here_get_the_kernels_that_run_here(
+    stages: Stages, flags: tuple[str, ...], kernels: str
+) -> None:
+    assert cli.run(TOY, "train", ["--adapter.rank", "7", *flags]) == 0
+    assert stages.called[1].train.kernels == kernels
 
 
 def test_a_run_has_the_name_of_its_run_file_unless_one_is_set(

@@ -18,6 +18,7 @@ class Keys:
     targets: tuple[str, ...] = setting(("q",), resume="refused")
     targets_low: tuple[str, ...] = setting((), resume="refused", part_of="targets")
     alpha: float | None = setting(None, resume="refused")
+    kernels: str = setting("auto", resume="stated", asked_again=("triton",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,16 @@ def test_a_key_that_was_part_of_another_may_have_the_value_of_that() -> None:
         assert compare(older, Tree(keys=Keys(targets_low=same))) == ([], [])
     assert compare(older, Tree(keys=Keys(targets_low=("k",)))).refused == [ConfigChange("keys.targets_low", [], ["k"])]
     assert compare(STORED, Tree(keys=Keys(targets_low=("q",)))).refused == [ConfigChange("keys.targets_low", [], ["q"])]
+
+
+def test_what_a_machine_decided_is_compared_as_it_was_decided() -> None:
+    """Its default is a question, which is no change where a run that is older than the key has no answer stored."""
+    config = Tree(keys=Keys(kernels="torch"))
+    assert compare(STORED | {"keys.kernels": "torch"}, config) == ([], [])
+    assert compare(STORED | {"keys.kernels": "triton"}, config).stated == [
+        ConfigChange("keys.kernels", "triton", "torch")
+    ]
+    assert compare({key: value for key, value in STORED.items() if key != "keys.kernels"}, config) == ([], [])
 
 
 def test_an_optional_value_that_was_set_and_is_not_any_more_is_a_change() -> None:

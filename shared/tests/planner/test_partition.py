@@ -184,7 +184,8 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
 
     found = []
     monkeypatch.setattr(partition, "profile", once)
-    run = run_of(train__devices=("cuda:0", "cuda:1"), data__width=1024, data__height=1024, **flags)
+    devices = ("cuda:0", "cuda:1")
+    run = run_of(train__devices=devices, train__kernels="triton", data__width=1024, data__height=1024, **flags)
     unloaded = unloaded_of(run)
     placed = place(run, unloaded, training=True)
     assert placed.split_points != place(run, unloaded).split_points

@@ -10,7 +10,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import GPU, weakest
 from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.plan import check_plannable
-from ditkit_core.planner.planned_step import work_of
+from ditkit_core.planner.planned_step import with_planned_kernels, work_of
 from ditkit_core.planner.rank_search import RankFit, fit_ranks
 from ditkit_core.planner.ranks.divided import profile_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
@@ -44,6 +44,7 @@ def fit_over_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, li
     )
     title = f"{layout}: ranks.shard = {layout.shard}, ranks.context = {layout.context}"
     (plan,) = found.chosen.plan
+    work = work_of(with_planned_kernels(run, "cuda", (gpu,)))
     own = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
     lines = [
         *changed,
@@ -51,7 +52,7 @@ def fit_over_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, li
         f"each rank ({plan.budget.name}): {own}; page-locked host memory of a machine: {found.plan.host_of_machine / GIB:.1f} GiB",
         f"about {found.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are not hidden; efficiency {time.efficiency or 0:.0%}",
         f"exchanges are an estimate: {time.rates}",
-        *(f"the time is an estimate: {line}" for line in assumptions([gpu], work_of(run))),
+        *(f"the time is an estimate: {line}" for line in assumptions([gpu], work)),
     ]
     return Found(config=config, lines=lines, chosen=found.chosen, title=title, level=level)
 

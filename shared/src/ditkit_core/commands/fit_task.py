@@ -64,7 +64,7 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
 
 def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
     """The search problem of a run on these GPUs."""
-    step, config = planned_step(run), run.config
+    step, config = planned_step(run, gpus=gpus), run.config
     stored = run.stored_as
 
     made: list[Profile] = []

@@ -157,9 +157,10 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
     tried: list[tuple[int, str]] = []
     for change in _single(run):
         changed = with_config(run, change.config)
-        found = profile(planned_step(changed, "cpu").job)
+        step = planned_step(changed, "cpu")
+        found = profile(step.job)
         budget, whole = Budget(name="cpu", total=limit, workspace=0), Partition(devices=(0,) * len(found.blocks))
-        (planned,) = compose(found, whole, [budget], work_of(changed))
+        (planned,) = compose(found, whole, [budget], work_of(step.run))
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"
         tried.append((planned.peak, change.words))

@@ -16,9 +16,12 @@ from ditkit_core.io.torchrun import joined_ranks
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.kernels import with_kernels
 
 _CONTINUED = (("train", ""), ("encode", ""))
 """Commands that continue from their saved state when they are run again after an interruption."""
+_COMPUTING = (("train", ""), ("train", "plan"), ("train", "check"), ("train", "audit_precision"), ("sample", ""))
+"""Commands that run a model on the devices of this machine, or plan to."""
 
 
 def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) -> int:
@@ -37,7 +40,9 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
     }
     about |= {key: json.dumps(value) for key, value in config_values(config).items()}
     try:
-        with joined_ranks(config.ranks, config.train.device, about):
+        with joined_ranks(config.ranks, config.train.device, about) as ranks:
+            if (command, verb_of(command, options)) in _COMPUTING and not getattr(options, "gpus", ""):
+                config = with_kernels(config, ranks)
             status = _stage(command, options)(spec, config, options)
     except UserError as error:
         warn(f"error: {error}")

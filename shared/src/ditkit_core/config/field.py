@@ -22,6 +22,7 @@ def setting(
     formerly: tuple[str, ...] = (),
     part_of: str = "",
     varies: bool = False,
+    asked_again: tuple[Any, ...] = (),
 ) -> Any:
     """A dataclass field with a default and a resume rule.
 
@@ -34,6 +35,15 @@ def setting(
             present name.
         part_of: The field of this section whose value was for this one too, before it was one of its own; empty for none.
         varies: Whether the real default depends on the run file, so that none can be shown.
+        asked_again: Values that the default may become on one machine and not on another: commands that continue from a stored run take
+            the default instead of them.
     """
-    metadata = {"resume": resume, "holds": holds, "formerly": formerly, "part_of": part_of, "varies": varies}
+    metadata = {
+        "resume": resume,
+        "holds": holds,
+        "formerly": formerly,
+        "part_of": part_of,
+        "varies": varies,
+        "asked_again": asked_again,
+    }
     return dataclasses.field(default=default, metadata=metadata)

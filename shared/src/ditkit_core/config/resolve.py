@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ditkit_core.config.cli_args import WHERE
-from ditkit_core.config.schema import config_sections
+from ditkit_core.config.schema import config_fields, config_sections
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.errors import UserError
 
@@ -91,13 +91,14 @@ def _merged(layers: list[Layer]) -> dict[str, Any]:
 
 
 def _stored_layer(tree: type, folder: Path) -> Layer:
-    """A run's stored configuration; unknown keys, which another version wrote, are ignored."""
+    """A run's stored configuration, without unknown keys, which another version wrote, and without what is asked again on each machine."""
     file = folder / "config.toml"
     if not file.is_file():
         raise UserError(
             f"{folder} is not the folder of a run: it has no config.toml; give the folder that was set as run.folder"
         )
-    return Layer(f"in {file}", read_config_file(tree, file, stored=True))
+    values, known = read_config_file(tree, file, stored=True), config_fields(tree)
+    return Layer(f"in {file}", {key: value for key, value in values.items() if value not in known[key].asked_again})
 
 
 def _placed(value: Any, folder: str) -> Any:

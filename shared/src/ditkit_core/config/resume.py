@@ -52,7 +52,7 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
     for key, old in before.items():
         if key not in fields:
             changes.stated.append(ConfigChange(key, old, None))
-        elif key not in stored and values[key] == stored.get(fields[key].part_of):
+        elif key not in stored and (fields[key].asked_again or values[key] == stored.get(fields[key].part_of)):
             continue
         elif old != values[key] and fields[key].resume != "free":
             listed = changes.refused if fields[key].resume == "refused" else changes.stated

@@ -33,6 +33,8 @@ class ConfigField:
     """Former dotted names."""
     part_of: str
     """Dotted name of the key whose value was for this one too, before it was one of its own; empty for none."""
+    asked_again: tuple[Any, ...]
+    """Stored values in whose place a command that continues from them takes the default."""
     doc: str
     """The docstring under the field, on one line; empty when there is none."""
 
@@ -60,6 +62,7 @@ def _config_fields(tree: type) -> Mapping[str, ConfigField]:
                 holds=field.metadata["holds"],
                 formerly=tuple(f"{section}.{name}" for name in field.metadata["formerly"]),
                 part_of=f"{section}.{whole}" if (whole := field.metadata["part_of"]) else "",
+                asked_again=field.metadata["asked_again"],
                 doc=docs.get(field.name, ""),
             )
     return MappingProxyType(described)

@@ -100,7 +100,7 @@ def _product_of_codes(
             of_rows, scale = kernels.round_rows(rows[part], before, codes.dtype)
             kernels.apply_scales(_sums(of_rows, codes), scale, after, bias, out=out[part])
             continue
-        of_rows, scale = _rounded(rows[part] if before is None else rows[part] * before, codes.dtype)
+        of_rows, scale = rounded(rows[part] if before is None else rows[part] * before, codes.dtype)
         wide = _sums(of_rows, codes) * scale
         if after is not None:
             wide.mul_(after)
@@ -115,7 +115,7 @@ def divided(x: Tensor, number: float) -> Tensor:
     return x / x.new_full((), number)
 
 
-def _rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rounded(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of rows [n, k], and their scales [n, 1] in fp32, or fp64 if the rows are. A row that is not finite stays so in its scale."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     largest = torch.linalg.vector_norm(rows, math.inf, 1, keepdim=True).to(wide)

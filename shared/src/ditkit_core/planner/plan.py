@@ -73,7 +73,8 @@ def report_of(
     targets = _targets(run, gpus, host, layout)
     # Notes are about the run as configured.
     notes = (*notes_on(configured), *_notes(configured, targets.gpus))
-    step, work = PlannedStep.of(run, targets.kind, samples, class_images), work_of(run)
+    step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
+    run, work = step.run, work_of(step.run)
     if layout is not None:
         work = work_of_rank(work, layout, adapts=run.config.adapter.method != "full")
     solution = _solve(step, targets, layout, work)
@@ -205,9 +206,9 @@ def check_plannable(run: RunContext, *, here: bool) -> None:
     check_training(run, here=here)
 
 
-def planned_step(run: RunContext, kind: str = "cuda") -> PlannedStep:
+def planned_step(run: RunContext, kind: str = "cuda", gpus: Sequence[hardware.GPU] = ()) -> PlannedStep:
     """A run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
-    return PlannedStep.of(as_held(largest_expert_run(run)), kind)
+    return PlannedStep.of(as_held(largest_expert_run(run)), kind, gpus=gpus)
 
 
 def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:

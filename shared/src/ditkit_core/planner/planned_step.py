@@ -23,6 +23,7 @@ from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.io.files import local_path
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Workload
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.prepare import arch_here
@@ -111,11 +112,29 @@ class PlannedStep:
         kind: str = "cuda",
         samples: Sequence[Sample] | None = None,
         class_images: Sequence[Sample] | None = None,
+        gpus: Sequence[GPU] = (),
     ) -> "PlannedStep":
-        """The step of a run whose model is not built, on a kind of device (`cuda` or `cpu`); samples as for `largest_bucket`."""
+        """The step of a run whose model is not built, on a kind of device (`cuda` or `cpu`); samples as for `largest_bucket`.
+
+        The GPUs, if they are known, say what `train.kernels = auto` would be there; without them it is what it is on recent ones.
+        """
+        run = with_planned_kernels(run, kind, gpus)
         arch = arch_here(run.spec, run.config.model)[1]
         adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
         return cls(run=run, bucket=bucket, job=job_of(run, arch, adapter, bucket, kind))
+
+
+def with_planned_kernels(run: RunContext, kind: str, gpus: Sequence[GPU] = ()) -> RunContext:
+    """The run with what `train.kernels = auto` would be on such devices, where Triton is installed and its kernels pass their check.
+
+    A run has resolved the setting before, so this is for plans of devices that are not at hand.
+    """
+    train = run.config.train
+    if train.kernels != "auto":
+        return run
+    # Triton supports no GPU that is older than those that compute in bf16.
+    runs_triton = kind == "cuda" and not train.compile and all(gpu.half == "bf16" for gpu in gpus)
+    return with_config(run, replace(run.config, train=replace(train, kernels="triton" if runs_triton else "torch")))
 
 
 def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, kind: str) -> StepJob:

@@ -26,6 +26,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.expert_runs import folder_of, resolve_arch
+from ditkit_core.run.kernels import with_kernels
 from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
@@ -60,7 +61,7 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
         UserError: For mistakes that the user can fix; previews that are left stay in the queue.
     """
     # The stored configuration: the parent has written what it resolved, flags included.
-    config = resolve(RunConfig, stored=path).on_device(device, streamed)
+    config = with_kernels(resolve(RunConfig, stored=path).on_device(device, streamed))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     run = resolve_arch(create_run(spec, config))

@@ -136,10 +136,11 @@ class TrainConfig:
     `full`, `full+offload`, `budget` and others, for all blocks, or by blocks or devices: `full, 0-9=none`. Results are bitwise identical."""
     attention: str = setting("sdpa", resume="stated")
     """Attention backend; `--help train` has a table of them. `sdpa` lets torch choose the kernel."""
-    kernels: Literal["torch", "triton"] = setting("torch", resume="stated")
+    kernels: Literal["auto", "torch", "triton"] = setting("auto", resume="stated", asked_again=("triton",))
     """Implementation of norms, rotations and gated units on a GPU, of splitting LoRA factors, of converting int8 and nf4 weights, of
-    rounding for base.compute, and of writing updates into bf16 weights: `torch` in several passes over memory, or `triton` in one. Both compute in fp32 and differ in the last
-    bits. `triton` is not timed on a GPU yet, so it is not the default. Compiled blocks leave all of this but the updates to torch's compiler."""
+    rounding for base.compute, and of writing updates into bf16 weights: `torch` in several passes over memory, or `triton` in one. Both
+    compute in fp32 and differ in the last bits. `auto` is `triton` on GPUs where a check of each kernel against torch succeeds as the run
+    starts, and else `torch`; a run stores which. Compiled blocks leave all of this but the updates to torch's compiler, and `auto` is `torch`."""
     compile: bool | str = setting(False, resume="stated")
     """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
     other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on

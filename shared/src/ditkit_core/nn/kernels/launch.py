@@ -5,6 +5,7 @@ where they are bitwise those of torch. Triton 3.9 warns where a launch does not 
 """
 
 import os
+import shutil
 from collections.abc import Collection
 from importlib.util import find_spec
 
@@ -18,22 +19,31 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = find_spec("triton") is not None
 
 
+def why_not(devices: Collection[str]) -> str:
+    """Why the kernels cannot run on devices of these types, as what follows the word triton; empty if nothing is known against it."""
+    if INTERPRETED:
+        return ""
+    if others := [kind for kind in devices if kind != "cuda"]:
+        return f"runs on GPUs only, and this run uses {others[0]}"
+    if not HAS_TRITON:
+        return "needs the package triton, which is not installed here"
+    # Triton builds what launches a kernel with the compiler that CC names, and without CC with gcc or clang; it looks for no cc.
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, ["gcc", "clang"] if named is None else [named])):
+        return (
+            f"needs a C compiler, and {'gcc and clang are' if named is None else f'CC = {named} is'} not installed here"
+        )
+    return ""
+
+
 def check_kernels(name: str, devices: Collection[str]) -> None:
-    """Refuse `train.kernels = "triton"` where Triton is missing or a device of these types is no GPU.
+    """Refuse `train.kernels = "triton"` where something that it needs is missing, or a device of these types is no GPU.
 
     Raises:
         UserError: With what is missing.
     """
-    if name != "triton" or INTERPRETED:
-        return
-    if devices and not HAS_TRITON:
-        raise UserError(
-            "train.kernels = triton needs the package triton, which is not installed here; set train.kernels to torch"
-        )
-    if others := [kind for kind in devices if kind != "cuda"]:
-        raise UserError(
-            f"train.kernels = triton runs on GPUs only, and this run uses {others[0]}; set train.kernels to torch"
-        )
+    if name == "triton" and devices and (reason := why_not(devices)):
+        raise UserError(f"train.kernels = triton {reason}; set train.kernels = torch")
 
 
 def kernels_in_force(x: Tensor) -> bool:

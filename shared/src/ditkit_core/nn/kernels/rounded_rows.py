@@ -1,5 +1,5 @@
 """Inputs of products in 8 bits and results of their sums, each in one pass and bitwise as torch computes them where they are finite;
-reference: `nn/eight_bit_products.py: _rounded` and `_product_of_codes`."""
+reference: `nn/eight_bit_products.py: rounded` and `_product_of_codes`."""
 
 import torch
 import triton

@@ -1,0 +1,100 @@
+"""The check of the Triton kernels against torch on a run's own GPU: it finds a fault in each of them, and says which failed and how."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.runtimes import RUNTIMES
+from ditkit_core.nn import kernel_check
+from ditkit_core.nn.context import settings_in_force
+from ditkit_core.nn.kernel_check import kernel_fault
+from ditkit_core.testing.compiled_runs import printed
+
+CPU = torch.device("cpu")
+SUPPORT = Path(__file__).parents[1] / "support"
+NAMES = {
+    "norm_rotation": "RMS norm over 256 and rotation", "modulated_norm": "layer norm", "gated_unit": "gated unit",
+    "lora_parts": "LoRA", "dequantized.rows": "int8 weights", "dequantized.nf4": "nf4 weights",
+    "rounded_rows.codes_of_rows": "rounding to int8", "rounded_rows.scaled": "scales of products in 8 bits",
+    "rounding": "rounding of bf16 weights",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_fault_in_any_kernel_is_found_and_its_name_said():
+    """Under Triton's interpreter, in a process of its own."""
+    pytest.importorskip("triton")
+    found = printed(SUPPORT / "faulty_kernels.py", TRITON_INTERPRET="1")
+    assert found.pop("none") == ""
+    assert len(found) == 22
+    for fault, said in found.items():
+        (name,) = [NAMES[each] for each in (fault.split()[0], fault.partition(".")[0]) if each in NAMES]
+        assert said.startswith(f"computes {name} wrongly on cpu (off by "), (fault, said)
+
+
+@pytest.fixture
+def cases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts one computation in place of all, with what it is under the kernels."""
+
+    def put(kernels: Callable[[Tensor], Tensor], *, is_bitwise: bool = False) -> None:
+        def function(x: Tensor) -> Tensor:
+            return kernels(x) if settings_in_force().kernels == "triton" else 2 * x
+
+        def made(device: torch.device, has_fp8: bool) -> Iterator[kernel_check._Case]:
+            yield kernel_check._Case("twice x", function, torch.linspace(1, 2, 50), is_bitwise=is_bitwise)
+
+        monkeypatch.setattr(kernel_check, "_cases", made)
+
+    return put
+
+
+def test_a_step_of_bf16_is_no_fault_and_more_is_one_also_in_a_gradient_alone(cases):
+    cases(lambda x: 2 * x)
+    assert kernel_fault(CPU) == ""
+    cases(lambda x: 2 * (x * 1.001))  # less than the rounding to bf16
+    assert kernel_fault(CPU) == ""
+    cases(lambda x: 2.04 * x)
+    assert kernel_fault(CPU) == "computes twice x wrongly on cpu (off by 0.02 of the largest value)"
+    cases(lambda x: 2 * x.detach() + 1.5 * (x - x.detach()))
+    assert kernel_fault(CPU).startswith("computes twice x wrongly on cpu")
+    cases(lambda x: 2 * x * torch.nan)
+    assert kernel_fault(CPU) == "computes twice x wrongly on cpu (off by nan of the largest value)"
+
+
+def test_what_must_be_bitwise_may_not_be_off_by_a_bit(cases):
+    cases(lambda x: 2 * x, is_bitwise=True)
+    assert kernel_fault(CPU) == ""
+    cases(lambda x: 2 * x * (1 + 2**-23), is_bitwise=True)
+    assert kernel_fault(CPU).startswith("computes twice x wrongly on cpu (off by 1e-07")
+
+
+def test_whatever_triton_raises_is_said_in_a_line(cases):
+    def fails(x: Tensor) -> Tensor:
+        raise OSError("[Errno 30] Read-only file system: '/cache'\nwith more lines")
+
+    cases(fails)
+    assert kernel_fault(CPU).startswith(
+        "fails in twice x on cpu (OSError: [Errno 30] Read-only file system: '/cache' with more lines); "
+    )
+
+
+def test_a_gpu_that_a_kernel_leaves_unusable_is_an_error_with_the_remedy(cases, monkeypatch):
+    """An illegal access stays with the process, so that going on with torch would fail in the first step."""
+
+    def broken(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cases(broken)
+    monkeypatch.setattr(torch, "zeros", broken)
+    with pytest.raises(UserError, match=r"cannot use it any more; set train\.kernels = torch"):
+        kernel_fault(CPU)
+
+
+def test_gpus_that_triton_does_not_support_are_named_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setitem(RUNTIMES, "cuda", SimpleNamespace(get_device_capability=lambda device: (7, 5)))
+    assert kernel_fault(torch.device("cuda", 1)) == "needs compute capability 8.0, and cuda:1 has 7.5"

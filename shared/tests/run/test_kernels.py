@@ -1,0 +1,159 @@
+"""What `train.kernels` becomes as a run starts, and what is said of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ditkit_core.config.resolve import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.io.ranks import Ranks
+from ditkit_core.nn.kernels import launch
+from ditkit_core.planner.plan import make_report
+from ditkit_core.planner.planned_step import with_planned_kernels
+from ditkit_core.run import kernels
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
+from ditkit_core.run.kernels import with_kernels
+from ditkit_core.testing.toy import TOY
+
+FAULT = "computes LoRA wrongly on cuda:1 (off by 0.3 of the largest value)"
+
+
+def config(**train: object) -> RunConfig:
+    return resolve(RunConfig, flags={f"train.{name}": value for name, value in train.items()})
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device]]:
+    """Pretends that a run is on such devices, of which some have a fault; returns those that are checked."""
+
+    def pretend(*names: str, **faults: str) -> list[torch.device]:
+        checked: list[torch.device] = []
+        devices = tuple(map(torch.device, names))
+        monkeypatch.setattr(kernels, "training_devices", lambda config: devices)
+        monkeypatch.setattr(launch, "HAS_TRITON", True)
+        monkeypatch.setattr(launch.shutil, "which", lambda name: f"/usr/bin/{name}")
+        monkeypatch.delenv("CC", raising=False)
+
+        def fault(device: torch.device) -> str:
+            checked.append(device)
+            return faults.get(str(device).replace(":", ""), "")
+
+        monkeypatch.setattr(kernels, "kernel_fault", fault)
+        return checked
+
+    return pretend
+
+
+def test_a_cpu_runs_torch_and_nothing_is_said(capfd):
+    assert with_kernels(config()).train.kernels == "torch"
+    assert with_kernels(config(compile=True)).train.kernels == "torch"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_gpus_run_triton_once_each_of_them_has_passed_the_check(gpus, capfd):
+    checked = gpus("cuda:0", "cuda:1")
+    assert with_kernels(config()).train.kernels == "triton"
+    assert list(map(str, checked)) == ["cuda:0", "cuda:1"]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "train.kernels = auto: triton, whose kernels passed a check on cuda:0 and cuda:1"
+
+
+def test_a_kernel_that_fails_is_said_and_the_run_goes_on_with_torch(gpus, capfd):
+    gpus("cuda:0", "cuda:1", cuda1=FAULT)
+    assert with_kernels(config()).train.kernels == "torch"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == f"train.kernels = auto: torch, because triton {FAULT}"
+
+
+def test_triton_that_was_asked_for_and_fails_is_refused(gpus, capfd):
+    gpus("cuda:0", "cuda:1", cuda1=FAULT)
+    with pytest.raises(
+        UserError, match=r"train\.kernels = triton computes LoRA wrongly .*; set train\.kernels = torch"
+    ):
+        with_kernels(config(kernels="triton"))
+    checked = gpus("cuda:0")
+    assert with_kernels(config(kernels="triton")).train.kernels == "triton" and checked
+    checked = gpus("cuda:0", cuda0=FAULT)
+    assert with_kernels(config(kernels="torch")).train.kernels == "torch" and not checked
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("found", "cc", "said"),
+    [
+        ((), None, "triton needs a C compiler, and gcc and clang are not installed here"),
+        (("cc",), None, "triton needs a C compiler, and gcc and clang are not installed here"),
+        (("gcc",), "icc", "triton needs a C compiler, and CC = icc is not installed here"),
+        (("clang",), None, ""),
+        (("icc",), "icc", ""),
+    ],
+)
+def test_without_the_compiler_that_triton_looks_for_torch_runs(gpus, monkeypatch, capfd, found, cc, said):
+    """As `triton/runtime/build.py` looks: CC and nothing else where it is set, else gcc, then clang."""
+    checked = gpus("cuda:0")
+    monkeypatch.setattr(launch.shutil, "which", lambda name: name if name in found else None)
+    if cc is not None:
+        monkeypatch.setenv("CC", cc)
+    assert with_kernels(config()).train.kernels == ("torch" if said else "triton")
+    assert bool(checked) is not bool(said)
+    assert f"because {said}" in capfd.readouterr().err or not said
+
+
+def test_compiled_blocks_other_devices_and_no_triton_run_torch_without_a_check(gpus, monkeypatch, capfd):
+    checked = gpus("cuda:0")
+    assert with_kernels(config(compile=True)).train.kernels == "torch"
+    gpus("cuda:0", "cpu")
+    assert with_kernels(config()).train.kernels == "torch"
+    monkeypatch.setattr(launch, "HAS_TRITON", False)
+    monkeypatch.setattr(kernels, "training_devices", lambda config: (torch.device("cuda", 0),))
+    assert with_kernels(config()).train.kernels == "torch"
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition("because ")[2] for line in said] == [
+        "train.compile has kernels of its own", "triton runs on GPUs only, and this run uses cpu",
+        "triton needs the package triton, which is not installed here",
+    ]  # fmt: skip
+    assert not checked
+
+
+@pytest.mark.parametrize("own", ["", FAULT])
+def test_ranks_that_would_run_different_implementations_are_refused_with_both_and_the_reason(gpus, own):
+    class First(Ranks):
+        def any(self, flag: bool) -> bool:
+            return True
+
+        def all_gather_object(self, value):
+            theirs = {**value, "host": "elsewhere", "train.kernels": "triton" if own else f"torch: triton {FAULT}"}
+            return [value, theirs]
+
+    gpus("cuda:0", cuda0=own)
+    with pytest.raises(
+        UserError, match=r"another train\.kernels \((triton|torch: triton computes LoRA wrongly.*)\) than"
+    ) as error:
+        with_kernels(config(), First(0, 2))
+    assert "(triton)" in str(error.value) and "(torch: triton computes LoRA wrongly on cuda:1" in str(error.value)
+
+
+def test_a_stored_run_that_took_triton_asks_again_where_it_is_continued(tmp_path: Path):
+    """The machine may be another one. What was asked for stays where it cannot fail."""
+    for stored, continued in (("triton", "auto"), ("torch", "torch"), ("auto", "auto")):
+        (tmp_path / "config.toml").write_text(f'[train]\nkernels = "{stored}"\n')
+        assert resolve(RunConfig, stored=tmp_path).train.kernels == continued
+
+
+def run_with(**train: object):
+    flags = {"model.preset": "tiny", "data.frames": 1, "data.height": 64, "data.width": 64, "adapter.rank": 2}
+    return create_run(TOY, resolve(RunConfig, flags=flags | {f"train.{name}": value for name, value in train.items()}))
+
+
+@pytest.mark.usefixtures("equal_steps_are_profiled_once")
+def test_a_plan_is_for_what_auto_would_be_on_its_devices():
+    assert make_report(run_with(), "24GiB").work.kernels == "triton"
+    assert make_report(run_with()).work.kernels == "torch"  # the CPU of this machine
+    assert make_report(run_with(kernels="torch"), "24GiB").work.kernels == "torch"
+    for gpu in ("rtx2080ti", "v100-16,24GiB"):  # older than those that Triton supports
+        assert make_report(run_with(), gpu).work.kernels == "torch"
+    assert with_planned_kernels(run_with(compile=True), "cuda").config.train.kernels == "torch"
+    assert with_planned_kernels(run_with(kernels="triton"), "cpu").config.train.kernels == "triton"
