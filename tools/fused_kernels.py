@@ -130,6 +130,7 @@ def _graphs(block: nn.Module, carry: Any) -> list[_Graph]:
     def backend(module: GraphModule, inputs: Any) -> Any:
         return compile_fx(module, inputs, inner_compile=noted)
 
+    torch._dynamo.reset()  # which would take another size of a block that it knows as a variable
     cpu = torch.device("cpu")
     with FakeTensorMode(), as_on("cuda"):
         for name, parameter in list(block.named_parameters()):

@@ -62,10 +62,11 @@ def low_rank_sum(
         scaling: alpha / rank.
         base: Calls the frozen layer. Its result, and the gradient that it makes for its input, are new, and may be overwritten.
     """
-    is_compiling, split = torch.compiler.is_compiling(), _split_for(x, down, up)
-    if is_compiling and split is not None:
+    is_compiled = torch.compiler.is_compiling() or settings_in_force().kernels == "compiled"
+    split = _split_for(x, down, up)
+    if is_compiled and split is not None:
         return compiled_sum(base(x), x, down, up, scaling)
-    if is_compiling or (split is None and settings_in_force().kernels == "compiled"):
+    if is_compiled:
         # The compiler finds by itself what the backward needs. That of torch 2.11 keeps everything that an autograd function returns, inside
         # a checkpoint too, so it gets the plain composition. It fuses no matmul, so all wide copies here are memory, and it keeps that of x.
         low = F.linear(x.to(down.dtype), down) * scaling
