@@ -17,7 +17,7 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.nn import bf16_parts, compiled_lora
 from ditkit_core.nn import lora as lora_linear
-from ditkit_core.nn.bf16_parts import factor_parts, parts_of, product_parts
+from ditkit_core.nn.bf16_parts import bf16_parts_of, split_factors, split_products
 from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.lora import _split_for, low_rank_sum
 from ditkit_core.planner.memory_tracker import fake_tensors
@@ -155,7 +155,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> ExitStack:
 
 def test_an_fp32_number_is_three_of_bf16():
     wide = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.linspace(-25, 25, 1000)
-    parts = parts_of(wide)
+    parts = bf16_parts_of(wide)
     assert {part.dtype for part in parts} == {torch.bfloat16}
     assert torch.equal(sum(part.double() for part in parts), wide.double())
 
@@ -163,8 +163,8 @@ def test_an_fp32_number_is_three_of_bf16():
 def test_what_the_cross_terms_leave_out_is_below_a_rounding():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(40, 32, generator=generator), torch.randn(32, 50, generator=generator)
-    left = product_parts(a, 32, 1.0)[1].double()
-    for right in factor_parts(b, b)[0].double(), factor_parts(b.T, b.T)[1].double().T:
+    left = split_products(a, 32, 1.0)[1].double()
+    for right in split_factors(b, b)[0].double(), split_factors(b.T, b.T)[1].double().T:
         a, b = a.double(), b.double()
         assert ((left @ right - a @ b).abs() <= 2**-23 * (a.abs() @ b.abs())).all()
         assert torch.equal(left[:, :96].unflatten(1, (3, 32)).sum(1), a)

@@ -7,10 +7,10 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.nn.attention.support import SUPPORT
-from ditkit_core.run.capability import check_capability
 from ditkit_core.run.checks import check_preview_device, check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.gpus import check_capability
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.config import TrainConfig

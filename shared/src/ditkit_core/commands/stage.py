@@ -16,7 +16,7 @@ from ditkit_core.io.torchrun import joined_ranks
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.kernels import with_kernels
+from ditkit_core.run.gpus import with_kernels
 
 _CONTINUED = (("train", ""), ("encode", ""))
 """Commands that continue from their saved state when they are run again after an interruption."""

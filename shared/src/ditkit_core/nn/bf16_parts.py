@@ -54,23 +54,23 @@ class Split(NamedTuple):
         return d_low, of_down, d_down, d_up
 
 
-def factor_parts(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def split_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """`Split.factors` in torch."""
     return _in_order(down, PARTS[1], 0), _in_order(up, PARTS[1], 1)
 
 
-def product_parts(products: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+def split_products(products: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     """`Split.products` in torch."""
     low = products if products.shape[1] == rank else products.view(len(products), -1, rank).sum(1) * scaling
     return low, _in_order(low, PARTS[0], 1)
 
 
 def _in_order(wide: Tensor, order: Sequence[int], axis: int) -> Tensor:
-    parts = parts_of(wide)
+    parts = bf16_parts_of(wide)
     return torch.cat([parts[index] for index in order], axis)
 
 
-def parts_of(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def bf16_parts_of(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three bf16 tensors whose sum is an fp32 tensor: each has 8 bits of the 24."""
     first = wide.bfloat16()
     rest = wide - first
@@ -78,5 +78,5 @@ def parts_of(wide: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, second, torch.sub(rest, second, out=torch.empty_like(second))
 
 
-IN_TORCH = Split(factor_parts, product_parts)
+IN_TORCH = Split(split_factors, split_products)
 IN_KERNELS = Split(kernels.factor_parts, kernels.product_parts)

@@ -26,7 +26,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.expert_runs import folder_of, resolve_arch
-from ditkit_core.run.kernels import with_kernels
+from ditkit_core.run.gpus import with_kernels
 from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage

@@ -17,10 +17,10 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.torchrun import launched
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
-from ditkit_core.run.capability import check_capability
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.experts import check_merges
+from ditkit_core.run.gpus import check_capability
 from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optim.optimizers import optimizers_that

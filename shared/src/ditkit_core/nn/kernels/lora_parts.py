@@ -1,4 +1,4 @@
-"""Factors and low-rank products of a LoRA as sums of bf16 matrices, for tensor cores; reference: `nn/bf16_parts.py: factor_parts` and `product_parts`."""
+"""Factors and low-rank products of a LoRA as sums of bf16 matrices, for tensor cores; reference: `nn/bf16_parts.py: split_factors` and `split_products`."""
 
 import torch
 import triton

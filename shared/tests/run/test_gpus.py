@@ -12,10 +12,10 @@ from ditkit_core.io.ranks import Ranks
 from ditkit_core.nn.kernels import launch
 from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.planned_step import with_planned_kernels
-from ditkit_core.run import kernels
+from ditkit_core.run import gpus as run_gpus
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.kernels import with_kernels
+from ditkit_core.run.gpus import with_kernels
 from ditkit_core.testing.toy import TOY
 
 FAULT = "computes LoRA wrongly on cuda:1 (off by 0.3 of the largest value)"
@@ -32,7 +32,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device]]:
     def pretend(*names: str, **faults: str) -> list[torch.device]:
         checked: list[torch.device] = []
         devices = tuple(map(torch.device, names))
-        monkeypatch.setattr(kernels, "training_devices", lambda config: devices)
+        monkeypatch.setattr(run_gpus, "training_devices", lambda config: devices)
         monkeypatch.setattr(launch, "HAS_TRITON", True)
         monkeypatch.setattr(launch.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.delenv("CC", raising=False)
@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device]]:
             checked.append(device)
             return faults.get(str(device).replace(":", ""), "")
 
-        monkeypatch.setattr(kernels, "kernel_fault", fault)
+        monkeypatch.setattr(run_gpus, "kernel_fault", fault)
         return checked
 
     return pretend
@@ -108,7 +108,7 @@ def test_compiled_blocks_other_devices_and_no_triton_run_torch_without_a_check(g
     gpus("cuda:0", "cpu")
     assert with_kernels(config()).train.kernels == "torch"
     monkeypatch.setattr(launch, "HAS_TRITON", False)
-    monkeypatch.setattr(kernels, "training_devices", lambda config: (torch.device("cuda", 0),))
+    monkeypatch.setattr(run_gpus, "training_devices", lambda config: (torch.device("cuda", 0),))
     assert with_kernels(config()).train.kernels == "torch"
     said = capfd.readouterr().err.splitlines()
     assert [line.partition("because ")[2] for line in said] == [
