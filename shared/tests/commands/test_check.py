@@ -329,6 +329,7 @@ def test_memory_is_planned_for_accelerators(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     wide = add_picture(world, "../class/0.png", 9, (16, 64))
     flags = ("--model.transformer", "somebody/model", "--data.buckets", "true", "--data.on_bad", "skip")
+    flags += ("--train.kernels", "torch")  # others are checked on the GPU
     _, found = check(world, *flags, "--train.device", "cuda:0", "--prior.folder", str(wide.parent))
     assert found["memory"]["batch"].startswith("1 x 16x32 (the largest of the class images")
     add_picture(world, "wide.png", 9, (16, 64))
