@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import ditkit_core
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash, flush, json_hash, temporary_path
 from ditkit_core.training.config import SaveConfig
@@ -133,7 +133,7 @@ def _write_index(folder: Path, state: State, files: Written) -> None:
         "held_out": state.held_out,
         "metrics": state.metrics,
         "values": state.values,
-        "versions": {"ditkit-core": version("ditkit-core"), "torch": torch.__version__},
+        "versions": {"ditkit-core": ditkit_core.__version__, "torch": torch.__version__},
         "files": files,
     }
     text = json.dumps({**index, _DIGEST: json_hash(index)}, indent=1)

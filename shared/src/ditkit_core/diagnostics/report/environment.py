@@ -6,11 +6,11 @@ import platform
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
+import ditkit_core
 from ditkit_core.data.dataset import Dataset
 from ditkit_core.io.files import dicts_of, json_part, write_text
 from ditkit_core.io.run_dir import RunFolder
@@ -23,7 +23,7 @@ def describe_environment(devices: Sequence[torch.device], precision: str) -> dic
     """Versions, devices and the dtype of each place, without names of machines or users: reports are shared."""
     return {
         "devices": ", ".join(map(_device, devices)),
-        "ditkit": version("ditkit-core"),
+        "ditkit": ditkit_core.__version__,
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
         "Python": platform.python_version(),
