@@ -20,16 +20,18 @@ def norm_of(dim: int, dtype: torch.dtype = torch.float64) -> nn.RMSNorm:
     return norm
 
 
-def tables(tokens: int, head_dim: int) -> torch.Tensor:
-    return rotary_table(axis_angles(torch.arange(tokens), head_dim // 2, 10_000.0)[None, :, None], torch.float64)
+def tables(tokens: int, head_dim: int, samples: int = 1) -> torch.Tensor:
+    positions = torch.arange(samples * tokens).view(samples, tokens, 1)
+    return rotary_table(axis_angles(positions, head_dim // 2, 10_000.0), torch.float64)
 
 
 @pytest.mark.parametrize("width", [24, 12], ids=["full width", "per head"])
-@pytest.mark.parametrize("rotated", [False, True])
-def test_norm_and_rotation_equal_the_composition_in_fp64(rotated, width):
+@pytest.mark.parametrize("layouts", [0, 1, 2])
+def test_norm_and_rotation_equal_the_composition_in_fp64(layouts, width):
+    """Without positions, with those of all samples, with those of each."""
     torch.manual_seed(0)
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
-    norm, rotary = norm_of(width), tables(5, 12) if rotated else None
+    norm, rotary = norm_of(width), tables(5, 12, layouts) if layouts else None
     ours = normalised_heads(x, norm, 2, Precision(matmul=torch.float64), rotary)
     plain = F.rms_norm(x.unflatten(-1, (-1, width)), (width,), norm.weight, 1e-6).flatten(-2).unflatten(-1, (2, -1))
     plain = plain if rotary is None else rotate(plain, *rotary.unbind(-1))

@@ -1,11 +1,12 @@
 """Whether the Triton kernels compute on a GPU what torch computes there, which only that GPU with its driver and its Triton can say.
 
 The functions that call the kernels run twice, forward and backward: with the kernels on bf16, as most of a run, and with torch on the same
-values in fp32. Codes, what is made of them, and rounded weights are compared bitwise. Each kernel runs in one variant, the norm in those of
-both families, so that little is compiled; Triton keeps that on disk.
+values in fp64. Codes, what is made of them, and rounded weights are compared bitwise. Each kernel runs in one variant, the norm in those of
+both families, so that little is compiled; Triton keeps that on disk. Tests make the same cases of other shapes, dtypes and layouts.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.runtimes import runtime_of
-from ditkit_core.models.precision import PrecisionConfig
+from ditkit_core.models.precision import Precision
 from ditkit_core.nn.context import BlockSettings, block_settings, settings_in_force
 from ditkit_core.nn.eight_bit_products import rounded
 from ditkit_core.nn.functional import gated_unit, modulated_norm, normalised_heads
@@ -31,14 +32,16 @@ _OLDEST, _WITH_FP8 = (8, 0), (8, 9)
 _TOKENS, _WIDTH, _HEAD = 7, 5120, 128  # few tokens of Wan 14B's width, over which several warps sum
 
 
-class _Case(NamedTuple):
+class KernelCase(NamedTuple):
+    """A computation that has kernels, and what it is computed of."""
+
     name: str
-    function: Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+    function: Callable[..., Tensor | tuple[Tensor, ...]]
     """Of one result the gradients are compared too."""
-    x: Tensor
-    trained: tuple[Tensor, ...] = ()
-    """Tensors besides x with a gradient."""
+    inputs: tuple[Tensor, ...]
+    """Its arguments, as the kernels get them; those that require gradients get some."""
     is_bitwise: bool = False
+    """Whether torch computes with the same arguments, and the results have to have the same bits."""
 
 
 def kernel_fault(device: torch.device) -> str:
@@ -56,7 +59,7 @@ def kernel_fault(device: torch.device) -> str:
         try:
             # A compiler, a linker, a driver or a disk may fail, each in its own way, and a run can do without the kernels.
             with given_to_library(f"fails in {case.name} on {device}", "torch runs without it"):
-                error = _error(case)
+                error = error_of(case)
         except UserError as failure:
             try:
                 torch.zeros(1, device=device).item()
@@ -69,12 +72,15 @@ def kernel_fault(device: torch.device) -> str:
     return ""
 
 
-def _error(case: _Case) -> float:
+def error_of(case: KernelCase) -> float:
+    """The largest difference between the kernels and torch in results and gradients, in the units of `LIMIT`."""
+    exact = case.inputs
+    if not case.is_bitwise:
+        exact = tuple(x.detach().double().contiguous().requires_grad_(x.requires_grad) for x in exact)
     made = []
-    for name in ("triton", "torch"):
-        dtype = torch.bfloat16 if name == "triton" and not case.is_bitwise else torch.float32
+    for name, inputs in (("triton", case.inputs), ("torch", exact)):
         with block_settings(BlockSettings(kernels=name)):
-            made.append(_results(case, dtype))
+            made.append(_results(case, inputs))
     return float(torch.stack([_apart(ours, exact, case.is_bitwise) for ours, exact in zip(*made, strict=True)]).max())
 
 
@@ -84,95 +90,139 @@ def _apart(ours: Tensor, exact: Tensor, is_bitwise: bool) -> Tensor:
     return ((ours.double() - wide).abs() - step).relu().max() / wide.abs().max()
 
 
-def _results(case: _Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The results of a case for x in a dtype; of one result also the gradients."""
-    x = case.x.to(dtype).requires_grad_()
-    results = case.function(x)
+def _results(case: KernelCase, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results of a case; of one result also the gradients, of an upstream gradient that every dtype has."""
+    results = case.function(*inputs)
     if isinstance(results, tuple):
         return results
-    # Values of x in another order: with x itself some gradients would almost vanish.
-    upstream = case.x.flatten().flip(0)[: results.numel()].view_as(results).to(results.dtype)
-    return results.detach(), *torch.autograd.grad(results, [x, *case.trained], upstream)
+    upstream = torch.randn(results.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu").bfloat16()
+    trained = [x for x in inputs if x.requires_grad]
+    return results.detach(), *torch.autograd.grad(results, trained, upstream.to(results))
 
 
-def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[_Case]:
+def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
     random = torch.Generator().manual_seed(0)  # the process's own generators stay as they are
 
     def values(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random).bfloat16().float().to(device)
 
-    yield from _of_blocks(values)
-    yield from _of_codes(values, (torch.int8, torch.float8_e4m3fn)[: 1 + has_fp8])
-
-
-def _of_blocks(values: Callable[..., Tensor]) -> Iterator[_Case]:
-    """What lies between matmuls, and the parts of a LoRA."""
-    x, table = values(2, _TOKENS, _WIDTH), values(1, _TOKENS, 1, _HEAD // 2, 2)
+    x, table = values(2, _TOKENS, _WIDTH).bfloat16(), values(1, _TOKENS, 1, _HEAD // 2, 2)
     for width in (_WIDTH, _HEAD):
-        norm = nn.RMSNorm(width, eps=1e-6, device=x.device)
-        norm.weight.data.copy_(values(width))
-
-        def rotated(x: Tensor, norm: nn.RMSNorm = norm) -> Tensor:
-            return normalised_heads(x, norm, _WIDTH // _HEAD, PrecisionConfig().precision(x.dtype, {}), table)
-
-        yield _Case(f"RMS norm over {width} and rotation", rotated, x, (norm.weight,))
-
-    scale, shift = values(2, 1, _WIDTH).requires_grad_(), values(2, 1, _WIDTH).requires_grad_()
-
-    def modulated(x: Tensor) -> Tensor:
-        return modulated_norm(x, scale, shift, 1e-6, torch.float32, x.dtype)
-
-    yield _Case("layer norm", modulated, x, (scale, shift))
-    yield _Case("gated unit", gated_unit, x)
-    down, up = values(32, _WIDTH).requires_grad_(), values(_WIDTH // 8, 32).requires_grad_()
-    frozen = x.new_zeros(_WIDTH // 8, _WIDTH)
-
-    def adapted(x: Tensor) -> Tensor:
-        return low_rank_sum(x, down, up, 0.3, lambda x: F.linear(x, frozen.to(x.dtype)))
-
-    yield _Case("LoRA", adapted, x, (down, up))
-
-
-def _of_codes(values: Callable[..., Tensor], formats: Iterable[torch.dtype]) -> Iterator[_Case]:
-    """Codes, what is made of them, and rounded weights."""
-
-    def is_fused() -> bool:
-        return settings_in_force().kernels == "triton"
-
-    x = values(2 * _TOKENS, _WIDTH)
+        yield normed_heads(x, values(width), table, _WIDTH // _HEAD)
+    yield modulated(x, values(2, 1, _WIDTH), values(2, 1, _WIDTH))
+    yield gated(x)
+    yield adapted(x, values(32, _WIDTH), values(_WIDTH // 8, 32), 0.3)
     for kind in ("int8", "nf4"):
-        layer = QuantizedLinear(1024, 48, kind, bias=False).to(x.device)
-        layer.set_weight(values(48, 1024))
-        # Products with rows of zeros and a one are exact.
-        yield _Case(f"{kind} weights", layer, torch.eye(1024, device=x.device), is_bitwise=True)
+        yield dequantized(kind, values(65, 1088))  # several groups of scales, the last one short
+    wide, columns = values(2 * _TOKENS, _WIDTH), values(1, _WIDTH)
+    yield from rounded_to_codes(wide, columns, (torch.int8, torch.float8_e4m3fn)[: 1 + has_fp8])
+    yield _scaled((wide * 2**16).int(), values(2 * _TOKENS, 1), columns, values(_WIDTH))
+    yield written(wide * 1.001, start=3, of=wide.numel() + 7)
 
-    columns, rows, bias = values(1, _WIDTH), values(2 * _TOKENS, 1), values(_WIDTH)
+
+def normed_heads(
+    x: Tensor, weight: Tensor, table: Tensor | None, heads: int, *, heads_first: bool = False
+) -> KernelCase:
+    """RMS norm over as many features as there are weights, and rotation by a table; `heads_first`: gradients have heads before tokens."""
+
+    def function(x: Tensor, weight: Tensor, table: Tensor | None = None) -> Tensor:
+        norm = with_tensors(nn.RMSNorm(len(weight), eps=1e-6), weight=weight)
+        out = normalised_heads(x, norm, heads, Precision(matmul=x.dtype), table)
+        return out.transpose(1, 2) if heads_first else out
+
+    inputs = (x.requires_grad_(), weight.requires_grad_(), *([] if table is None else [table]))
+    return KernelCase(f"RMS norm over {len(weight)} and rotation", function, inputs)
+
+
+def with_tensors(layer: nn.Module, **tensors: Tensor) -> Any:
+    """A layer with tensors in place of its parameters."""
+    for name, tensor in tensors.items():
+        delattr(layer, name)
+        setattr(layer, name, tensor)
+    return layer
+
+
+def modulated(x: Tensor, scale: Tensor, shift: Tensor, *, trained: bool = True) -> KernelCase:
+    """Layer norm and modulation; `trained`: with gradients of scale and shift."""
+
+    def function(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return modulated_norm(x, scale, shift, 1e-6, scale.dtype, x.dtype)
+
+    affine = (row.requires_grad_(trained) for row in (scale, shift))
+    return KernelCase("layer norm", function, (x.requires_grad_(), *affine))
+
+
+def gated(x: Tensor) -> KernelCase:
+    """The product of one half with a function of the other."""
+    return KernelCase("gated unit", gated_unit, (x.requires_grad_(),))
+
+
+def adapted(x: Tensor, down: Tensor, up: Tensor, scaling: float) -> KernelCase:
+    """A LoRA, over a layer whose own product is exact in bf16: else that would be rounded too."""
+    frozen = torch.eye(len(up), down.shape[1], device=x.device)
+
+    def function(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return low_rank_sum(x, down, up, scaling, lambda x: F.linear(x, frozen.to(x.dtype)))
+
+    return KernelCase("LoRA", function, (x.requires_grad_(), down.requires_grad_(), up.requires_grad_()))
+
+
+def dequantized(kind: str, weight: Tensor) -> KernelCase:
+    """A quantized matrix with no more rows than columns, as it is multiplied forward and backward."""
+    num_out, num_in = weight.shape
+    layer = QuantizedLinear(num_in, num_out, kind, bias=False).to(weight.device)
+    layer.set_weight(weight)
+
+    def both_ways(ones: Tensor) -> tuple[Tensor, ...]:
+        out = layer(ones)
+        return out.detach(), *torch.autograd.grad(out, ones, ones[:, :num_out])
+
+    # Products with rows of zeros and a one are exact.
+    ones = torch.eye(num_in, device=weight.device).requires_grad_()
+    return KernelCase(f"{kind} weights", both_ways, (ones,), is_bitwise=True)
+
+
+def _is_fused() -> bool:
+    return settings_in_force().kernels == "triton"
+
+
+def rounded_to_codes(x: Tensor, columns: Tensor, formats: Iterable[torch.dtype]) -> Iterator[KernelCase]:
+    """Codes of rows in 8 bits, and their scales."""
     for codes in formats:
 
-        def in_codes(x: Tensor, codes: torch.dtype = codes) -> Any:
-            x = x.detach()
-            return kernels.round_rows(x, columns, codes) if is_fused() else rounded(x * columns, codes)
+        def function(x: Tensor, codes: torch.dtype = codes) -> Any:
+            return kernels.round_rows(x, columns, codes) if _is_fused() else rounded(x * columns, codes)
 
-        yield _Case(f"rounding to {str(codes).removeprefix('torch.')}", in_codes, x, is_bitwise=True)
+        yield KernelCase(f"rounding to {str(codes).removeprefix('torch.')}", function, (x,), is_bitwise=True)
 
-    def scaled(x: Tensor) -> tuple[Tensor, ...]:
-        sums, out = (x.detach() * 2**16).int(), torch.empty_like(x)
-        if is_fused():
+
+def _scaled(sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor) -> KernelCase:
+    """Sums of products of codes, with scales and a bias."""
+
+    def function(sums: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty_like(rows * columns)
+        if _is_fused():
             kernels.apply_scales(sums, rows, columns, bias, out=out)
         else:
             out.copy_((sums * rows).mul_(columns).add_(bias))
         return (out,)
 
-    yield _Case("scales of products in 8 bits", scaled, x, is_bitwise=True)
+    return KernelCase("scales of products in 8 bits", function, (sums,), is_bitwise=True)
 
-    def written(x: Tensor) -> tuple[Tensor, ...]:
-        values, fused = x.detach() * 1.001, is_fused()
-        weights, rest = (
-            [torch.empty_like(values, dtype=torch.bfloat16) for _ in range(2)],
-            torch.empty_like(values, dtype=torch.int16),
-        )
-        write_stochastic(weights[0], values.clone(), 0x9123456789ABCDEF, start=3, of=values.numel() + 7, fused=fused)
-        write_split(weights[1], values.clone(), rest, fused=fused)
-        return *weights, rest, joined(weights[1], rest, fused=fused)
 
-    yield _Case("rounding of bf16 weights", written, x, is_bitwise=True)
+def written(values: Tensor, *, start: int = 0, of: int | None = None) -> KernelCase:
+    """fp32 values rounded to bf16 at random as those from `start` on of `of`, split into bf16 and a remainder, and joined again."""
+
+    def function(values: Tensor) -> tuple[Tensor, ...]:
+        fused, bf16 = _is_fused(), torch.bfloat16
+        random, nearest, rest = (torch.empty_like(values, dtype=dtype) for dtype in (bf16, bf16, torch.int16))
+        write_stochastic(random, values.clone(), 0x9123456789ABCDEF, start=start, of=of, fused=fused)
+        write_split(nearest, values.clone(), rest, fused=fused)
+        return _bits(random), _bits(nearest), rest, _bits(joined(nearest, rest, fused=fused))
+
+    return KernelCase("rounding of bf16 weights", function, (values,), is_bitwise=True)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bits of numbers as integers, which also compare where numbers are not finite; of NaN, torch's depend on the processor."""
+    return x.nan_to_num(1.5, math.inf, -math.inf).view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
