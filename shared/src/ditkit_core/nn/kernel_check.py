@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.models.precision import Precision
+from ditkit_core.nn.attention.support import capability_text
 from ditkit_core.nn.context import BlockSettings, block_settings, settings_in_force
 from ditkit_core.nn.eight_bit_products import rounded
 from ditkit_core.nn.functional import gated_unit, modulated_norm, normalised_heads
@@ -53,8 +54,7 @@ def kernel_fault(device: torch.device) -> str:
     runtime = runtime_of(device)
     capability = _WITH_FP8 if runtime is None else runtime.get_device_capability(device)
     if capability < _OLDEST:
-        oldest, own = (".".join(map(str, each)) for each in (_OLDEST, capability))
-        return f"needs compute capability {oldest}, and {device} has {own}"
+        return f"needs compute capability {capability_text(_OLDEST)}, and {device} has {capability_text(capability)}"
     for case in _cases(device, has_fp8=capability >= _WITH_FP8):
         try:
             # A compiler, a linker, a driver or a disk may fail, each in its own way, and a run can do without the kernels.

@@ -10,7 +10,7 @@ import torch
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing, warn
 from ditkit_core.io.ranks import Ranks
-from ditkit_core.nn.attention.support import SUPPORT
+from ditkit_core.nn.attention.support import SUPPORT, capability_text
 from ditkit_core.nn.kernel_check import kernel_fault
 from ditkit_core.nn.kernels.launch import why_not
 from ditkit_core.run.auxiliary import training_devices
@@ -46,8 +46,8 @@ def _check_build(device: torch.device, found: tuple[int, int]) -> None:
     # Otherwise torch says so in one warning among others, and the first operation fails for lack of a "kernel image".
     if built and found < min(built):
         raise UserError(
-            f"torch {torch.__version__} is built for GPUs of compute capability {_written(min(built))} or later, and {device} has "
-            f"{_written(found)}; install a torch for an older CUDA, or choose another device"
+            f"torch {torch.__version__} is built for GPUs of compute capability {capability_text(min(built))} or later, and {device} has "
+            f"{capability_text(found)}; install a torch for an older CUDA, or choose another device"
         )
 
 
@@ -56,8 +56,8 @@ def _check_bf16(run: RunContext, device: torch.device, found: tuple[int, int]) -
     if found < _BF16 and torch.bfloat16 in (run.precision.matmul, run.precision.attention):
         where = "model.dtype" if run.precision.matmul == torch.bfloat16 else "precision.attention"
         raise UserError(
-            f"{where} = bf16 needs a GPU of the generation Ampere or later, compute capability {_written(_BF16)}, and {device} has "
-            f"{_written(found)}; set {where} = fp32, or choose another device"
+            f"{where} = bf16 needs a GPU of the generation Ampere or later, compute capability {capability_text(_BF16)}, and {device} has "
+            f"{capability_text(found)}; set {where} = fp32, or choose another device"
         )
 
 
@@ -66,12 +66,8 @@ def _check_attention(name: str, device: torch.device, found: tuple[int, int]) ->
     if support.least <= found and (support.most is None or found <= support.most):
         return
     raise UserError(
-        f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {_written(found)}; use sdpa"
+        f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {capability_text(found)}; use sdpa"
     )
-
-
-def _written(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:

@@ -13,6 +13,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import TensorSlice
+from ditkit_core.nn.attention.support import capability_text
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtype, quantized_weights
 
 
@@ -104,7 +105,7 @@ def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
             other = ", or base.quantize and base.compute to int8" if (7, 5) <= found else ""
             raise UserError(
                 f"base.compute = {compute} needs a GPU of the generation {_ARCHITECTURES[compute]} or later, compute capability "
-                f"{'.'.join(map(str, _CAPABILITY[compute]))}, and {device} has {'.'.join(map(str, found))}; leave base.compute out{other}"
+                f"{capability_text(_CAPABILITY[compute])}, and {device} has {capability_text(found)}; leave base.compute out{other}"
             )
 
 

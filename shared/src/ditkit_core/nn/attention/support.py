@@ -6,6 +6,11 @@ from typing import Any
 from ditkit_core.io.tables import Table
 
 
+def capability_text(capability: tuple[int, int]) -> str:
+    """A compute capability as NVIDIA writes it, such as 8.9."""
+    return "{}.{}".format(*capability)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Support:
     """What a backend supports."""
@@ -29,8 +34,8 @@ class Support:
     @property
     def capabilities(self) -> str:
         """The compute capabilities of its GPUs: `any`, `8.0+` or `8.0-9.0`."""
-        least = "{}.{}".format(*self.least)
-        return "{}-{}.{}".format(least, *self.most) if self.most else f"{least}+" if any(self.least) else "any"
+        least = capability_text(self.least)
+        return f"{least}-{capability_text(self.most)}" if self.most else f"{least}+" if any(self.least) else "any"
 
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
