@@ -24,6 +24,7 @@ from ditkit_core.nn.kernel_check import (
     gated,
     modulated,
     normed_heads,
+    rounded_to_codes,
     with_tensors,
     written,
 )
@@ -77,23 +78,28 @@ def loras() -> Iterator[KernelCase]:
 
 
 def quantized() -> Iterator[KernelCase]:
-    for num_out, num_in in [(3, 128), (36, 512), (65, 1088)]:
+    for num_out, num_in in [(3, 128), (36, 512), (33, 2112)]:
         for kind in ("int8", "nf4"):
             yield dequantized(kind, torch.randn(num_out, num_in))
+    x = part(37, 2064)
+    x[1] = 0
+    yield from rounded_to_codes(x, torch.randn(1, 2064), (torch.int8, torch.float8_e4m3fn))
     for kind in ("int8", "fp8"):
         for num_out, num_in, rows in [(48, 32, 5), (16, 2064, 37), (4112, 64, 18)]:
             layer = QuantizedLinear(num_in, num_out, kind, bias=True)
             layer.set_weight(torch.randn(num_out, num_in) * torch.logspace(-2, 0, num_out)[:, None])
             layer.bias, layer.in_8_bits = nn.Parameter(torch.randn(num_out), requires_grad=False), True
-            x = torch.randn(rows, num_in)
-            x[1] = 0
+            x = part(rows, num_in)
+            x[1:3] = 0
+            x[2, :4] = torch.tensor([127, 0.5, 1.5, 2.5])  # halfway between codes of int8
             yield KernelCase(f"product of {kind} codes", layer, (x.requires_grad_(),), is_bitwise=True)
 
 
 def bf16_writes() -> Iterator[KernelCase]:
     values = torch.randn(5000) * torch.logspace(-30, 30, 5000)
     # Not finite, the largest, and halfway between two numbers of bf16.
-    values[:6] = torch.tensor([math.nan, math.inf, -math.inf, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8])
+    values[1:6] = torch.tensor([math.inf, -math.inf, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8])
+    values.view(torch.int32)[0] = 0x7FFFFFFF  # CUDA's NaN
     chunk = stochastic_rounding._AT_ONCE
     # Within a chunk, over its end, in one of an odd size.
     for start, of in ((0, None), (chunk - 777, chunk + 5000), (3, 10001)):
