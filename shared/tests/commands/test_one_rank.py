@@ -347,7 +347,7 @@ def test_ranks_with_other_options_are_refused_before_anything_is_written(folder)
     assert not (folder / "other start").exists()
 
 
-@pytest.mark.parametrize("name", ["data", "base", "torch version", "ditkit version"])
+@pytest.mark.parametrize("name", ["data", "base", "torch version", "ditkit version", "kind of device"])
 def test_ranks_with_something_else_are_refused_before_weights_are_read(folder, name):
     (line,) = lines(folder, f"other {name}")
     assert re.search(

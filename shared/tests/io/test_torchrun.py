@@ -362,5 +362,5 @@ def test_gpus_without_nccl_are_refused_with_what_works(monkeypatch):
     with pytest.raises(UserError, match=r"this torch has no NCCL, .* train on one GPU, or set train.device = cpu"):
         torchrun._connect(launch, Store(), on_gpus=True)
     assert not started
-    torchrun._connect(launch, Store(), on_gpus=False)
+    assert torchrun._connect(launch, Store(), on_gpus=False) == "cpu"
     assert started == [("gloo", WITHOUT_LIMIT)], "a rank may encode, compile or generate samples for hours"

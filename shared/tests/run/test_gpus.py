@@ -1,5 +1,6 @@
 """What `train.kernels` becomes as a run starts, and what is said of it."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from ditkit_core.run import gpus as run_gpus
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.gpus import with_kernels
+from ditkit_core.testing.ranks import run_ranks
 from ditkit_core.testing.toy import TOY
 
+SUPPORT = Path(__file__).parents[1] / "support"
 FAULT = "computes LoRA wrongly on cuda:1 (off by 0.3 of the largest value)"
 
 
@@ -119,21 +122,29 @@ def test_compiled_blocks_other_devices_and_no_triton_run_torch_without_a_check(g
 
 
 @pytest.mark.parametrize("own", ["", FAULT])
-def test_ranks_that_would_run_different_implementations_are_refused_with_both_and_the_reason(gpus, own):
+def test_ranks_of_which_one_fails_the_check_all_run_torch_and_that_one_is_named(gpus, capfd, own):
     class First(Ranks):
-        def any(self, flag: bool) -> bool:
-            return True
-
         def all_gather_object(self, value):
-            theirs = {**value, "host": "elsewhere", "train.kernels": "triton" if own else f"torch: triton {FAULT}"}
-            return [value, theirs]
+            return [value, ("elsewhere", "" if own else f"triton {FAULT}")]
 
     gpus("cuda:0", cuda0=own)
-    with pytest.raises(
-        UserError, match=r"another train\.kernels \((triton|torch: triton computes LoRA wrongly.*)\) than"
-    ) as error:
-        with_kernels(config(), First(0, 2))
-    assert "(triton)" in str(error.value) and "(torch: triton computes LoRA wrongly on cuda:1" in str(error.value)
+    assert with_kernels(config(), First(0, 2)).train.kernels == "torch"
+    (line,) = capfd.readouterr().err.splitlines()
+    where = f"rank 0 on {socket.gethostname()}" if own else "rank 1 on elsewhere"
+    assert line == f"train.kernels = auto: torch, because triton {FAULT} ({where})"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_agree_whichever_of_them_has_a_wrong_kernel(tmp_path: Path):
+    """The check itself finds it, and the ranks exchange what they found."""
+    for rank, found in enumerate(run_ranks(SUPPORT / "kernels_of_ranks.py", folder=tmp_path)):
+        assert found["none"] == ["triton", f"triton, whose kernels passed a check on cuda:{rank}"]
+        for wrong in ("0", "1"):
+            kernels, said = found[wrong]
+            assert kernels == "torch"
+            assert said.startswith("torch, because triton computes twice x wrongly on cpu (off by ")
+            assert said.endswith(f"of the largest value) (rank {wrong} on {socket.gethostname()})")
 
 
 def test_a_stored_run_that_took_triton_asks_again_where_it_is_continued(tmp_path: Path):

@@ -233,12 +233,15 @@ def has_another(name: str) -> None:
         SafetensorsSource.fingerprint = lambda source: "another"  # type: ignore[method-assign]
     elif name == "torch version":
         stage.torch = SimpleNamespace(__version__="another", set_num_threads=torch.set_num_threads)  # type: ignore[attr-defined]
+    elif name == "kind of device":
+        connect = torchrun._connect
+        torchrun._connect = lambda *given, **named: connect(*given, **named) and "another"
     else:
         ditkit_core.__version__ = "another"
 
 
 BOTH = 2
-OTHERS = ("data", "base", "torch version", "ditkit version")
+OTHERS = ("data", "base", "torch version", "ditkit version", "kind of device")
 CASES: dict[str, tuple[Callable[[], None], int]] = {
     "alone": (lambda: None, 0),
     "plain": (lambda: None, 0),

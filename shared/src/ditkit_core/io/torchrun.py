@@ -106,9 +106,9 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
     if launch.rank:
         mute()
     try:
-        _connect(launch, store, on_gpus=device != "cpu")
+        kind = _connect(launch, store, on_gpus=device != "cpu")
         ranks = _present = Ranks(launch.rank, launch.size, shard=config.shard, on_step=watch.summarize_loss)
-        ranks.check_same(about)
+        ranks.check_same({"kind of device": kind, **about})
         if device != "cpu":
             ranks.check_own_gpu(launch.local)
         own = Process.this()
@@ -143,11 +143,11 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
     dist.destroy_process_group()
 
 
-def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
-    """Start the process group: gloo for what is on the host, and NCCL where the run trains on GPUs."""
+def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> str:
+    """Start the process group: gloo for what is on the host, and NCCL where the run trains on GPUs; which kind of device this rank trains on."""
     import torch
 
-    dist, backend = distributed(), "gloo"
+    dist, backend, kind = distributed(), "gloo", "cpu"
     if on_gpus and torch.cuda.is_available():
         refuse_shared_gpus(launch.num_local)
         if not dist.is_nccl_available():
@@ -155,7 +155,7 @@ def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
                 "this torch has no NCCL, which several GPUs need; train on one GPU, or set train.device = cpu"
             )
         torch.cuda.set_device(launch.local)
-        backend = "cpu:gloo,cuda:nccl"
+        backend, kind = "cpu:gloo,cuda:nccl", "cuda"
     try:
         with signals_by_default():  # torch waits for the others without a look at signals, also for one that is gone
             dist.init_process_group(
@@ -166,6 +166,7 @@ def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> None:
             f"the ranks cannot connect to each other ({reason_of(error)}); GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network device "
             "that reaches the others"
         ) from error
+    return kind
 
 
 def complain_once(message: str) -> None:

@@ -1,6 +1,7 @@
 """What the GPUs of a run can do, found out before anything is loaded: refusals by their compute capability, and what `train.kernels` is on them."""
 
 import re
+import socket
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -73,16 +74,17 @@ def _check_attention(name: str, device: torch.device, found: tuple[int, int]) ->
 def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
     """The configuration with the implementation that `train.kernels` means here, so that all that reads it sees what runs.
 
-    The kernels are checked on the GPUs that run the model. If there are any, a line says what `auto` is, and why.
+    The kernels are checked on the GPUs that run the model. If there are any, a line says what `auto` is, and why. `auto` is the same on all
+    ranks: torch if a kernel fails on one of them.
 
     Args:
         config: The configuration of the user.
         ranks: The processes that train together; None for this one alone.
 
     Raises:
-        UserError: If a kernel of `triton` fails the check, or ranks do not agree on what `auto` is.
+        UserError: If a kernel of `triton` fails the check.
     """
-    train, ranks = config.train, ranks or Ranks()
+    train = config.train
     if train.kernels == "torch":
         return config
     devices = training_devices(train)
@@ -95,17 +97,26 @@ def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
         why = "train.compile has kernels of its own"
     else:
         reason = why_not([device.type for device in devices]) or _fault(gpus)
-        why = f"triton {reason}" if reason else ""
+        why = _of_ranks(f"triton {reason}" if reason else "", ranks or Ranks())
     chosen: Literal["torch", "triton"] = "triton" if gpus and not why else "torch"
-    # Why a rank differs is said where one does: two GPUs that fail may fail in different ways.
-    differs = ranks.any(chosen == "triton") and chosen == "torch"
-    ranks.check_same({"train.kernels": f"{chosen}: {why}" if differs else chosen})
     if gpus:
         where = " and ".join(map(str, gpus))
         warn(
             f"train.kernels = auto: {chosen}, {f'because {why}' if why else f'whose kernels passed a check on {where}'}"
         )
     return replace(config, train=replace(train, kernels=chosen))
+
+
+def _of_ranks(reason: str, ranks: Ranks) -> str:
+    """The first reason that a rank has against the kernels, with that rank; empty if none has one.
+
+    Ranks with other kernels than the others would train other last bits, and one of them would be as slow as torch anyway.
+    """
+    found = ranks.all_gather_object((socket.gethostname(), reason))
+    return next(
+        (f"{each}{f' (rank {rank} on {host})' * (ranks.size > 1)}" for rank, (host, each) in enumerate(found) if each),
+        "",
+    )
 
 
 def _fault(gpus: Sequence[torch.device]) -> str:
