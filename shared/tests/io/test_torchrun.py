@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,21 @@ def test_a_signal_ends_a_rank_that_waits_for_one_that_starts_late(monkeypatch):
         timer.cancel()
         signal.signal(signal.SIGINT, before)
         thread.join()
+
+
+def test_ranks_wait_in_the_store_as_long_as_in_an_exchange(monkeypatch):
+    """There NCCL waits for the rank that comes last to their first exchange."""
+    whole = torch.distributed.HashStore()
+    whole.set_timeout(timedelta(seconds=0.1))  # in place of the limit of the start
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda url, timeout: iter([(whole, 1, 2)]))
+    for name, value in (("ditkit/round", '["first", {"1": "own"}]'), ("ditkit/first/here/0", "elsewhere")):
+        whole.set(name, value)
+    monkeypatch.setattr(torchrun.uuid, "uuid4", lambda: SimpleNamespace(hex="own"))
+    store = torchrun._store(torchrun._Launch(1, 2, 1, 2))
+    late = threading.Timer(0.3, whole.set, ("ditkit/first/key", "value"))
+    late.start()
+    assert store.get("key") == b"value"
+    late.join()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

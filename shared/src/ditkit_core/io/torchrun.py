@@ -190,7 +190,12 @@ def _store(launch: _Launch, *, wait: bool = True) -> "Store":
         with signals_by_default():  # as in `_connect`
             whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
         early = dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
-        return _rendezvous(launch, whole, early) if wait else cast("Store", early)
+        if not wait:
+            return cast("Store", early)
+        found = _rendezvous(launch, whole, early)
+        # NCCL connects ranks in their first exchange, and waits here for the rank that is last: it may still load, compile or train its step.
+        found.set_timeout(WITHOUT_LIMIT)
+        return found
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the processes cannot connect at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason_of(error)}); start them "
