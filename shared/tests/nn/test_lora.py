@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tensor_cores import TensorCores
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +21,7 @@ from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.lora import _split_for, low_rank_sum
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.compiled_runs import printed
+from ditkit_core.testing.tensor_cores import TensorCores
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 

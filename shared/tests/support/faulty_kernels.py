@@ -5,11 +5,11 @@ import json
 
 import torch
 from kernel_calls import KernelCalls, results_of
-from tensor_cores import TensorCores
 
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
+from ditkit_core.testing.tensor_cores import TensorCores
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 
 import torch
 from kernel_calls import KernelCalls
-from tensor_cores import TensorCores
 from torch import Tensor, nn
 
 from ditkit_core.nn import stochastic_rounding
@@ -30,6 +29,7 @@ from ditkit_core.nn.kernel_check import (
 )
 from ditkit_core.nn.kernels.ops import factor_parts, product_parts
 from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.testing.tensor_cores import TensorCores
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STRIDED = 3

@@ -35,6 +35,19 @@ in their last bits. Measured on one CPU: 1.1e-3, 4.9e-3 and 1.4e-3; which number
 cases cannot be within 1e-4: in a full fine-tune of Wan and FLUX.2 they differ by up to 3.5e-4 (`split`) and 1.5e-4 (`stochastic`)."""
 
 
+def check_training(run: Path, expected: Path, limits: Limits, steps: int = STEPS) -> None:
+    """Check that two runs trained the same within limits: losses and norms of every step, and the save after the last."""
+    for step, (one, other) in enumerate(zip(losses(expected), losses(run), strict=True)):
+        assert other == pytest.approx(one, rel=limits.losses), (run.parent.name, run.name, step)
+    assert _held_out(run, steps) == pytest.approx(_held_out(expected, steps), rel=limits.losses), run.name
+    states = [_save(each, steps).tensors for each in (run, expected)]
+    assert _apart(*(state["trainable"] for state in states)) < limits.weights, (run.parent.name, run.name)
+    gradients = (
+        {key: x for key, x in state["optimizer"].items() if "exp_avg" == key.rpartition("|")[2]} for state in states
+    )
+    assert _apart(*gradients) < limits.gradients, (run.parent.name, run.name)
+
+
 class ShardedConformance:
     """Inherit, and set `script`."""
 
@@ -56,23 +69,13 @@ class ShardedConformance:
             expected, case = losses(folder / f"{name} on 1"), SHARDED[name]
             assert len(expected) == STEPS
             for world in (world for world in self.sharded if name in world.cases(self.cases)):
-                run = folder / f"{name} on {world}"
                 rounded = case.dtype == torch.bfloat16 or "computed" in case.quantize
                 # nf4 multiplies in bf16, and a CPU's kernels may sum a part of the tokens in another order
                 rounded = rounded or (world.context > 1 and case.quantize != "none")
-                found, limits = losses(run), ROUNDED if rounded else EXACT
+                run, limits = folder / f"{name} on {world}", ROUNDED if rounded else EXACT
                 if world.context == 1:
-                    assert found[0][0] == expected[0][0], "the first loss is of the same weights"
-                for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-                    assert other == pytest.approx(one, rel=limits.losses), (name, run.name, step)
-                assert _held_out(run) == pytest.approx(_held_out(folder / f"{name} on 1"), rel=limits.losses)
-                states = [_save(each).tensors for each in (run, folder / f"{name} on 1")]
-                assert _apart(*(state["trainable"] for state in states)) < limits.weights, (name, run.name)
-                gradients = (
-                    {key: x for key, x in state["optimizer"].items() if "exp_avg" == key.rpartition("|")[2]}
-                    for state in states
-                )
-                assert _apart(*gradients) < limits.gradients, (name, run.name)
+                    assert losses(run)[0][0] == expected[0][0], "the first loss is of the same weights"
+                check_training(run, folder / f"{name} on 1", limits)
 
     def test_as_many_ranks_go_on_bitwise(self, folder: Path) -> None:
         """From the middle: weights, average and optimizer state of the last save, its metrics, and validation losses."""
@@ -102,12 +105,12 @@ class EverySharded(ShardedConformance):
     seconds = 900
 
 
-def _save(run: Path) -> State:
-    return load_state(run / "state" / f"step-{STEPS:06d}")
+def _save(run: Path, steps: int = STEPS) -> State:
+    return load_state(run / "state" / f"step-{steps:06d}")
 
 
-def _held_out(run: Path) -> Any:
-    return json.loads((run / "state" / f"step-{STEPS:06d}" / "state.json").read_text())["held_out"]
+def _held_out(run: Path, steps: int) -> Any:
+    return json.loads((run / "state" / f"step-{steps:06d}" / "state.json").read_text())["held_out"]
 
 
 def _apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from shutil import copytree, ignore_patterns
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -93,11 +93,26 @@ SHARDED = {
 }
 """Runs whose weights ranks divide; sums over ranks are taken in another order than in one process."""
 
+BRIEF = {
+    "brief lora": Case("lora", accumulation=3, dtype=torch.bfloat16, decay=0.0, policy="none"),
+    "brief full": Case("full", accumulation=2, decay=0.0),
+    **{
+        f"brief full, {rounding}": replace(
+            SHARDED[f"full in bf16, {rounding}"], accumulation=2, decay=0.0, policy="none"
+        )
+        for rounding in ("stochastic", "split")
+    },
+    "brief lora on nf4": replace(SHARDED["lora on nf4"], accumulation=2, decay=0.0, policy="attn_only"),
+}
+"""Runs in which all Triton kernels of blocks and updates run, with few micro-batches: Triton's interpreter is slow."""
+
+_KNOWN = CASES | SHARDED | BRIEF
+
 
 def can_divide(name: str) -> bool:
     """Whether this torch divides the weights of such a run. A run of the others is refused: torch 2.11 rounds summed gradients, and shards
     no integers."""
-    case = SHARDED[name]
+    case = _KNOWN[name]
     rounds = case.trained == "full" and case.dtype == torch.bfloat16 and not keeps_wide_gradients()
     return not rounds and (shards_integers() or not case.quantize.startswith(("int8", "nf4")))
 
@@ -170,12 +185,15 @@ class Replicas:
     items: Items
     folder: Path
     cases: Sequence[str]
-    """Names of `CASES` or `SHARDED`."""
+    """Names of `CASES`, `SHARDED` or `BRIEF`."""
     divided: Divided = field(default_factory=lambda: Divided(1, 1))
+    kernels: Literal["torch", "triton"] = "torch"
+    held: Sequence[int] = (0, 1, 0)
+    """Places of the held-out items."""
 
     def every(self, ranks: Ranks) -> dict[str, Any]:
         """Train all cases, and return this rank's results by case."""
-        own, results = self._of(ranks), dict[str, Any]()
+        own, results = self.of(ranks), dict[str, Any]()
         for name in self.divided.cases(self.cases):
             results[name] = self.train(name, replace(own))
             if self.divided.again:
@@ -198,9 +216,10 @@ class Replicas:
 
     def loaded(self, ranks: Ranks, runs: Sequence[tuple[str, str]]) -> dict[str, bool]:
         """By run, whether its last save is bitwise the same after it was loaded; runs by folder and case."""
-        return {into: self._loaded(name, into, replace(own)) for own in [self._of(ranks)] for into, name in runs}
+        return {into: self._loaded(name, into, replace(own)) for own in [self.of(ranks)] for into, name in runs}
 
-    def _of(self, ranks: Ranks) -> Ranks:
+    def of(self, ranks: Ranks) -> Ranks:
+        """These ranks, as they divide weights and share tokens."""
         return replace(ranks, shard=self.divided.shard).grouped(self.divided.context)
 
     def _loaded(self, name: str, into: str, ranks: Ranks) -> bool:
@@ -223,7 +242,7 @@ class Replicas:
 
     def made(self, name: str, ranks: Ranks) -> TrainModel:
         """The model of a case, divided if ranks divide weights."""
-        case = (CASES | SHARDED)[name]
+        case = _KNOWN[name]
         model = make_quantized(self.spec, self.arch, case.quantize, dtype=case.dtype, adapter=ADAPTERS[case.trained])
         trainable, shards = trainable_parameters(model), None
         streams = self.spec.architecture.token_streams(self.arch)
@@ -231,24 +250,35 @@ class Replicas:
         if ranks.shard > 1:
             shards = Shards(model, trainable, Precision(matmul=case.dtype), ranks, torch.device("cpu"))
             trainable = shards.local
-        return TrainModel(model, BlockEngine(policy=case.policy, context=context), self.spec, trainable, shards=shards)
+        engine = BlockEngine(policy=case.policy, kernels=self.kernels, context=context)
+        return TrainModel(model, engine, self.spec, trainable, shards=shards)
 
     def train(self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = "") -> dict[str, Any]:
         """Train a case until `steps`, in a folder named after the number of ranks, and return this rank's results for JSON."""
-        case, made = (CASES | SHARDED)[name], self.made(name, ranks)
-        held = Batch(ids=["held 0", "held 1", "held 2"], items=[dict(self.items[place]) for place in (0, 1, 0)])
+        case, made = _KNOWN[name], self.made(name, ranks)
+        held = Batch(
+            ids=[f"held {index}" for index in range(len(self.held))],
+            items=[dict(self.items[place]) for place in self.held],
+        )
         trainer = Trainer(
             made,
             _Data(self.items, case),
             TrainerConfig(
-                train=TrainConfig(steps=steps, accumulation=case.accumulation, seed=5, sentinels=2, clip_norm=0.1),
+                train=TrainConfig(
+                    steps=steps,
+                    accumulation=case.accumulation,
+                    seed=5,
+                    sentinels=2,
+                    clip_norm=0.1,
+                    kernels=self.kernels,
+                ),
                 flow=FlowConfig(weighting="bell"),
                 optim=case.optim,
                 ema=EMAConfig(decay=case.decay),
                 save=SaveConfig(every_steps=3, keep_last=9),
                 log=LogConfig(tensorboard=False),
             ),
-            folder=self.folder / (into or f"{name} on {self.divided if ranks.shard > 1 else ranks.size}"),
+            folder=self.folder / (into or f"{name} on {self.divided if self.divided.size > 1 else ranks.size}"),
             validator=Validator(HeldOutConfig(sigmas=(0.3, 0.8)), held),
             ranks=ranks,
         )

@@ -1,5 +1,7 @@
 """A GPU's products of bf16 matrices, on a CPU."""
 
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -7,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class TensorCores(TorchDispatchMode):
     """Products of bf16 with sums that are not rounded before the end: the CPU has no kernel with a wider result."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.dtype:
             a, b, dtype = args
             return (a.double() @ b.double()).to(dtype)

@@ -1,0 +1,16 @@
+"""FLUX.2 trained with the Triton kernels by several ranks, under Triton's interpreter."""
+
+from pathlib import Path
+
+import pytest
+from kernel_ranks_of_flux2 import CASES
+
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestKernelRanks(KernelRanksConformance):
+    script = Path(__file__).parent / "support" / "kernel_ranks_of_flux2.py"
+    cases = CASES
+    more = ("gated_unit", "gated_unit_backward")

@@ -1,0 +1,15 @@
+"""Wan trained with the Triton kernels by several ranks, under Triton's interpreter."""
+
+from pathlib import Path
+
+import pytest
+from kernel_ranks_of_wan import CASES
+
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestKernelRanks(KernelRanksConformance):
+    script = Path(__file__).parent / "support" / "kernel_ranks_of_wan.py"
+    cases = CASES

@@ -1,0 +1,82 @@
+"""Short training runs with the Triton kernels, by one process and by several ranks: the work of a script that `KernelRanksConformance` starts.
+
+The kernels run as on a GPU, but under Triton's interpreter. Its time goes by programs, whatever their width, some 2 ms for each, and most kernels
+have a program for each token. So items have few tokens.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ditkit_core.io.ranks import Ranks
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.context import as_on
+from ditkit_core.testing.observer import Observer
+from ditkit_core.testing.replicas import Divided, Replicas, forked
+from ditkit_core.testing.tensor_cores import TensorCores
+from ditkit_core.testing.world import ADAPTERS, Items, make_model
+
+ALONE = Divided(1, 1)
+WORLDS = (
+    Divided(2, 1, few=("brief lora", "brief lora on nf4")),
+    Divided(2, 2),
+    Divided(2, 1, context=2, few=("brief lora", "brief lora on nf4", "brief full")),
+    Divided(4, 2, context=2, few=("brief full",)),
+)
+"""Replicas, ranks that divide the weights, ranks that share tokens, and both together."""
+STEPS = 2
+
+
+class Launches(Observer):
+    """Counts the operations of `nn/kernels/ops.py`, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ditkit":
+            self.ran[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None:
+    """The work of a script: the cases with torch in one process, and with the kernels there and in every world. It prints what each rank launched.
+
+    Args:
+        spec: The model family.
+        arch: A small architecture.
+        items: Training samples.
+        cases: Names of `BRIEF`.
+    """
+    torch.set_num_threads(1)
+    make_model(spec, arch, adapter=ADAPTERS["lora"])  # imports peft, which else each of the processes would do
+    folder, found = Path(sys.argv[1]), dict[str, Any]()
+    plain = Replicas(spec, arch, items, folder / "torch", cases, held=(0,))
+    fused = replace(plain, folder=folder / "triton", kernels="triton")
+    for replicas, world in ((plain, ALONE), *((fused, world) for world in (ALONE, *WORLDS))):
+        name = f"{replicas.kernels} on {world if world.size > 1 else 1}"
+        found[name] = forked(world.size, partial(_launches, replace(replicas, divided=world)), folder / name)
+    print(json.dumps(found))
+
+
+def _launches(replicas: Replicas, ranks: Ranks) -> dict[str, dict[str, int]]:
+    """Train the cases of a world; how often this rank launched each kernel, by case."""
+    own, found, fused = replicas.of(ranks), {}, replicas.kernels == "triton"
+    for name in replicas.divided.cases(replicas.cases):
+        with ExitStack() as stack:
+            launches = stack.enter_context(Launches())
+            if fused:
+                stack.enter_context(as_on("cuda"))
+                stack.enter_context(TensorCores())
+            replicas.train(name, replace(own), steps=STEPS)
+        found[name] = dict(launches.ran)
+    return found
