@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ditkit_core.engine import pinned_memory
-from ditkit_core.engine.pinned_memory import HostBuffers, Streamed, host_memory
+from ditkit_core.engine.pinned_memory import HostBuffers, Streamed, host_memory, page_lock
 
 PAGE = mmap.PAGESIZE
 HOST, ONE = torch.device("cpu"), torch.device("cpu:1")
@@ -83,3 +83,19 @@ def test_memory_for_a_gpu_is_page_locked_once_and_by_whole_pages(monkeypatch, ca
     del buffers, held
     gc.collect()
     assert unlocked == [address for address, _ in locked]
+
+
+def test_the_error_of_memory_that_cannot_be_locked_is_taken_at_once(monkeypatch):
+    """CUDA keeps it for whoever launches the next kernel, on this device."""
+    refused = SimpleNamespace(cudart=lambda: SimpleNamespace(cudaHostRegister=lambda *given: 1))
+    launched, locked = [], {}
+
+    def ones(*shape, device):
+        launched.append(device)
+        raise RuntimeError("CUDA error: invalid argument")
+
+    memory = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(pinned_memory, "runtime_of", lambda device: refused)
+    monkeypatch.setattr(torch, "ones", ones)
+    assert not page_lock(memory, ONE, locked)
+    assert launched == [ONE] and not locked

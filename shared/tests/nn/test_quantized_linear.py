@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.nn import eight_bit_products
-from ditkit_core.nn.context import as_on
+from ditkit_core.nn.context import BlockSettings, as_on, block_settings
 from ditkit_core.nn.eight_bit_products import is_exact_on_cpu
 from ditkit_core.nn.quantized_linear import QuantizedLinear, products_in_dtype
 from ditkit_core.planner.memory_tracker import MemoryTracker
@@ -217,6 +217,35 @@ def test_the_operations_of_a_gpu_give_what_the_cpu_gives(kind):
         there = run(layer, x, gradient)
     for a, b in zip(here, there, strict=True):
         torch.testing.assert_close(a, b, rtol=0 if kind == "int8" else 2**-7, atol=0 if kind == "int8" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_gets_matrices_contiguous_along_the_sum_and_adds_up_in_fp32(kind, monkeypatch):
+    """Its tensor cores take fp8 in no other layout, where a CPU takes any; fast sums of fp8 have fewer bits than fp32."""
+    seen = []
+
+    def product(left, right, *, use_fast_accum=False, **scales):
+        seen.append((left.is_contiguous(), right.T.is_contiguous(), use_fast_accum))
+        return (left.float() @ right.float()).to(torch.int32 if kind == "int8" else torch.float32)
+
+    for name in ("_int_mm", "_scaled_mm"):
+        monkeypatch.setattr(torch, name, product)
+    with as_on("cuda"):
+        run(layer_of(kind), sample(64, 20).T, sample(48, 20, seed=4).T)
+    assert seen == [(True, True, False)] * 2
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_fp64_is_computed_without_kernels(in_8_bits):
+    """As an audit's reference is; kernels compute in fp32."""
+    if in_8_bits and not is_exact_on_cpu():
+        pytest.skip("torch's int8 product is wrong on this CPU, so a CPU takes another")
+    layer, x, gradient = layer_of("int8"), sample(20, 64).double(), sample(20, 48, seed=4).double()
+    layer.in_8_bits, layer.bias.data = in_8_bits, layer.bias.double()
+    expected = run(layer, x, gradient)
+    with as_on("cuda"), block_settings(BlockSettings(kernels="triton")):
+        found = run(layer, x, gradient)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)

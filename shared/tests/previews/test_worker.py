@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from preview_runs import FLAGS, check_equal, pending, samples
+from preview_runs import FLAGS, bare, check_equal, pending, samples
 from safetensors.torch import save_file
 from sampling_child import Child, children
 from toy_world import World, equal
@@ -220,16 +220,6 @@ def test_one_that_fails_costs_a_warning_and_can_be_sampled_later(
     assert [each.title for each in read_sections(run)[0].samples] == [f"step {step}" for step in (0, 2, 4)]
 
 
-def bare(world: World, **flags: Any) -> tuple[RunContext, RunFolder]:
-    """A run that draws elsewhere, of which there is the configuration alone."""
-    given = {"run.folder": "run", "sample.device": "cpu", "sample.every_steps": 2, "sample.prompts": ("a",)}
-    config = resolve(RunConfig, flags={"model.preset": next(iter(world.spec.architecture.presets)), **given, **flags})
-    folder = RunFolder(world.folder / "run")
-    folder.pending.mkdir(parents=True)
-    folder.store(config)
-    return create_run(world.spec, config), folder
-
-
 def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     run, folder = bare(world)
     names = {step: f"step-{step:06d}.safetensors" for step in (3, 5, 7, 8)}
@@ -268,6 +258,20 @@ def test_a_preview_that_is_removed_while_it_is_sampled_is_not_missed(
     preview_process.generate_waiting(world.spec, folder.path, "cpu", 0)
     assert came == [f"step-{step:06d}.safetensors" for step in (2, 4, 6)] and pending(folder.path) == []
     assert "step-000002.safetensors was removed" in capsys.readouterr().out
+
+
+def test_previews_have_the_kernels_of_their_own_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run stores those of the devices that train."""
+    _, folder = bare(world)
+    found: list[str] = []
+    own = "triton"
+    monkeypatch.setattr(
+        preview_process, "with_kernels", lambda run: replace(run, train=replace(run.train, kernels=own))
+    )
+    monkeypatch.setattr(preview_process, "_generate", lambda run, *_: found.append(run.config.train.kernels))
+    put(folder.pending, Preview(step=2), {})
+    preview_process.generate_waiting(world.spec, folder.path, "cpu", 0)
+    assert found == [own]
 
 
 @pytest.mark.slow

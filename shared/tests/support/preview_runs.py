@@ -2,10 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from toy_world import World
 
+from ditkit_core.config.resolve import resolve
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.previews.queue import queued
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.metrics import is_of_the_machine
 
@@ -45,3 +51,13 @@ def samples(run: Path) -> dict[str, bytes]:
 
 def pending(run: Path) -> list[str]:
     return [path.name for path in queued(run / "samples" / "pending")]
+
+
+def bare(world: World, **flags: Any) -> tuple[RunContext, RunFolder]:
+    """A run that draws elsewhere, of which there is the configuration alone."""
+    given = {"run.folder": "run", "sample.device": "cpu", "sample.every_steps": 2, "sample.prompts": ("a",)}
+    config = resolve(RunConfig, flags={"model.preset": next(iter(world.spec.architecture.presets)), **given, **flags})
+    folder = RunFolder(world.folder / "run")
+    folder.pending.mkdir(parents=True)
+    folder.store(config)
+    return create_run(world.spec, config), folder

@@ -119,6 +119,12 @@ def test_at_most_one_is_read_ahead_and_none_after_the_last_step() -> None:
     assert [index for index, _ in data.read] == [0, 1, 2, 3]
 
 
+def test_what_was_read_ahead_serves_no_other_micro_batch() -> None:
+    with prefetcher(LazyData()) as batches:
+        for place in ((0, 0), (0, 0), (2, 1)):
+            assert batches.prepared(*place)[:2] == place
+
+
 def test_a_rank_reads_its_own_alone_across_steps() -> None:
     data = LazyData()
     with prefetcher(data, steps=3, accumulation=4, ranks=Ranks(rank=1, size=2)) as batches:
@@ -294,6 +300,16 @@ def test_noise_on_the_device_is_a_function_of_seed_step_place_and_id(gpu: GPU) -
     for item, eps, target in zip(there.items, there.noise, there.targets or (), strict=True):
         assert torch.equal(on_host(target), on_host(eps) - on_host(item["latents"]).float())
     assert abs(float(torch.cat([eps.flatten() for eps in noise]).mean())) < 0.2
+
+
+def test_targets_of_noise_that_the_first_device_samples_are_on_the_last() -> None:
+    one, two = torch.device("cpu:1"), torch.device("cpu:2")
+    with StandIn() as stand_in:
+        made, _ = noise_of(one)
+        there = made.to(one, two).noised
+        assert {eps.device for eps in there.noise} == {one}
+        assert there.targets is not None and {target.device for target in there.targets} == {two}
+    assert stand_in.runtime.log.races == []
 
 
 def test_a_run_with_noise_of_its_device_resumes_bit_by_bit(tmp_path: Path) -> None:
