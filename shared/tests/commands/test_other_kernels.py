@@ -1,9 +1,17 @@
-"""A run that is continued where `train.kernels = auto` is another implementation."""
+"""What `train.kernels = auto` is reaches all of a run, and is stated where a continued run has another implementation."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toy_world import World
+
+from ditkit_core.commands import stage
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.run import checks, model
+from ditkit_core.run.config import RunConfig
+from ditkit_core.training.optim import optimizer
 
 
 @pytest.fixture
@@ -28,3 +36,23 @@ def test_other_kernels_than_before_are_stated_also_where_only_the_machine_change
         assert said.count("changed since") == 1
         assert 'changed since the last part of this run: train.kernels "triton" -> "torch"' in said
         assert 'kernels = "torch"' in file.read_text()
+
+
+def test_what_auto_is_on_a_gpu_reaches_blocks_and_updates(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU computes with torch then."""
+    in_blocks, in_updates = set[str](), set[str]()
+
+    def engine(*, kernels: str = "torch", **given: Any) -> BlockEngine:
+        in_blocks.add(kernels)
+        return BlockEngine(kernels=kernels, **given)
+
+    def on_a_gpu(config: RunConfig, ranks: object) -> RunConfig:
+        return replace(config, train=replace(config.train, kernels="triton"))
+
+    monkeypatch.setattr(stage, "with_kernels", on_a_gpu)
+    monkeypatch.setattr(checks, "check_kernels", lambda *given: None)
+    monkeypatch.setattr(model, "BlockEngine", engine)
+    monkeypatch.setattr(optimizer, "kernels_on", lambda name, x: bool(in_updates.add(name)))
+    whole = ("--adapter.method", "full", "--model.dtype", "bf16", "--optim.rounding", "split")
+    assert world.train("run", 1, *whole, "--sample.captions", "0") == 0
+    assert in_blocks == in_updates == {"triton"}
