@@ -328,7 +328,7 @@ def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: p
     path, folder = adapter(tmp_path / "x.safetensors"), tmp_path / "folder"
     folder.mkdir()
     for flags, message in (
-        (["--to", "official", "--out", path], " exists; name another file"),
+        (["--to", "official", "--out", path], " exists; name another one with --out"),
         (["--to", "official", "--out", folder], "is not a file name"),
         (["--to", "official", "--out", tmp_path / "y.bin"], "is not a file name"),
         (["--rank", "4"], "has rank 4 at most, and a rank can only be reduced"),

@@ -245,6 +245,7 @@ def test_without_a_measurement_there_is_no_best_save(world: World, capsys: pytes
         ("export", ["--out", "."], "--out . is not a file name"),
         ("export", ["--out", "mine.pt"], "ends with .safetensors"),
         ("export", ["--out", "toy.safetensors", "--merge"], "name a folder"),
+        ("export", ["--out", "new.safetensors", "--merge"], "name a folder"),
         ("export", ["--step", "7"], "(it has step-000001); choose another --step"),
         ("sample", ["--sample.captions", "0"], "nothing to sample: give a --prompt"),
     ],

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from ditkit_core.adapters.files.write import Scaled, check_form
 from ditkit_core.adapters.files.write_factored import Factored, check_one_to_one, read_factors, write_factored
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.commands.options import ExportOptions, parse_rank
+from ditkit_core.commands.out import check_free, check_kind
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import local_path
@@ -213,7 +214,8 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     dtype, forms = options.dtype or config.export.dtype, (options.to,) if options.to else config.export.forms
     wanted = replace(config.export, merged=True, dtype=dtype, forms=forms)
     folder = local_path(options.out) if options.out else path.with_name(f"{path.stem}_merged")
-    _check_folder(folder, whole_forms(spec, wanted))
+    check_kind(folder, whole=True)
+    check_free(folder / f"transformer_{form}" for form in whole_forms(spec, wanted))
     source, arch, layers = _base(spec, config, options)
     _check_expert(spec, path, source)
     found = find_adapter(path, spec, part=options.part, layers=layers)
@@ -236,15 +238,6 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         )
         what = f"{len(found.shapes)} modules merged at strength {strength:g}"
         say(f"{each}: {what}; the written weights differ by {worst:.1e} (rounding)")
-
-
-def _check_folder(folder: Path, forms: Collection[str]) -> None:
-    """Refuse an output folder whose files would be overwritten."""
-    if folder.is_file() or folder.suffix == ".safetensors":
-        raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name a folder")
-    for target in (folder / f"transformer_{form}" for form in forms):
-        if any(target.glob("*")):  # an empty folder may exist
-            raise UserError(f"{target} exists; name another folder with --out, or remove it")
 
 
 def _stored(spec: ModelSpec, arch: Any, source: SafetensorsSource) -> StoredParameters:
@@ -352,10 +345,8 @@ def _out(given: str, source: Path, mark: str) -> Path:
     """
     stem = source.name if source.is_dir() else source.name.removesuffix(".index.json").removesuffix(".safetensors")
     path = local_path(given) if given else source.with_name(f"{stem}{mark}.safetensors")
-    if path.is_dir() or path.suffix != ".safetensors":
-        raise UserError(f"--out {path} is not a file name; give one that ends with .safetensors")
-    if path.exists():
-        raise UserError(f"{path} exists; name another file with --out, or remove it")
+    check_kind(path, whole=False)
+    check_free([path])
     return path
 
 

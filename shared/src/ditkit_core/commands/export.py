@@ -31,12 +31,12 @@ from ditkit_core.adapters.files.export_names import (
     rename_adapters,
 )
 from ditkit_core.commands.options import ExportOptions
+from ditkit_core.commands.out import check_free, check_kind
 from ditkit_core.config.toml import read_stored_file
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.files import atomic_folder, atomic_write, local_path
 from ditkit_core.io.hub import check_hub
@@ -70,7 +70,8 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     )
     check_export(spec, wanted, config.adapter)
     check_hub(options.hub)  # before an export, which may take long
-    _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
+    if options.out:
+        check_kind(local_path(options.out), whole=wanted.merged or config.adapter.method == "full")
     run = resolve_arch(create_run(spec, config))
     check_run(with_config(run, replace(run.given.config, export=wanted)))
     folder = config.run_folder
@@ -107,17 +108,18 @@ def _export(
         The files, or the folders of a whole transformer.
     """
     spec, config = run.spec, run.config
+    whole = wanted.merged or config.adapter.method == "full"
     given = local_path(options.out)
     own = given.with_name(f"{given.stem}{expert and '_'}{expert}{given.suffix}") if options.out else None
     if own is not None:
-        _check_free(own, spec, wanted, whole=wanted.merged or config.adapter.method == "full")
+        check_free(_written(own, spec, wanted, whole=whole))
     unloaded = build_model(run)
     prepared = load_model(run, unloaded, place(run, unloaded))
     step = load_trained(prepared, config.run_folder, options.step)
     out = own or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     metadata = export_metadata(run, prepared, step, data="")
-    if wanted.merged or config.adapter.method == "full":
-        target = out.with_suffix("") if out.suffix == ".safetensors" else out
+    if whole:
+        target = own or out.with_suffix("")
         files = _export_transformer(prepared, spec, target, wanted, metadata)
         for form in whole_forms(spec, wanted):
             if limit := why_unverified(spec, wanted, form, prepared.model, whole=True):
@@ -148,26 +150,12 @@ def _export_transformer(
         )
 
 
-def _check_out(out: str, *, whole: bool) -> None:
-    """Refuse an --out of the wrong kind: a whole transformer needs a folder, an adapter a file."""
-    path = local_path(out)
-    if whole and path.is_file():
-        raise UserError(f"--out {out} is a file, and a whole transformer is written into a folder; name a folder")
-    if out and not whole and (path.is_dir() or path.suffix != ".safetensors"):
-        raise UserError(f"--out {out} is not a file name; give one that ends with .safetensors")
-
-
-def _check_free(out: Path, spec: ModelSpec, wanted: ExportConfig, *, whole: bool) -> None:
-    """Refuse an --out that exists: it may be somebody's only copy. Names that the run chooses itself are written anew."""
+def _written(out: Path, spec: ModelSpec, wanted: ExportConfig, *, whole: bool) -> list[Path]:
+    """The folders of a whole transformer, or the files of an adapter, that `--out` names."""
     if whole:
-        folder = out.with_suffix("") if out.suffix == ".safetensors" else out
-        paths = [folder / f"transformer_{form}" for form in whole_forms(spec, wanted)]
-    else:
-        forms = wanted.forms if len(wanted.forms) > 1 else ("official",)  # a single file has the name as it is given
-        paths = [adapter_file(out.parent, out.stem, form) for form in forms]
-    for path in paths:
-        if path.exists():
-            raise UserError(f"{path} exists; name another one with --out, or remove it")
+        return [out / f"transformer_{form}" for form in whole_forms(spec, wanted)]
+    forms = wanted.forms if len(wanted.forms) > 1 else ("official",)  # a single file has the name as it is given
+    return [adapter_file(out.parent, out.stem, form) for form in forms]
 
 
 class Exporter(Callback):
