@@ -16,7 +16,7 @@ from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.config import TrainConfig
 
 GPU = torch.device("cuda:0")
-TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)
+TURING, AMPERE, ADA, HOPPER, B200, BLACKWELL = (7, 5), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 
 
 @pytest.fixture
@@ -66,12 +66,19 @@ def test_a_gpu_that_torch_is_not_built_for_is_refused(gpu):
         ("varlen", TURING, r"8.0\+"),
         ("flash3", BLACKWELL, "8.0-9.0, and cuda:0 has 12.0"),
         ("flash4", ADA, r"9.0\+"),
+        ("sage", B200, r"8.0, 8.6, 8.9, 9.0, 12.0, 12.1, and cuda:0 has 10.0; use sdpa"),
     ],
 )
 def test_attention_that_a_gpu_cannot_run_is_refused(name, found, said, gpu):
     gpu(found)
     with pytest.raises(UserError, match=said):
         check_capability(attention(name, "fp32"), [GPU])
+
+
+@pytest.mark.parametrize("found", [AMPERE, ADA, HOPPER, BLACKWELL])
+def test_sage_runs_on_the_gpus_that_it_has_kernels_for(found, gpu):
+    gpu(found)
+    check_capability(attention("sage"), [GPU])
 
 
 @pytest.mark.parametrize("found", [AMPERE, ADA, HOPPER, BLACKWELL])

@@ -64,7 +64,7 @@ def _check_bf16(run: RunContext, device: torch.device, found: tuple[int, int]) -
 
 def _check_attention(name: str, device: torch.device, found: tuple[int, int]) -> None:
     support = SUPPORT[name]
-    if support.least <= found and (support.most is None or found <= support.most):
+    if support.runs_on(found):
         return
     raise UserError(
         f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {capability_text(found)}; use sdpa"

@@ -346,7 +346,8 @@ def test_the_help_of_train_prints_what_each_backend_can_do(capsys):
     rows = {line.split()[0]: line.split()[1:] for line in support_matrix().splitlines()[2:]}
     assert list(rows) == list(BACKENDS)
     assert rows["sdpa"] == ["yes", "yes", "yes", "any", "any", "any", "torch", "yes"]
-    assert rows["sage"] == ["no", "no", "no", "bf16", "fp16", "cuda", "8.0+", "sageattention", "no"]
+    assert rows["sage"][:7] == ["no", "no", "no", "bf16", "fp16", "cuda", "8.0,"]
+    assert rows["sage"][-3:] == ["12.1", "sageattention", "no"]
     assert rows["flash3"][6] == "8.0-9.0"
     assert rows["varlen"][:3] == ["yes", "yes", "no"]
     assert run(TOY, "export", ["--help"]) == 0

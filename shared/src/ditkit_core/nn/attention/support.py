@@ -30,15 +30,27 @@ class Support:
     """The least compute capability of NVIDIA GPUs that it runs on, with its backward if it has one."""
     most: tuple[int, int] | None = None
     """The highest, if it is only for some generations."""
+    only: tuple[tuple[int, int], ...] = ()
+    """Those that it has kernels for, if it has none for others between `least` and `most`."""
+
+    def runs_on(self, found: tuple[int, int]) -> bool:
+        """Whether it runs on GPUs of a compute capability."""
+        if self.only:
+            return found in self.only
+        return self.least <= found and (self.most is None or found <= self.most)
 
     @property
     def capabilities(self) -> str:
-        """The compute capabilities of its GPUs: `any`, `8.0+` or `8.0-9.0`."""
+        """The compute capabilities of its GPUs: `any`, `8.0+`, `8.0-9.0`, or each by its number."""
+        if self.only:
+            return ", ".join(map(capability_text, self.only))
         least = capability_text(self.least)
         return f"{least}-{capability_text(self.most)}" if self.most else f"{least}+" if any(self.least) else "any"
 
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
+_SAGE = (_AMPERE, (8, 6), (8, 9), _HOPPER, (12, 0), (12, 1))
+"""Source: `sageattn` in thu-ml/SageAttention, sageattention/core.py, which raises for all others, those of data centers after Hopper (10.0) among them."""
 
 
 def _on_gpus(
@@ -70,7 +82,7 @@ SUPPORT: dict[str, Support] = {
     "flash3": _library("flash_attn_interface", most=_HOPPER),
     # Its forward runs from Ampere on.
     "flash4": _library("flash_attn.cute", compiles=False, least=_HOPPER),
-    "sage": _library("sageattention", has_backward=False, compiles=False),
+    "sage": _library("sageattention", has_backward=False, compiles=False, only=_SAGE),
 }
 """By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
 
