@@ -81,6 +81,17 @@ def test_sage_runs_on_the_gpus_that_it_has_kernels_for(found, gpu):
     check_capability(attention("sage"), [GPU])
 
 
+def test_flash4_is_refused_on_a_mix_of_gpus_for_which_it_would_take_one_kernel(gpu, monkeypatch):
+    gpu(HOPPER)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    check_capability(attention("flash4"), [first, second])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {first: HOPPER, second: B200}.__getitem__)
+    check_capability(attention("sdpa"), [first, second])
+    check_capability(attention("flash4"), [second, torch.device("cpu")])
+    with pytest.raises(UserError, match=r"one compute capability in a process, and cuda:0 has 9.0 and cuda:1 has 10.0; use sdpa"):  # fmt: skip
+        check_capability(attention("flash4"), [first, second])
+
+
 @pytest.mark.parametrize("found", [AMPERE, ADA, HOPPER, BLACKWELL])
 def test_attention_of_torch_runs_from_ampere_on(found, gpu):
     gpu(found)

@@ -2,7 +2,7 @@
 
 import re
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -32,12 +32,12 @@ def check_capability(run: RunContext, devices: Collection[torch.device]) -> None
     Raises:
         UserError: With the GPU, its compute capability, and what to set or install.
     """
-    for device in devices:
-        if device.type == "cuda":
-            found = torch.cuda.get_device_capability(device)
-            _check_build(device, found)
-            _check_bf16(run, device, found)
-            _check_attention(run.config.train.attention, device, found)
+    capabilities = {device: torch.cuda.get_device_capability(device) for device in devices if device.type == "cuda"}
+    for device, found in capabilities.items():
+        _check_build(device, found)
+        _check_bf16(run, device, found)
+        _check_attention(run.config.train.attention, device, found)
+    _check_mix(run.config.train.attention, capabilities)
     check_compute_on(run.config.base.compute, devices)
 
 
@@ -69,6 +69,14 @@ def _check_attention(name: str, device: torch.device, found: tuple[int, int]) ->
     raise UserError(
         f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {capability_text(found)}; use sdpa"
     )
+
+
+def _check_mix(name: str, capabilities: Mapping[torch.device, tuple[int, int]]) -> None:
+    if len(set(capabilities.values())) > 1 and not SUPPORT[name].mixes:
+        each = " and ".join(f"{device} has {capability_text(found)}" for device, found in capabilities.items())
+        raise UserError(
+            f"attention backend {name!r} runs on GPUs of one compute capability in a process, and {each}; use sdpa, or GPUs of one kind"
+        )
 
 
 def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:

@@ -30,6 +30,8 @@ class Support:
     """The least compute capability of NVIDIA GPUs that it runs on, with its backward if it has one."""
     most: tuple[int, int] | None = None
     """The highest, if it is only for some generations."""
+    mixes: bool = True
+    """Whether one process can run it on GPUs of different compute capability."""
     only: tuple[tuple[int, int], ...] = ()
     """Those that it has kernels for, if it has none for others between `least` and `most`."""
 
@@ -80,8 +82,9 @@ SUPPORT: dict[str, Support] = {
     "flash2": _library("flash_attn", takes_dropout=True),
     # On later GPUs than Hopper it launches Hopper's kernels, which these cannot run.
     "flash3": _library("flash_attn_interface", most=_HOPPER),
-    # Its forward runs from Ampere on.
-    "flash4": _library("flash_attn.cute", compiles=False, least=_HOPPER),
+    # Its forward runs from Ampere on. It asks once for the compute capability of the current GPU (`_get_device_arch` in Dao-AILab/flash-attention,
+    # flash_attn/cute/interface.py), chooses kernels by that for all GPUs, and `flash_attn_func` does not take another.
+    "flash4": _library("flash_attn.cute", compiles=False, least=_HOPPER, mixes=False),
     "sage": _library("sageattention", has_backward=False, compiles=False, only=_SAGE),
 }
 """By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
