@@ -27,7 +27,16 @@ GIVEN_NAMES = {
 """Names that several modules define because something else calls each of them by it."""
 RANKS = ("io/ranks", "io/torchrun", "engine/sharding/", "training/sharded_checkpoint", "testing/")
 """Modules and folders of the core that use torch.distributed."""
-PLACES_OF_RANKS = ("commands/", "encoding/", "engine/devices", "io/torchrun", "previews/", "run/", "testing/")
+PLACES_OF_RANKS = (
+    "commands/",
+    "encoding/",
+    "engine/devices",
+    "io/launch",
+    "io/torchrun",
+    "previews/",
+    "run/",
+    "testing/",
+)
 """Those that ask which of the ranks this process is. All others are given that as a value, or do not know of ranks."""
 LIBRARY_ERRORS = "ditkit_core/errors"
 """The one module that catches every exception: what a library raises at a foreign file, or a service behind it (`given_to_library`)."""
@@ -132,7 +141,7 @@ def test_exceptions_that_docstrings_name_are_there():
 def uses_ranks(node: ast.AST) -> str:
     """Whether a node uses torch.distributed, or asks which rank this process is."""
     match node:
-        case ast.ImportFrom(module="ditkit_core.io.torchrun"):
+        case ast.ImportFrom(module="ditkit_core.io.torchrun" | "ditkit_core.io.launch"):
             return "asks"
         case ast.Constant(value="WORLD_SIZE" | "LOCAL_RANK" | "LOCAL_WORLD_SIZE"):
             return "asks"

@@ -186,6 +186,15 @@ def test_only_training_runs_in_several_processes(
     )
 
 
+def test_several_processes_without_their_places_do_not_each_train_the_whole_run(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.run(TOY, "train", ["--train.steps", "1"]) == 2
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE = 2 is set without RANK and LOCAL_RANK")
+    assert stages.called is None
+
+
 def test_an_interrupt_is_one_line_and_exit_status_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.launch import launched, local_rank
 from ditkit_core.io.ranks import Ranks, RanksConfig, world
-from ditkit_core.io.torchrun import current_ranks, launched, local_rank
+from ditkit_core.io.torchrun import current_ranks
 
 
 def test_a_process_alone_is_in_no_world():
@@ -60,19 +61,6 @@ def test_a_process_alone_exchanges_nothing():
     assert ranks.on_first(lambda: "made") == "made"
     assert ranks.any(True) and not ranks.barrier()
     assert ranks.bytes_sent == 0 and ranks.is_first
-
-
-@pytest.mark.parametrize("rank, size", [("0", "1"), ("x", "2"), ("0", "")])
-def test_what_is_no_launch_of_several_is_a_process_alone(monkeypatch, rank, size):
-    for name, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": size}.items():
-        monkeypatch.setenv(name, value)
-    assert launched() is None
-
-
-def test_the_gpu_of_a_rank_is_that_of_its_number_on_the_machine(monkeypatch):
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    assert local_rank() == 1
 
 
 def test_a_timeout_below_a_second_is_refused():

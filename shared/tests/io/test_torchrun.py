@@ -19,6 +19,7 @@ import torch
 
 from ditkit_core.errors import UserError
 from ditkit_core.io import torchrun
+from ditkit_core.io.launch import Launch
 from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, lost_in
 from ditkit_core.io.siblings import Process, refuse_shared_gpus
 from ditkit_core.io.signals import Interrupts
@@ -86,7 +87,7 @@ def heartbeat(monkeypatch: pytest.MonkeyPatch, summary: Callable[[], str]) -> An
     monkeypatch.setattr(torchrun.os, "_exit", end)
 
     def make(store: Store, timeout: float, rounds: Rounds, size: int = 2) -> Any:
-        made = torchrun._Heartbeat(store, torchrun._Launch(rank=0, size=size, local=0, num_local=2), timeout)
+        made = torchrun._Heartbeat(store, Launch(rank=0, size=size, local=0, num_local=2), timeout)
         made._ended, made.ranks = rounds, Ranks(0, 2, step=8)
         return made
 
@@ -259,7 +260,7 @@ def test_a_signal_ends_a_rank_that_waits_for_one_that_starts_late(monkeypatch):
     store, began = torch.distributed.HashStore(), time.monotonic()
 
     def start(rank: int) -> None:
-        torchrun._rendezvous(torchrun._Launch(rank, 3, rank, 3), store, torch.distributed.PrefixStore("0", store))
+        torchrun._rendezvous(Launch(rank, 3, rank, 3), store, torch.distributed.PrefixStore("0", store))
 
     def first() -> None:
         with suppress(UserError):
@@ -291,7 +292,7 @@ def test_ranks_wait_in_the_store_as_long_as_in_an_exchange(monkeypatch):
     for name, value in (("ditkit/round", '["first", {"1": "own"}]'), ("ditkit/first/here/0", "elsewhere")):
         whole.set(name, value)
     monkeypatch.setattr(torchrun.uuid, "uuid4", lambda: SimpleNamespace(hex="own"))
-    store = torchrun._store(torchrun._Launch(1, 2, 1, 2))
+    store = torchrun._store(Launch(1, 2, 1, 2))
     late = threading.Timer(0.3, whole.set, ("ditkit/first/key", "value"))
     late.start()
     assert store.get("key") == b"value"
@@ -305,7 +306,7 @@ def test_a_rank_that_fails_before_all_are_there_ends_the_wait_of_the_others(summ
     early = torch.distributed.PrefixStore("0", store)
     early.set("failed", f"2:{line}")
     with pytest.raises(UserError) as found:
-        torchrun._rendezvous(torchrun._Launch(rank, 3, 0, 1), store, early)
+        torchrun._rendezvous(Launch(rank, 3, 0, 1), store, early)
     assert str(found.value) == line == summary()
 
 
@@ -334,7 +335,7 @@ def test_signals_end_a_rank_that_torch_connects(monkeypatch):
     )
     with Interrupts():
         before = signal.getsignal(signal.SIGTERM)
-        torchrun._connect(torchrun._Launch(rank=0, size=2, local=0, num_local=2), Store(), on_gpus=False)
+        torchrun._connect(Launch(rank=0, size=2, local=0, num_local=2), Store(), on_gpus=False)
         assert signal.getsignal(signal.SIGTERM) == before
     assert seen == [signal.SIG_DFL]
 
@@ -368,7 +369,7 @@ def test_processes_of_two_torchruns_do_not_share_a_gpu(monkeypatch):
 
 def test_gpus_without_nccl_are_refused_with_what_works(monkeypatch):
     """As on Windows; replicas on a CPU need gloo alone."""
-    launch, started = torchrun._Launch(rank=0, size=2, local=0, num_local=2), []
+    launch, started = Launch(rank=0, size=2, local=0, num_local=2), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)

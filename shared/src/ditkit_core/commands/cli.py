@@ -26,8 +26,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.files import local_path
+from ditkit_core.io.launch import check_launch, launched
 from ditkit_core.io.signals import terminated_like_interrupted
-from ditkit_core.io.torchrun import complain_once, launched
+from ditkit_core.io.torchrun import complain_once
 from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
 from ditkit_core.nn.attention.support import support_matrix
@@ -123,7 +124,9 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
             say(json_schema(RunConfig, title, {"model.preset": family.presets}).rstrip("\n"))
             return 0
         check_combination(flags.options)
-        if launched() is not None and (command, verb_of(command, flags.options)) != ("train", ""):
+        if (command, verb_of(command, flags.options)) == ("train", ""):
+            check_launch()
+        elif launched() is not None:
             raise UserError(
                 f"only training runs in several processes; start {prog} with these options without torchrun"
             )

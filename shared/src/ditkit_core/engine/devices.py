@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.torchrun import local_rank
+from ditkit_core.io.launch import local_rank
 
 ALL = "all"
 """Stands for all GPUs of the machine."""

@@ -17,12 +17,12 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import complain, mute
+from ditkit_core.io.launch import Launch, launched
 from ditkit_core.io.ranks import (
     WITHOUT_LIMIT,
     RankLost,
@@ -47,31 +47,6 @@ _LOST = (
     "it was killed or crashed (torchrun's summary has its exit code; -9 often means that its machine ran out of memory); the same command "
     "continues from the last save"
 )
-
-
-@dataclass
-class _Launch:
-    """The place of a process among those that torchrun starts."""
-
-    rank: int
-    size: int
-    local: int
-    num_local: int
-
-
-def launched() -> _Launch | None:
-    """This process's place, from the environment that torchrun sets; None if it is the only process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    values = [os.environ.get(name, "") for name in names]
-    if not all(value.isdecimal() for value in values) or int(values[1]) < 2:
-        return None
-    return _Launch(*map(int, values))
-
-
-def local_rank() -> int:
-    """The number of this process among those on this machine, which is that of its GPU; 0 for a process alone."""
-    launch = launched()
-    return 0 if launch is None else launch.local
 
 
 _present = Ranks()
@@ -143,7 +118,7 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
     dist.destroy_process_group()
 
 
-def _connect(launch: _Launch, store: "Store", *, on_gpus: bool) -> str:
+def _connect(launch: Launch, store: "Store", *, on_gpus: bool) -> str:
     """Start the process group: gloo for what is on the host, and NCCL where the run trains on GPUs; which kind of device this rank trains on."""
     import torch
 
@@ -183,7 +158,7 @@ def complain_once(message: str) -> None:
             _Heartbeat(early, launch, _GRACE).report(message)
 
 
-def _store(launch: _Launch, *, wait: bool = True) -> "Store":
+def _store(launch: Launch, *, wait: bool = True) -> "Store":
     """The store that torchrun's processes meet at; `wait` until all of them are there."""
     dist, seconds = distributed(), _START_SECONDS if wait else _GRACE
     try:
@@ -203,7 +178,7 @@ def _store(launch: _Launch, *, wait: bool = True) -> "Store":
         ) from error
 
 
-def _rendezvous(launch: _Launch, whole: "Store", early: "Store") -> "Store":
+def _rendezvous(launch: Launch, whole: "Store", early: "Store") -> "Store":
     """A part of the store for these processes alone, once all of them have started.
 
     After a restart the store still has what the processes before it wrote, and machines count restarts differently. So every process
@@ -236,7 +211,7 @@ def _rendezvous(launch: _Launch, whole: "Store", early: "Store") -> "Store":
     return cast("Store", part)
 
 
-def _starting(launch: _Launch, early: "Store", missing: "set[int]") -> Iterator[None]:
+def _starting(launch: Launch, early: "Store", missing: "set[int]") -> Iterator[None]:
     """Look for the missing ranks again and again. In a wait inside of torch, Python would handle no signal, such as torchrun's own.
 
     Raises:
@@ -267,7 +242,7 @@ class _Heartbeat(threading.Thread):
     an exchange, where Python handles no signal.
     """
 
-    def __init__(self, store: "Store", launch: _Launch, timeout: float):
+    def __init__(self, store: "Store", launch: Launch, timeout: float):
         super().__init__(daemon=True, name="ditkit-ranks")
         self._main, self._own, self._launch, self._timeout = store, store.clone(), launch, timeout
         self._interval = min(2.0, timeout / 4)

@@ -14,7 +14,7 @@ from ditkit_core.engine.compile import backend_of, check_compiled, check_compile
 from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.torchrun import launched
+from ditkit_core.io.launch import launched
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.context import RunContext
