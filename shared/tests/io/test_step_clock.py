@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.engine.block_hooks import BlockHooks
+from ditkit_core.engine.block_hooks import BlockHooks, timed
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io import step_clock
 from ditkit_core.io.step_clock import PARTS, StepClock
+from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.testing.world import make_model, outcome
+from ditkit_core.testing.world import make_model, micro_batches, outcome
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 CPU, FIRST, LAST = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -24,7 +28,7 @@ class Times:
         self.now = 0.0
 
     def __call__(self, device: torch.device) -> Any:
-        return self.now if device.type == "cpu" else Event(self.now)
+        return Event(self.now) if device.type == "cuda" else self.now
 
     def after(self, seconds: float) -> None:
         self.now += seconds
@@ -59,9 +63,9 @@ def test_all_time_between_begin_and_end_is_accounted_for_once(times: Times) -> N
         times.after(1)
         clock.mark(CPU, "copies")
         times.after(2)
-        clock.enter(CPU, "forward")
+        clock.mark(CPU, "forward")
         times.after(4)
-        clock.enter(CPU, "backward")
+        clock.mark(CPU, "backward")
         times.after(8)
         with clock.recompute(CPU):
             times.after(16)
@@ -95,20 +99,20 @@ def test_the_optimizer_of_a_gpu_is_in_the_step_that_it_runs_into(times: Times) -
     assert [step(4), step(8), step(16)] == [0, 4, 8]
 
 
-def test_a_device_waits_while_another_one_works(times: Times) -> None:
-    clock = StepClock([FIRST, LAST])
+def test_a_device_that_begins_a_block_says_nothing_of_the_others(times: Times) -> None:
+    """Backwards of pipelined micro-batches run at once, on a thread for each device."""
+    other = torch.device("meta")
+    clock = StepClock([CPU, other])
+    (marks,) = timed(clock, ())
     clock.begin()
-    for device, part in ((FIRST, "forward"), (LAST, "forward"), (LAST, "backward"), (FIRST, "backward")):
-        clock.enter(device, part)
-        times.after(1 if part == "forward" else 2)
-    clock.mark_all("optimizer")
+    marks.pre_backward(1, nn.Linear(1, 1, device=other))
+    times.after(1)
+    marks.pre_backward(0, nn.Linear(1, 1))
+    times.after(2)
     clock.end()
-    numbers = clock.numbers()
-    assert (numbers["seconds/cuda:0/forward"], numbers["seconds/cuda:0/backward"]) == (1, 2)
-    assert (numbers["seconds/cuda:1/forward"], numbers["seconds/cuda:1/backward"]) == (1, 2)
-    assert numbers["seconds/cuda:0/waiting"] == 3, "for the last device's forward and backward"
-    assert numbers["seconds/cuda:1/waiting"] == 3
-    assert len(numbers) == 2 * len(PARTS)
+    found = clock.read()
+    assert (found[other]["backward"], found[other]["waiting"]) == (3, 0)
+    assert (found[CPU]["backward"], found[CPU]["waiting"]) == (2, 1)
 
 
 def test_other_devices_and_no_devices_are_ignored() -> None:
@@ -119,7 +123,7 @@ def test_other_devices_and_no_devices_are_ignored() -> None:
     assert set(clock.read()) == {CPU}
     nothing = StepClock()
     nothing.begin()
-    nothing.enter(CPU, "forward")
+    nothing.mark(CPU, "forward")
     assert nothing.numbers() == {} and nothing.devices == ()
 
 
@@ -152,3 +156,34 @@ def test_what_a_block_waits_for_is_copies_and_its_recompute_is_not_its_backward(
     assert found["copies"] == depth * (4 + 8)
     assert (found["forward"], found["recompute"]) == (depth, 0 if policy == "none" else depth)
     assert found["backward"] == found["waiting"] == found["optimizer"] == 0
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_device_waits_while_another_one_works(times: Times, pipelined: bool) -> None:
+    """From where it sends the carry until the gradient comes back, and until the next micro-batch reaches it. The head's backward takes 16.
+
+    Where micro-batches are pipelined, nothing says that the first device has done its part of a backward: it is in it until its next part.
+    """
+    first, last = (torch.device("cpu", index) for index in (1, 2))
+    model = make_model(TOY, ToyArch(depth=3))
+    divide(model, [first, first, last, last, last])
+    for block in model.blocks():
+        block.register_forward_pre_hook(lambda *_: times.after(1))
+
+    def slow(head: nn.Module, given: Any, outputs: Any) -> None:
+        outputs[0].register_hook(lambda _: times.after(16))
+
+    model.head.register_forward_hook(slow)
+    clock = StepClock([first, last])
+    engine = BlockEngine(policy="full", hooks=(Copying(times),), clock=clock)
+    clock.begin()
+    with PretendDevices():
+        context = StepContext(step=0, seed=1, flow=FlowConfig(), pipelined=pipelined, clock=clock)
+        accumulate_gradients(TrainModel(model, engine, TOY), micro_batches(toy_items(2)), context)
+    clock.end()
+    found, none = clock.read(), dict.fromkeys(PARTS, 0)
+    alone = {"forward": 2 * 1, "recompute": 2 * 1, "copies": 2 * (4 + 8)}
+    others = {"forward": 2 * 2, "recompute": 2 * 2, "copies": 2 * 2 * (4 + 8), "backward": 2 * 16}
+    missed = 2 * (1 + 8) + 16 if pipelined else 0
+    assert found[first] == none | alone | {"waiting": sum(others.values()) - missed, "backward": missed}
+    assert found[last] == none | others | {"waiting": sum(alone.values())}

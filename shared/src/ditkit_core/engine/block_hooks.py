@@ -38,10 +38,10 @@ class _Marks(BlockHooks):
         self._clock, self._forward, self._backward = clock, forward, backward
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
-        self._clock.enter(next(block.parameters()).device, self._forward)
+        self._clock.mark(next(block.parameters()).device, self._forward)
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
-        self._clock.enter(next(block.parameters()).device, self._backward)
+        self._clock.mark(next(block.parameters()).device, self._backward)
 
 
 def timed(clock: StepClock, hooks: Sequence[BlockHooks]) -> tuple[BlockHooks, ...]:

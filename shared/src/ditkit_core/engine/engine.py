@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, offloading
-from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner, timed
+from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner, call_before_backward, timed
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
 from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
@@ -92,7 +92,7 @@ class BlockEngine:
         # A model casts explicitly. An autocast of the caller would change the dtype of its matmuls without a word.
         autocast_off = autocast_disabled(next(iter(model.head.parameters())).device.type)
         with offloading(self.host, model, policies, devices) as stores, autocast_off:
-            hops = DeviceHops(device_of(model.embed))
+            hops = DeviceHops(device_of(model.embed), self.clock)
             carry, runner, exchange = self._embed(model, inputs), self.runner, None
             if self.context is not None:
                 carry, exchange = self.context.cut(carry)
@@ -124,16 +124,22 @@ class BlockEngine:
 class DeviceHops:
     """Sends the carry to the weights: once per boundary, and outside of every checkpoint, so that a recompute sends nothing again."""
 
-    def __init__(self, here: torch.device | None):
-        """Begin on the device where the embedding leaves the carry."""
-        self._here = here
+    def __init__(self, here: torch.device | None, clock: StepClock):
+        """Begin on the device where the embedding leaves the carry; `clock` times what devices do before and after it is sent."""
+        self._here, self._clock = here, clock
 
     def to(self, device: torch.device | None, carry: Any) -> Any:
         """The carry on the device of the next stage. With None, for a stage without weights, the carry stays where it is."""
         if device is None or device == self._here:
             return carry
-        self._here = device
-        return move_carry(carry, device)
+        before, self._here, clock = self._here, device, self._clock
+        moved = move_carry(carry, device)
+        if not clock.devices:
+            return moved
+        clock.mark(before, "waiting")
+        clock.mark(device, "forward")
+        # Its gradient leaves the device when the backward of all that follows is launched there.
+        return call_before_backward((), moved, lambda: clock.mark(device, "waiting"))
 
 
 def device_of(stage: nn.Module) -> torch.device | None:

@@ -25,13 +25,15 @@ _BETWEEN = "between steps"
 class StepClock:
     """The times of the parts of a step on each device.
 
+    A backward runs on a thread for each device, and several of them at once where micro-batches are pipelined. So a device is marked by the
+    thread that launches its work and by no other one, which could not know what was launched before.
+
     An optimizer's work on a GPU is not waited for: it runs into the next step, whose times have it.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()):
         """Time these devices; without any, nothing is timed."""
         self._marks: dict[torch.device, list[tuple[str, Any]]] = {device: [] for device in devices}
-        self._at: dict[str, torch.device] = {}
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -50,14 +52,6 @@ class StepClock:
         for device in self._marks:
             self.mark(device, part)
 
-    def enter(self, device: torch.device | None, part: Part) -> None:
-        """Name what the device does; the one that did this part before waits now."""
-        if device is not None and (before := self._at.get(part)) not in (None, device):
-            self.mark(before, "waiting")
-        if device is not None:
-            self._at[part] = device
-        self.mark(device, part)
-
     @contextmanager
     def recompute(self, device: torch.device) -> Iterator[None]:
         """Name a recompute, which a backward continues after."""
@@ -73,7 +67,6 @@ class StepClock:
             tail = [place for place, (part, _) in enumerate(marks) if part == "optimizer"]
             kept = marks[tail[-1] : tail[-1] + 2] if tail and device.type == "cuda" else []
             marks[:] = [] if not kept else [kept[0], (_BETWEEN, (kept[1:] or [("", _now(device))])[0][1])]
-        self._at.clear()
         self.mark_all("waiting")
 
     def end(self) -> None:

@@ -286,15 +286,18 @@ def accumulate_gradients(
         # Detached, so that the backward frees the graph of its micro-batch.
         losses.weighted.append(weighted.detach())
         parts.append(weighted.sum() / counted)
-        if not context.pipelined:
+        if context.pipelined:
+            context.clock.mark(weighted.device, "waiting")
+            # In the backward, on the device's own thread: it may have waited since it did its part of another micro-batch.
+            weighted.register_hook(lambda _, device=weighted.device: context.clock.mark(device, "backward"))
+        else:
             before_backward(losses)
-            context.clock.enter(weighted.device, "backward")
+            context.clock.mark(weighted.device, "backward")
             _backward(parts.pop())
             if adapts:
                 gradients.add(micro)
     if context.pipelined:
         before_backward(losses)
-        context.clock.enter(parts[-1].device, "backward")
         _backward(torch.stack(parts).sum())
     elif adapts or ranks.size > 1:
         if not adapts:
@@ -322,7 +325,7 @@ def _accumulate_sharded(
         if counts:
             losses.sigmas.append(batch.sigma)
             losses.weighted.append(weighted.detach())
-        context.clock.enter(weighted.device, "backward")
+        context.clock.mark(weighted.device, "backward")
         _backward(weighted.sum() / counted * counts)
     model.shards.take_gradients()
 
@@ -331,7 +334,7 @@ def _weighted_errors(model: TrainModel, batch: PreparedBatch, micro: int, contex
     """Run the forward of a micro-batch, and return the weighted loss of each sample."""
     # Seeded for each micro-batch, so that dropout does not depend on what ran before, for example after a resume.
     torch.manual_seed(seed := seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
-    context.clock.enter(batch.noised.sigma.device, "forward")
+    context.clock.mark(batch.noised.sigma.device, "forward")
     noised, guidance = batch.noised, context.flow.guidance
     if batch.matches_base:
         noised = matching_base(model, noised, guidance)
