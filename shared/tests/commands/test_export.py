@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from preview_runs import check_equal, pending
+from preview_runs import check_equal, numbers, pending
 from safetensors.torch import load_file
 from sampling_child import children
 from toy_world import World, equal
@@ -160,6 +160,38 @@ def test_the_preview_of_the_step_that_sigterm_ends_is_generated_later(
     assert {name for name in os.listdir("run/samples") if name.endswith(".json")} == {
         f"step-{step:06d}.json" for step in (0, 2, 3)
     }
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_preview_ends_when_sigterm_comes_and_is_generated_later(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at: int
+) -> None:
+    """The run saves and ends where it is: no further step is trained, and no further denoising step taken."""
+    original, steps = callbacks.generate_samples, list[int]()
+
+    def generate(run: Any, stages: Any, prompts: Any, folder: Path, stem: str, shares: Any, is_stopping: Any) -> Any:
+        def asked() -> bool:
+            if stem == f"step-{at:06d}":
+                steps.append(at)
+                signal.raise_signal(signal.SIGTERM)
+            return bool(is_stopping())
+
+        return original(run, stages, prompts, folder, stem, shares, asked)
+
+    flags = ("--sample.every_steps", "2", "--sample.steps", "3", "--log.every_steps", "1")
+    with monkeypatch.context() as patched:
+        patched.setattr(callbacks, "generate_samples", generate)
+        assert world.train("run", 3, *flags) == 130
+    folder = RunFolder(world.folder / "run")
+    assert steps == [at] and not (folder.samples / f"step-{at:06d}.json").exists()
+    assert [path.name for path in Path("run/state").glob("step-*")] == (["step-000002"] if at else [])
+    said = f"stopped at step 2, saved in {folder.save(2)}" if at else "stopped before the first step"
+    assert f"{said}; the same command continues" in capsys.readouterr().err
+    assert world.train("run", 3, *flags) == 0
+    assert {path.name for path in folder.samples.glob("*.json")} == {f"step-{step:06d}.json" for step in (0, 2, 3)}
+    assert world.train("whole", 3, *flags) == 0
+    assert numbers(world.folder / "whole") == numbers(folder.path)
+    assert equal(load_file("run/exports/run.safetensors"), load_file("whole/exports/whole.safetensors"))
 
 
 def test_what_is_whole_is_not_written_again_and_what_is_older_than_its_save_is(world: World) -> None:

@@ -75,7 +75,7 @@ class Calls(Callback):
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         return bool(self.preview_steps) and step % self.preview_steps == 0 and not stopping
 
-    def generate_preview(self, step: int) -> None:
+    def generate_preview(self, step: int, is_stopping: Callable[[], bool]) -> None:
         self.preview(step)
 
 

@@ -195,6 +195,14 @@ def test_a_signal_ends_the_run_after_the_step_with_a_save(name, tmp_path):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_signal_in_a_preview_ends_the_run_at_its_step(at, tmp_path):
+    calls = Calls(preview=lambda step: step == at and signal.raise_signal(signal.SIGTERM), preview_steps=2)
+    done = toy_run(tmp_path, 10, callbacks=[calls]).result
+    assert (done.step, done.finished) == (at, False)
+    assert done.save == (tmp_path / "state" / "step-000002" if at else None), "before the first step nothing is trained"
+
+
 def test_a_second_ctrl_c_interrupts_at_once_and_handlers_are_put_back():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
@@ -323,7 +331,7 @@ class Log(Callback):
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         return step in self.previews and (self.stopping_too or not stopping)
 
-    def generate_preview(self, step: int) -> None:
+    def generate_preview(self, step: int, is_stopping: Any) -> None:
         self.told.append(("preview", step))
 
     def finished(self, step: int) -> None:
@@ -383,7 +391,7 @@ def test_weights_are_averaged_wherever_they_are_handed_out(tmp_path: Path) -> No
         def wants_preview(self, step: int, *, stopping: bool) -> bool:
             return step > 0
 
-        def generate_preview(self, step: int) -> None:
+        def generate_preview(self, step: int, is_stopping: Any) -> None:
             self.look("preview")
 
         def finished(self, step: int) -> None:

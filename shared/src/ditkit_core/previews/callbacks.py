@@ -54,8 +54,8 @@ class SamplesInPlace(Callback):
         # After a signal nobody waits for samples, which take minutes.
         return bool(self._every_steps) and step % self._every_steps == 0 and not stopping
 
-    def generate_preview(self, step: int) -> None:
-        self._sample(step)
+    def generate_preview(self, step: int, is_stopping: Callable[[], bool]) -> None:
+        self._sample(step, is_stopping)
 
     def resumed(self, step: int) -> None:
         # A signal or a kill came after the save of this step and before its preview was complete.
@@ -67,10 +67,10 @@ class SamplesInPlace(Callback):
         if self._run.expert is None:  # samples of a model with experts need all of them, after the last one is trained
             self._sample(step)
 
-    def _sample(self, step: int) -> None:
-        run = self._sampled
+    def _sample(self, step: int, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        run, stem = self._sampled, f"step-{step:06d}"
         prompts = sample_prompts(run, run.data.dataset.samples)
-        generate_samples(run, self._stages(), prompts, self._folder.samples, f"step-{step:06d}", self._shares)
+        generate_samples(run, self._stages(), prompts, self._folder.samples, stem, self._shares, is_stopping)
         if self._shares.ranks.is_first:
             self._on_written(self._folder.path)
 
@@ -92,9 +92,12 @@ class QueuedPreviews(Callback):
         folder = self._run.config.run_folder
         queued = self._previews.queued(step, self._run.expert)
         if is_due and not is_generated(folder, step) and not folder.follows_save(queued, step):
-            self.generate_preview(step)
+            self._put(step)
 
-    def generate_preview(self, step: int) -> None:
+    def generate_preview(self, step: int, is_stopping: Callable[[], bool]) -> None:
+        self._put(step)
+
+    def _put(self, step: int) -> None:
         # Training waits here for the copy alone, not for the samples. Of divided weights, only the trained ones are gathered.
         with self._prepared.readable():
             # Inside `readable`: of streamed blocks these are the values in host memory.

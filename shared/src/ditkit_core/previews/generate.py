@@ -1,6 +1,6 @@
 """Generates the samples of a run's [sample] section with given transformers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ def generate_samples(
     folder: Path,
     stem: str,
     shares: SampleShares = ALONE,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> list[Path]:
     """Generate the samples of some prompts as the section says.
 
@@ -41,6 +42,7 @@ def generate_samples(
         folder: Where to write the samples.
         stem: First part of the file names.
         shares: Which ranks generate which samples, called on all of them.
+        is_stopping: Asked after each denoising step whether to end there.
 
     Returns:
         The files, as `render_samples` returns them.
@@ -67,7 +69,12 @@ def generate_samples(
     decoder = FittingDecoder(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
     sampler = DecodedBy(run.auxiliary.sampler.denoise, decoder)
     with progress("denoise", len(shares.own(len(requests))) * config.steps) as bar:
-        return render_samples(with_adapters(run, stages), sampler, requests, to, bar.advance, shares)
+
+        def on_step() -> bool:
+            bar.advance()
+            return shares.ends(is_stopping())
+
+        return render_samples(with_adapters(run, stages), sampler, requests, to, on_step, shares)
 
 
 def with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:

@@ -38,7 +38,7 @@ def generate(
     sampler: Sampler,
     jobs: Iterable[GenerationRequest],
     stages: Sequence[DenoiserStage],
-    on_step: Callable[[], None] = lambda: None,
+    on_step: Callable[[], bool | None] = lambda: None,
 ) -> Generator[Tensor, None, None]:
     """Generate samples; whoever stops before the last one closes this, which frees the memory.
 
@@ -46,7 +46,7 @@ def generate(
         sampler: The family's sampler; its decoder's weights are freed at the end.
         jobs: The samples to generate. With a single stage the next request is taken when the sample before it is done.
         stages: The transformers, that of the highest noise levels first; each is put into eval mode and back.
-        on_step: Called after each step of each sample.
+        on_step: Called after each step of each sample; generation ends there if it returns True.
 
     Yields:
         Pixels [3, frames, height, width] in [0, 1] on the CPU, in the order of the requests.
@@ -63,7 +63,8 @@ def generate(
             if sample.latents is None:
                 # Opened at the first sample that needs it: earlier stages may have taken every step.
                 loaded = loaded or stack.enter_context(_open(stages[-1]))
-                sample.advance(loaded, 0.0, on_step)
+                if not sample.advance(loaded, 0.0, on_step):
+                    return
             assert sample.latents is not None
             with torch.no_grad():
                 pixels = sampler.decoder.decode(sample.latents)
@@ -86,14 +87,15 @@ class _Sample:
         self._sigma = 1.0
         self._resume(lambda: next(self._steps))  # up to the first `yield`, which gives the first noise level
 
-    def advance(self, loaded: _LoadedStage, min_sigma: float, on_step: Callable[[], None]) -> None:
-        """Take all remaining steps at noise levels of `min_sigma` and above."""
-        denoiser = Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance)
-        while self.latents is None and self._sigma >= min_sigma:
+    def advance(self, loaded: _LoadedStage, min_sigma: float, on_step: Callable[[], bool | None]) -> bool:
+        """Take all remaining steps at noise levels of `min_sigma` and above; False if `on_step` ended them."""
+        denoiser, goes_on = Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance), True
+        while goes_on and self.latents is None and self._sigma >= min_sigma:
             self._resume(lambda: self._steps.send(denoiser))
-            on_step()
+            goes_on = not on_step()
         # The suspended sampler still refers to the denoiser, which must not keep the transformer in memory.
         denoiser.let_go()
+        return goes_on
 
     def needs(self, min_sigma: float) -> bool:
         """Whether its next step is at a noise level of `min_sigma` or above."""
@@ -108,15 +110,17 @@ class _Sample:
             self.latents = done.value
 
 
-def _through(stage: DenoiserStage, samples: Iterable[_Sample], on_step: Callable[[], None]) -> list[_Sample]:
-    """All samples after the steps of one stage, whose transformer is then released."""
-    done = []
+def _through(stage: DenoiserStage, samples: Iterable[_Sample], on_step: Callable[[], bool | None]) -> list[_Sample]:
+    """All samples after the steps of one stage, whose transformer is then released; none if `on_step` ended them."""
+    done: list[_Sample] = []
     with ExitStack() as stack:
         loaded: _LoadedStage | None = None
         for sample in samples:
             if sample.needs(stage.min_sigma):
                 loaded = loaded or stack.enter_context(_open(stage))
-                sample.advance(loaded, stage.min_sigma, on_step)
+                if not sample.advance(loaded, stage.min_sigma, on_step):
+                    done.clear()
+                    break
             done.append(sample)
     release_memory()  # the next stage loads its transformer into this memory
     return done

@@ -51,7 +51,7 @@ def render_samples(
     sampler: Sampler,
     requests: Sequence[PromptRequest],
     to: SampleFiles,
-    on_step: Callable[[], None],
+    on_step: Callable[[], bool | None],
     shares: SampleShares = ALONE,
 ) -> list[Path]:
     """Generate samples, one file each, and all of them in one image: a contact sheet of videos, a row for each, or a grid of images.
@@ -64,20 +64,25 @@ def render_samples(
         sampler: The family's sampler.
         requests: What to generate, prompt by prompt.
         to: Where to write the samples.
-        on_step: Called after each step of each sample.
+        on_step: Called after each step of each sample; True ends all of them there, on all ranks.
         shares: Which ranks generate which of them.
 
     Returns:
-        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, those of their own.
+        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, those of their own. None if
+        `on_step` ended them: then there is no list.
 
     Raises:
         UserError: If a sample is not finite, or a file cannot be written.
     """
     own, made = shares.own(len(requests)), list[RenderedSample]()
+    left = len(own)
     with closing(generate(sampler, [requests[place].job for place, _ in own], stages, on_step)) as results:
-        for (place, counts), pixels in zip(own, results, strict=True):
+        for (place, counts), pixels in zip(own, results, strict=False):
+            left -= 1
             if counts:
                 made.append(_rendered(pixels, requests[place], to, sampler.decoder.decoded))
+    if shares.ranks.any(left > 0):
+        return []
     samples = shares.gathered(made, len(requests))
     files = [to.folder / sample.about["file"] for sample in samples]
     if files and shares.ranks.is_first:

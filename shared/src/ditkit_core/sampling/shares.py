@@ -46,6 +46,10 @@ class SampleShares:
         share = [(place, True) for place in range(rank, count, self.num)] if rank < self.num else []
         return share + [(0, False)] * (-(-count // self.num) - len(share)) if self.in_step else share
 
+    def ends(self, own: bool) -> bool:
+        """Whether this rank ends here if it would by its `own` decision: ranks that run `in_step` do so together."""
+        return self.ranks.any(own) if self.in_step else own
+
     def gathered(self, own: Sequence[RenderedSample], count: int) -> list[RenderedSample]:
         """All samples in their order, on the first rank; on others those of `own`."""
         ranks = self.ranks

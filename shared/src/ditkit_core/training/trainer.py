@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ditkit_core.training.sharded_checkpoint import BackgroundWriter
 
 _LOGGER = logging.getLogger(__name__)
-_STOPPING = "stopping after this step or preview, with a save; Ctrl-C again stops at once, without one"
+_STOPPING = "stopping after this step, with a save; Ctrl-C again stops at once, without one"
 
 
 def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, adapts: bool = False, prior: bool = False) -> None:
@@ -119,8 +119,10 @@ class Callback:
         """
         return False
 
-    def generate_preview(self, step: int) -> None:
-        """Generate samples of the unfinished model; called while the parameters are those to export."""
+    def generate_preview(self, step: int, is_stopping: Callable[[], bool]) -> None:
+        """Generate samples of the unfinished model; called while the parameters are those to export.
+
+        `is_stopping`: whether a signal came meanwhile, so that anything slow has to end and to wait until the run is resumed."""
 
     def finished(self, step: int) -> None:
         """Called when all steps are done, also by an earlier start, while the parameters are those to export."""
@@ -218,8 +220,7 @@ class Trainer:
         self._data = Prefetcher(
             data, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
         )
-        self._validator, self._warn = validator, warn
-        self._metrics_digest = ""
+        self._validator, self._warn, self._metrics_digest = validator, warn, ""
         self._callbacks = [each for each in callbacks if each.on_all_ranks or self._ranks.is_first]
         self._state = TrainState(
             model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
@@ -248,14 +249,15 @@ class Trainer:
             handlers.enter_context(self._data)
             if self._writer is not None:
                 handlers.callback(self._writer.finish)
-            saved_at = time.monotonic()
+            saved_at, stopping = time.monotonic(), False
             # A resumed run has the loss before training in its save.
             if start == 0 and steps:
                 self._validate(metrics)
-                self._preview(stopping=False)
-            for step in range(start, steps):
-                self._ranks.begin_step(step + 1)
-                self._train_step(metrics, count_attention=step == start)
+                self._preview(interrupts, stopping=False)
+                stopping = self._stops(interrupts, metrics, saved=True)  # nothing is trained that could be saved
+            while state.step < steps and not stopping:
+                self._ranks.begin_step(state.step + 1)
+                self._train_step(metrics, count_attention=state.step == start)
                 last = state.step == steps
                 saving = self._ranks.broadcast_object(last or save.due(state.step, time.monotonic() - saved_at))
                 # Before the save, which stores the validation loss of its step.
@@ -264,13 +266,9 @@ class Trainer:
                 if saving:
                     self._save(metrics)
                     saved_at = time.monotonic()
-                # Read once: a signal that comes during the preview ends the loop after the next step.
-                stopping = self._ranks.any(interrupts.requested)
-                if stopping and not saving:
-                    self._save(metrics)
-                self._preview(stopping=stopping)
-                if stopping:
-                    break
+                stopping = self._stops(interrupts, metrics, saved=saving)
+                self._preview(interrupts, stopping=stopping)
+                stopping = stopping or self._stops(interrupts, metrics, saved=saving)
             handlers.close()  # from here on a signal ends the process, as before training
             self._ranks.begin_step(0)
             if state.step >= steps:
@@ -417,13 +415,19 @@ class Trainer:
                 save_state(folder, state, self._config.save)
         self._call(lambda callback: callback.on_save(self._state.step))
 
-    def _preview(self, *, stopping: bool) -> None:
+    def _stops(self, interrupts: Interrupts, metrics: MetricsLog | NoMetrics, *, saved: bool) -> bool:
+        """Whether a signal came, on any rank, before a preview or in it, which it ends; then the step is saved."""
+        if (stopping := self._ranks.any(interrupts.requested)) and not saved:
+            self._save(metrics)
+        return stopping
+
+    def _preview(self, interrupts: Interrupts, *, stopping: bool) -> None:
         step = self._state.step
         # After the last step, the samples of the finished model take the place of a preview.
         if step < self._config.train.steps:
             wanting = [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)]
             if self._model.shards is None or self._ranks.broadcast_object(bool(wanting)):
-                self._call(lambda callback: callback.generate_preview(step), wanting)
+                self._call(lambda callback: callback.generate_preview(step, lambda: interrupts.requested), wanting)
 
     def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
         """Call `act` on the callbacks, by default all, while the parameters are those to export.
