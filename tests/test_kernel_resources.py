@@ -8,11 +8,14 @@ import pytest
 from workspace import ROOT
 
 PAGE = ROOT / "benchmarks" / "kernel_resources.md"
+STACK = {("norm_rotation.backward", "3.7", 120): 8}
+"""Bytes of a thread on the stack, by kernel, version of Triton and compute capability. Its assembler then takes 64 registers, which fill 67 % of
+the warps; that of 3.9 takes 79 and no stack, and fills 50 %. Those of 3.6 and 3.7 do the same for a kernel on 86 and 89, which this test leaves out."""
 
 
 @pytest.mark.slow  # two models' steps on fake tensors, and a hundred kernels for each of two GPUs
 def test_kernels_fit_a_multiprocessor_and_the_page_has_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    version = ".".join(pytest.importorskip("triton").__version__.split(".")[:2])
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import kernel_resources as resources
     from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
@@ -31,7 +34,9 @@ def test_kernels_fit_a_multiprocessor_and_the_page_has_all_of_them(monkeypatch: 
                     continue
                 seen.add(code.hash)
                 found = resources.resources_of(code)
-                assert found.spilled_bytes == 0 and limits.occupancy(found) >= 0.25, (capability, launch.title, found)
+                assert limits.occupancy(found) >= 0.25, (capability, launch.title, found)
+                stack = STACK.get((launch.title.partition(" |")[0], version, capability), 0)
+                assert found.spilled_bytes <= stack, (capability, launch.title, found)
                 assert found.widest_load == found.widest_store == 16, (capability, launch.title)
                 # In 32 bits only by a constant: a tensor's strides and sizes reach 2**31 together, with another product than expected.
                 fixed = set(re.findall(r"(%\S+) = arith\.constant", code.asm["ttir"]))
