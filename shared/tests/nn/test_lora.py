@@ -339,6 +339,26 @@ def test_operations_of_compiled_layers_are_declared_as_they_are(monkeypatch):
         assert [each.shape for each in found if len(each)] == [each.shape for each in given if each.requires_grad]
 
 
+@pytest.mark.parametrize(
+    "trained", [(True, True, True), (False, True, True), (True, False, False), (True, True, False)]
+)
+def test_operations_of_compiled_layers_count_the_products_of_eager_ones(trained):
+    """The compiler and plans do not look into them, so their arithmetic is declared: exactly that of eager code with the same parts."""
+    counted = []
+    for kernels in ("triton", "compiled"):
+        with fake_tensors("cuda") as meter, block_settings(BlockSettings(kernels=kernels)):
+            sizes = ((2, 3, 16), torch.bfloat16), ((4, 16), torch.float32), ((24, 4), torch.float32)
+            given = [
+                torch.empty(size, dtype=dtype).requires_grad_(want)
+                for (size, dtype), want in zip(sizes, trained, strict=True)
+            ]
+            out = low_rank_sum(*given, 0.5, lambda x: x.new_empty(2, 3, 24).requires_grad_())
+            out.backward(out.detach())
+        counted.append(sum(kernel.flops * count for kernel, count in meter.kernels.items()))
+        assert {kernel.kind for kernel in meter.kernels} == {"matmul_16", "elementwise"}
+    assert counted[0] == counted[1] > 0
+
+
 def test_what_is_kept_for_backward_is_the_input_as_it_came():
     """peft keeps an fp32 copy of a bf16 input per target."""
     layer, saved = layer_of(torch.bfloat16), []

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ditkit_core.nn.bf16_parts import IN_KERNELS, IN_TORCH, wide_product
 from ditkit_core.nn.kernels.launch import HAS_TRITON
@@ -97,3 +98,25 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _with_product.register_autograd(_backward, setup_context=_keep)
+
+
+# What plans and torch's counter count of these operations: their matrix products, as eager code makes them.
+Shape = tuple[int, ...]
+
+
+@register_flop_formula(torch.ops.ditkit.low_rank)
+def _low_rank_flops(x: Shape, down: Shape, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * 3 * down[0]
+
+
+@register_flop_formula(torch.ops.ditkit.with_product)
+def _with_product_flops(result: Shape, left: Shape, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(result) * left[1]
+
+
+@register_flop_formula(torch.ops.ditkit.low_rank_gradients)
+def _gradients_flops(
+    gradient: Shape, x: Shape, down: Shape, up: Shape, low: Shape, scaling: float, wanted: list[bool], **_: Any
+) -> int:
+    of_x, of_down, of_up = wanted
+    return 2 * 3 * down[0] * (math.prod(gradient) * (1 + of_up) + math.prod(x) * (2 * of_x + of_down))
