@@ -160,14 +160,16 @@ def notes() -> str:
             f"{gpu.name} {gpu.bf16_flops * UTILISATION / 1e12:.0f} TFLOP/s in bf16 and "
             f"{gpu.fp32_flops * UTILISATION / 1e12:.0f} in fp32"
         )
-    reserves = ", ".join(f"{gpu.reserve / GIB:.1f} of {gpu.total // GIB}" for gpu in single)
+    reserves = ", ".join(
+        f"{gpu.reserve / GIB:.1f} of {gpu.total / GIB:.1f} ({gpu.name.removesuffix('GiB')})" for gpu in single
+    )
     return (
         "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen weights where it is not bf16, the number of blocks "
         "whose weights are streamed from the host (`swap`), and the block before which the second GPU begins (`cut`). Of a full fine-tune the keys "
         "follow that `--fit` had to change. Then come the planned peak of "
         "each GPU, page-locked host memory for streamed weights and offloaded activations, and an **estimate** of the seconds per step. A micro-batch "
         "has one sample, the optimizer is AdamW unless it says otherwise, and the other keys are those of the run files. A dash means that nothing fits; the cell then names the "
-        f"mildest single change with which something does. Each GPU keeps free: {reserves} GiB. The assumed rates are {UTILISATION:.0%} of the published "
+        f"mildest single change with which something does. Each GPU keeps free a part of what torch reports: {reserves} GiB. The assumed rates are {UTILISATION:.0%} of the published "
         f"rates of the slowest known GPU with as much memory: {'; '.join(rates.values())}. The table is of training alone; `--plan` has a second table "
         f"for encoders and samples. Planned, not measured: fake tensors, torch {_torch()}."
     )

@@ -205,8 +205,11 @@ def test_the_mildest_change_that_fits_is_offered():
     for ladder in ladders:
         lost = [change.lost_share for change in ladder]
         assert lost == sorted(lost)
-    gpus = [change.gpus[0].total // GIB for change in ladders[-2]]
-    assert gpus[0] == 32 and ladders[-1][0].gpus == (*parse_gpus("24GiB"), *parse_gpus("24GiB"))
+    assert ladders[-2][0].gpus == parse_gpus("32GiB") and ladders[-2][0].words == "a GPU of 32 GiB in place of 24GiB"
+    assert ladders[-1][0].words == "one more GPU (24GiB)" and ladders[-1][0].gpus == (
+        *parse_gpus("24GiB"),
+        *parse_gpus("24GiB"),
+    )
 
 
 def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, capsys):

@@ -75,10 +75,10 @@ def test_json_is_all_of_stdout_and_says_that_it_fits(tmp_path, capsys):
 
 def test_a_gpu_that_is_too_small_is_status_3_and_says_what_lacks(tmp_path, capsys):
     status, out, _ = plan(
-        tmp_path, capsys, "--gpus", "1GiB", "--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024"
+        tmp_path, capsys, "--gpus", "1.5GiB", "--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024"
     )
     assert status == 3
-    assert "does not fit: 1GiB lacks" in out.splitlines()[-1]
+    assert "does not fit: 1.5GiB lacks" in out.splitlines()[-1]
 
 
 def test_two_gpus_divide_the_blocks(tmp_path, capsys):
@@ -116,13 +116,15 @@ def test_encoding_and_sampling_are_planned_next_to_the_steps(tmp_path, capsys):
 
 def test_a_stage_next_to_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tmp_path, capsys):
     flags = ("--sample.every_steps", "10", *SIZE)
-    status, out, _ = plan(tmp_path, capsys, "--gpus", "2GiB", *flags, spec=WITH_AUXILIARY)
+    status, out, _ = plan(tmp_path, capsys, "--gpus", "2.5GiB", *flags, spec=WITH_AUXILIARY)
     last = out.splitlines()[-1]
-    assert status == 3 and "does not fit: VAE encoder on 2GiB lacks" in last and "VAE decoder" not in last
-    assert "encode: VAE encoder does not fit 2GiB; encode.vae_tiling = true would need" in out
+    assert status == 3 and "does not fit: VAE encoder on 2.5GiB lacks" in last and "VAE decoder" not in last
+    assert "encode: VAE encoder does not fit 2.5GiB; encode.vae_tiling = true would need" in out
     assert "preview and sample: VAE decoder, 256x256, in bf16 tiles" in out, "decodes as there is room for"
-    assert plan(tmp_path, capsys, "--gpus", "2GiB", *flags, "--encode.vae_tiling", "true", spec=WITH_AUXILIARY)[0] == 0
-    status, found = auxiliary_rows(tmp_path, capsys, "--gpus", "3GiB", *flags, "--sample.captions", "0")
+    assert (
+        plan(tmp_path, capsys, "--gpus", "2.5GiB", *flags, "--encode.vae_tiling", "true", spec=WITH_AUXILIARY)[0] == 0
+    )
+    status, found = auxiliary_rows(tmp_path, capsys, "--gpus", "3.5GiB", *flags, "--sample.captions", "0")
     assert status == 0 and [row["stage"] for row in found["auxiliary"]] == ["encode", "encode"], "nothing is drawn"
 
 
@@ -130,7 +132,7 @@ def test_a_stage_next_to_the_steps_that_does_not_fit_is_status_3_with_a_remedy(t
 def test_fit_changes_how_a_run_encodes_where_its_gpu_has_no_room_for_that(tmp_path, capsys):
     """The VAE in tiles where that is enough; else both encoders on the CPU. Nothing changes where there is room."""
     given = ["--model.preset", "tiny", "--run.folder", str(tmp_path / "run"), *SIZE, "--sample.captions", "0", "--fit"]
-    for gpu, changed in (("3GiB", {}), ("2GiB", {"vae_tiling": True}), ("1.3GiB", {"device": "cpu"})):
+    for gpu, changed in (("3.5GiB", {}), ("2.5GiB", {"vae_tiling": True}), ("1.8GiB", {"device": "cpu"})):
         assert run(WITH_AUXILIARY, "train", [*given, "--gpus", gpu]) == 0
         out, err = capsys.readouterr()
         encode = tomllib.loads(out)["encode"]
@@ -142,7 +144,7 @@ def test_fit_changes_how_a_run_encodes_where_its_gpu_has_no_room_for_that(tmp_pa
 
 @pytest.mark.slow
 def test_a_plan_says_what_host_memory_verifying_an_export_takes(tmp_path, capsys):
-    verified, flags = altered(TOY, verify=lambda *_: "fine"), ("--gpus", "3GiB", "--sample.captions", "0")
+    verified, flags = altered(TOY, verify=lambda *_: "fine"), ("--gpus", "3.5GiB", "--sample.captions", "0")
     line = "host memory while an export is verified, in a process of its own: 0.88 GiB"
     assert line in plan(tmp_path, capsys, *flags, spec=verified)[1]
     for spec, more in ((TOY, ()), (verified, ("--adapter.method", "full"))):
@@ -151,7 +153,16 @@ def test_a_plan_says_what_host_memory_verifying_an_export_takes(tmp_path, capsys
 
 
 def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys, monkeypatch):
-    flags = ("--gpus", "3GiB", "--sample.every_steps", "10", "--sample.vae_tiling", "true", "--train.swap_blocks", "1")
+    flags = (
+        "--gpus",
+        "3.5GiB",
+        "--sample.every_steps",
+        "10",
+        "--sample.vae_tiling",
+        "true",
+        "--train.swap_blocks",
+        "1",
+    )
     status, found = auxiliary_rows(tmp_path, capsys, *flags, "--sample.device", "cuda:1")
     (device,), *samples = found["devices"], *found["auxiliary"][-4:-2]
     weights = device["weights"] + device["adapters"]
@@ -216,12 +227,12 @@ def test_a_plan_that_does_not_fit_ends_with_the_command_that_searches(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
     size = ("--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024")
-    last = plan(tmp_path, capsys, "--gpus", "1GiB", *size)[1].splitlines()[-1]
-    assert last.endswith("; try: toy-train RUN.toml --gpus 1GiB --fit --write fitted.toml")
-    monkeypatch.setattr("sys.argv", ["/somewhere/toy-train", "my run.toml", "--plan", "--gpus", "1GiB", *size])
+    last = plan(tmp_path, capsys, "--gpus", "1.5GiB", *size)[1].splitlines()[-1]
+    assert last.endswith("; try: toy-train RUN.toml --gpus 1.5GiB --fit --write fitted.toml")
+    monkeypatch.setattr("sys.argv", ["/somewhere/toy-train", "my run.toml", "--plan", "--gpus", "1.5GiB", *size])
     last = plan(tmp_path, capsys, *sys.argv[2:])[1].splitlines()[-1]
     typed = last.partition("; try: ")[2]
-    assert typed == f"toy-train 'my run.toml' --gpus 1GiB {' '.join(size)} --fit --write fitted.toml"
+    assert typed == f"toy-train 'my run.toml' --gpus 1.5GiB {' '.join(size)} --fit --write fitted.toml"
     # The command is accepted as it stands: it says itself that nothing fits, or writes the file.
     assert "try: " not in plan(tmp_path, capsys, "--gpus", "24GiB")[1]
     assert "try: " not in plan(tmp_path, capsys, "--train.device", "cpu")[1], "--fit is for GPUs"
@@ -243,7 +254,7 @@ def test_json_outlives_a_reader_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_what_lacks_room_outside_the_steps_is_no_matter_of_fit(tmp_path, capsys):
-    flags = ("--gpus", "2GiB", "--sample.every_steps", "10", *SIZE)
+    flags = ("--gpus", "2.5GiB", "--sample.every_steps", "10", *SIZE)
     status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_AUXILIARY)
     assert status == 3 and "does not fit: VAE encoder" in out and "try: " not in out
 
@@ -305,7 +316,7 @@ def test_host_memory_for_streamed_weights_is_none_of_a_cpu(tmp_path, capsys):
 
 
 def test_every_device_of_a_divided_model_denoises(tmp_path, capsys):
-    _, found = auxiliary_rows(tmp_path, capsys, "--gpus", "24GiB,3GiB")
+    _, found = auxiliary_rows(tmp_path, capsys, "--gpus", "24GiB,3.5GiB")
     first, second = [row for row in found["auxiliary"] if row["name"] == "denoising"]
     names = [device["name"] for device in found["devices"]]
     assert [first["device"], second["device"]] == names

@@ -129,8 +129,10 @@ def test_a_gpu_gives_what_cuda_and_others_leave(machine):
 
 
 def test_gpus_here_and_gpus_that_are_named_have_one_budget(machine):
-    here = budgets_here(machine(24, 16), (1.0, 2.0))
-    named = budgets_of(keeping_reserves(parse_gpus("24GiB,16GiB"), (1.0, 2.0)))
+    """Where torch reports of the GPUs here what it is said to report of those that are named."""
+    gpus = parse_gpus("24GiB,rtx4080")
+    here = budgets_here(machine(*(gpu.total / GIB for gpu in gpus)), (1.0, 2.0))
+    named = budgets_of(keeping_reserves(gpus, (1.0, 2.0)))
     assert [(each.total, each.reserve, each.workspace) for each in here] == [
         (each.total, each.reserve, each.workspace) for each in named
     ]
@@ -174,7 +176,8 @@ def unloaded_of(run):
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(machine, monkeypatch, flags):
     """With images that weigh more than the weights, and a kind of block in front that keeps nothing."""
-    machine(2.0, 1.4)
+    named = "2.5GiB,1.9GiB"
+    machine(*(gpu.total / GIB for gpu in parse_gpus(named)))
     made, jobs = partition.profile, []
 
     def once(job, like=None):
@@ -192,7 +195,7 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
     report = make_report(run)
     assert report.division.devices == tuple(device.index for device in placed.blocks)
     assert report.division.streamed == placed.streamed
-    assert make_report(run, "2GiB,1.4GiB").division == report.division
+    assert make_report(run, named).division == report.division
     assert len(jobs) == 3
     fullness = [plan.peak / (plan.budget.total - plan.budget.reserve) for plan in report.devices]
     assert max(fullness) > 0.1 and 0 < placed.split_points[0] < 9

@@ -89,7 +89,7 @@ class TrainOptions:
     gpus: str = option(
         "", goes_with={"plan fit": "names GPUs to plan for; add --plan or --fit, or set train.devices to train"}
     )
-    """GPUs to plan for instead of those of this machine: `24GiB`, `2x24GiB,1x16GiB`, `rtx4090`."""
+    """GPUs to plan for instead of those of this machine: `24GiB`, `2x24GiB,1x16GiB`, `rtx4090`. A size is that with which a GPU is sold."""
     host: str = option("", goes_with={"plan fit": "limits host memory in a plan; add --plan or --fit"})
     """Host memory that a plan may use for streamed weights: `32GiB`. Unset: the free memory of this machine minus 2 GiB; unlimited with
     --gpus."""

@@ -12,9 +12,14 @@ from ditkit_core.errors import UserError
 from ditkit_core.planner.memory import Budget
 
 RESERVE_BYTES = 6 * GIB // 10
-"""Memory of every GPU that tensors cannot use: the CUDA context with its libraries, and the driver's share."""
+"""Memory of every GPU that tensors cannot use: the CUDA context with its libraries. What the driver keeps for itself is no part of `total`."""
 RESERVE_SHARE = 0.02
 """Share of a GPU that is left for gaps between the allocator's blocks."""
+DRIVER_BYTES = GIB // 2
+"""Memory of a GPU that the driver keeps for itself, so that torch does not see it: this and `DRIVER_SHARE`. Of the known GPUs with 10 GB and
+more, only those with ECC in GDDR lack more."""
+DRIVER_SHARE = 0.005
+"""Share of a GPU that the driver keeps for itself too."""
 
 _EXAMPLES = "write 24GiB, 2x24GiB,1x16GiB, rtx4090 or 2xrtx3090,a100-80"
 _ENTRY = re.compile(r"(?:(\d+)\s*[x*]\s*)?(\S.*)")
@@ -27,7 +32,7 @@ class GPU:
 
     name: str
     total: int
-    """Bytes that the driver reports."""
+    """Bytes that torch reports. `nvidia-smi` reports 0.3 to 0.9 GiB more, which no process can use."""
     reserve: int
     """Bytes of them that a run cannot use."""
     bf16_flops: float
@@ -69,43 +74,51 @@ _FP8 = (_ADA, _BLACKWELL, *_H100, "NVIDIA L40S datasheet", "NVIDIA H200 datashee
 """Sources of GPUs that multiply fp8."""
 _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
 
-# name, other names, MiB as the driver reports them, TFLOP/s in bf16 (fp16 before Ampere) and in fp32, GB/s of memory, PCIe, source.
+# name, other names, GiB that torch reports, TFLOP/s in bf16 (fp16 before Ampere) and in fp32, GB/s of memory, PCIe, source.
 # GeForce GPUs multiply 16 bits with fp32 sums at half their fp16 rate; rates that are published "with sparsity" are halved here. The
 # whitepapers give the rates of a generation per multiprocessor and clock; a GPU's own are its published boost clock times those.
 # Products of int8 are published at 4 times that 16-bit rate for GeForce GPUs, and at twice for others; those of fp8 at twice for both.
+# The memory is the least that is common on Linux: "GPU 0 has a total capacity of ..." in torch's messages, or `total_memory` of its device
+# properties. Windows shows up to 0.5 GiB more. A figure goes by the GPU's name in pytorch/torchchat#1341 (4090: 23.52, elsewhere 23.49),
+# Wan-Video/Wan2.1#465 (5090: 31.37, elsewhere 31.34), vllm-project/vllm#27508 (H100), hpcaitech/Open-Sora#697 (T4: 14.75, elsewhere 14.56),
+# HiDream-ai/VAREdit#6 (A100: 79.25, elsewhere 79.14), TianheWu/CoSeR#10 (A100: 39.50, elsewhere 39.38), zai-org/CogVLM#236 (A10: 21.99,
+# elsewhere 21.98), liucongg/ChatGLM-Finetuning#73 (V100: 31.74, elsewhere 31.73), QwenLM/Qwen3-VL#2097 (L40, of an L40S's size: 44.40), and in
+# logs of public repositories (3060, 3090, 4060 Ti, H100 PCIe, H200, V100 of 16 GB). The 2080 Ti, 3080, 5080 and A6000 have the least common
+# figure of messages that name no GPU, which no other GPU of that size explains. No message names the 4070 and 4080: they lack what the 4060 Ti
+# lacks of the size that `nvidia-smi` prints, 12282 and 16376 MiB, and such figures are common.
 _TABLE = (
-    ("rtx2080ti", "2080ti", 11264, 53.8, 13.4, 616, "3x16", _TURING),
-    ("t4", "", 15360, 65.0, 8.1, 320, "3x16", "NVIDIA T4 datasheet"),
-    ("v100-16", "", 16384, 125.0, 15.7, 900, "3x16", _VOLTA),
-    ("v100-32", "v100", 32768, 125.0, 15.7, 900, "3x16", _VOLTA),
-    ("rtx3060", "3060", 12288, 25.5, 12.7, 360, "4x16", _AMPERE),
-    ("rtx3080", "3080", 10240, 59.5, 29.8, 760, "4x16", _AMPERE),
-    ("rtx3090", "3090", 24576, 71.0, 35.6, 936, "4x16", _AMPERE),
-    ("rtx4060ti-16", "4060ti-16|4060ti|rtx4060ti", 16380, 44.1, 22.1, 288, "4x8", _ADA),
-    ("rtx4070", "4070", 12282, 58.3, 29.1, 504, "4x16", _ADA),
-    ("rtx4070s", "4070s|rtx4070super|4070super", 12282, 71.0, 35.5, 504, "4x16", _ADA),
-    ("rtx4070ti", "4070ti", 12282, 80.2, 40.1, 504, "4x16", _ADA),
-    ("rtx4070tis", "4070tis|rtx4070tisuper|4070tisuper", 16376, 88.2, 44.1, 672, "4x16", _ADA),
-    ("rtx4080", "4080", 16376, 97.5, 48.7, 717, "4x16", _ADA),
-    ("rtx4080s", "4080s|rtx4080super|4080super", 16376, 104.4, 52.2, 736, "4x16", _ADA),
-    ("rtx4090", "4090", 24564, 165.2, 82.6, 1008, "4x16", _ADA),
-    ("rtx5080", "5080", 16303, 112.6, 56.3, 960, "5x16", _BLACKWELL),
-    ("rtx5090", "5090", 32607, 209.5, 104.8, 1792, "5x16", _BLACKWELL),
-    ("a6000", "rtxa6000", 49140, 154.8, 38.7, 768, "4x16", "NVIDIA RTX A6000 datasheet"),
-    ("l40s", "", 46068, 362.0, 91.6, 864, "4x16", "NVIDIA L40S datasheet"),
-    ("a10", "", 23028, 125.0, 31.2, 600, "4x16", "NVIDIA A10 datasheet"),
-    ("a100-40", "", 40960, 312.0, 19.5, 1555, "4x16", "NVIDIA A100 datasheet"),
-    ("a100-80", "a100", 81920, 312.0, 19.5, 2039, "4x16", "NVIDIA A100 datasheet, SXM"),
-    ("h100-80", "h100", 81559, 989.4, 66.9, 3350, "5x16", _H100[0]),
-    ("h100pcie", "", 81559, 756.5, 51.0, 2000, "5x16", _H100[1]),
-    ("h200-141", "h200", 143771, 989.4, 66.9, 4800, "5x16", "NVIDIA H200 datasheet"),
+    ("rtx2080ti", "2080ti", 10.56, 53.8, 13.4, 616, "3x16", _TURING),
+    ("t4", "", 14.56, 65.0, 8.1, 320, "3x16", "NVIDIA T4 datasheet"),
+    ("v100-16", "", 15.75, 125.0, 15.7, 900, "3x16", _VOLTA),
+    ("v100-32", "v100", 31.73, 125.0, 15.7, 900, "3x16", _VOLTA),
+    ("rtx3060", "3060", 11.62, 25.5, 12.7, 360, "4x16", _AMPERE),
+    ("rtx3080", "3080", 9.64, 59.5, 29.8, 760, "4x16", _AMPERE),
+    ("rtx3090", "3090", 23.56, 71.0, 35.6, 936, "4x16", _AMPERE),
+    ("rtx4060ti-16", "4060ti-16|4060ti|rtx4060ti", 15.57, 44.1, 22.1, 288, "4x8", _ADA),
+    ("rtx4070", "4070", 11.56, 58.3, 29.1, 504, "4x16", _ADA),
+    ("rtx4070s", "4070s|rtx4070super|4070super", 11.56, 71.0, 35.5, 504, "4x16", _ADA),
+    ("rtx4070ti", "4070ti", 11.56, 80.2, 40.1, 504, "4x16", _ADA),
+    ("rtx4070tis", "4070tis|rtx4070tisuper|4070tisuper", 15.56, 88.2, 44.1, 672, "4x16", _ADA),
+    ("rtx4080", "4080", 15.56, 97.5, 48.7, 717, "4x16", _ADA),
+    ("rtx4080s", "4080s|rtx4080super|4080super", 15.56, 104.4, 52.2, 736, "4x16", _ADA),
+    ("rtx4090", "4090", 23.49, 165.2, 82.6, 1008, "4x16", _ADA),
+    ("rtx5080", "5080", 15.45, 112.6, 56.3, 960, "5x16", _BLACKWELL),
+    ("rtx5090", "5090", 31.34, 209.5, 104.8, 1792, "5x16", _BLACKWELL),
+    ("a6000", "rtxa6000", 47.40, 154.8, 38.7, 768, "4x16", "NVIDIA RTX A6000 datasheet"),
+    ("l40s", "", 44.39, 362.0, 91.6, 864, "4x16", "NVIDIA L40S datasheet"),
+    ("a10", "", 21.98, 125.0, 31.2, 600, "4x16", "NVIDIA A10 datasheet"),
+    ("a100-40", "", 39.38, 312.0, 19.5, 1555, "4x16", "NVIDIA A100 datasheet"),
+    ("a100-80", "a100", 79.14, 312.0, 19.5, 2039, "4x16", "NVIDIA A100 datasheet, SXM"),
+    ("h100-80", "h100", 79.11, 989.4, 66.9, 3350, "5x16", _H100[0]),
+    ("h100pcie", "", 79.11, 756.5, 51.0, 2000, "5x16", _H100[1]),
+    ("h200-141", "h200", 139.80, 989.4, 66.9, 4800, "5x16", "NVIDIA H200 datasheet"),
 )
 
 
 def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
     known = []
-    for name, others, mebibytes, bf16, fp32, memory, link, source in _TABLE:
-        total = mebibytes * 2**20
+    for name, others, memory, bf16, fp32, bandwidth, link, source in _TABLE:
+        total = int(memory * GIB)
         gpu = GPU(
             name=name,
             total=total,
@@ -114,7 +127,7 @@ def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
             fp32_flops=fp32 * 1e12,
             int8_flops=0.0 if source == _VOLTA else bf16 * 1e12 * (4 if name.startswith("rtx") else 2),
             fp8_flops=bf16 * 1e12 * 2 if source in _FP8 else 0.0,
-            memory_bandwidth=memory * 1e9,
+            memory_bandwidth=bandwidth * 1e9,
             host_bandwidth=_PCIE[link],
             source=f"{source}; PCIe {link[0]} {link[1:]}",
             half="fp16" if source in _FP16_ONLY else "bf16",
@@ -136,8 +149,8 @@ KNOWN_GPUS = _known_gpus()
 def parse_gpus(text: str) -> tuple[GPU, ...]:
     """The GPUs that a text names, in order.
 
-    A size in GB is read as GPUs are sold: 24GB is a GPU of 24 GiB. A size has no speed, so the rates are those of the slowest known GPU
-    with as much memory.
+    A size is read as GPUs are sold: 24GB or 24GiB is a GPU of 24 GiB, of which torch reports less (`as_sold`). A size has no speed, so the
+    rates are those of the slowest known GPU with as much memory.
 
     Args:
         text: Entries separated by commas, each a size (`24GiB`) or a known GPU (`rtx4090`), with `2x` before it for two.
@@ -153,7 +166,7 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
         count = int(found[1] or 1)
         gpu = next((gpu for gpu, names in KNOWN_GPUS if _plain(found[2]) in names), None)
         if size := SIZE.fullmatch(found[2]):
-            gpu = of_size(int(float(size[1]) * GIB), f"{size[1]}GiB")
+            gpu = as_sold(float(size[1]))
         if gpu is None:
             names = ", ".join(gpu.name for gpu, _ in KNOWN_GPUS)
             raise UserError(
@@ -162,20 +175,27 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
         if not 1 <= count <= _MOST_GPUS - len(gpus):
             raise UserError(f"--gpus {text!r}: a plan can have 1 to {_MOST_GPUS} GPUs; {_EXAMPLES}")
         if gpu.reserve >= gpu.total:
+            used = (DRIVER_BYTES + RESERVE_BYTES) / GIB
             raise UserError(
-                f"--gpus {text!r}: {entry.strip()!r} is less than CUDA itself uses, {gpu.reserve / GIB:.1f} GiB; {_EXAMPLES}"
+                f"--gpus {text!r}: {entry.strip()!r} is less than the driver and CUDA use, {used:.1f} GiB; {_EXAMPLES}"
             )
         gpus += [gpu] * count
     return tuple(gpus)
 
 
+def as_sold(size: float) -> GPU:
+    """A GPU that is sold with `size` GiB (GB in advertisements), of which torch reports what the driver leaves."""
+    return of_size(int(size * GIB * (1 - DRIVER_SHARE)) - DRIVER_BYTES, f"{size:g}GiB")
+
+
 def of_size(total: int, name: str) -> GPU:
-    """A GPU of which only the memory is known: it gets the rates of the slowest known one with as much memory, or of the largest.
+    """A GPU of which torch reports `total` bytes and nothing else is known: it gets the rates of the slowest known one with as much
+    memory, or of the largest.
 
     GPUs without bf16 are left out, since it is what runs compute in unless they say otherwise.
     """
     known = sorted((gpu for gpu, _ in KNOWN_GPUS if gpu.half == "bf16"), key=lambda gpu: gpu.total)
-    # A driver reports a little less than the nominal size, hence the tolerance.
+    # GPUs that are sold with one size differ in what torch reports, most of all those with ECC, hence the tolerance.
     as_large = [gpu for gpu in known if gpu.total * 1.1 >= total] or known[-1:]
     like = min(as_large, key=lambda gpu: gpu.bf16_flops)
     source = f"rates assumed as of {like.name}, the slowest known with as much memory ({like.source})"
@@ -232,7 +252,7 @@ _OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "nvl"}
 
 
 def gpu_named(name: str, total: int) -> GPU:
-    """The GPU that the driver calls `name`, with the memory that it reports; an unknown one gets rates by its size."""
+    """The GPU that the driver calls `name`, with the memory that torch reports; an unknown one gets rates by its size."""
     # Whole words, and none that makes another product of them: the A10G is no A10, a laptop's RTX 4090 no RTX 4090.
     words = re.findall(r"[a-z0-9]+", name.lower())
     written = {

@@ -105,9 +105,9 @@ def test_where_all_fits_nothing_is_done_to_it():
 
 
 def test_of_equal_choices_the_one_without_streaming_is_taken():
-    chosen = fit(task_of("2x24GiB")).chosen.setting
+    chosen = fit(task_of("2x25GiB")).chosen.setting
     assert (chosen.gpus, chosen.swap) == ((0, 1), (0, 0))
-    assert fit(task_of("24GiB")).chosen.setting.swap[0] > 0, "which one card would have to"
+    assert fit(task_of("25GiB")).chosen.setting.swap[0] > 0, "which one card would have to"
 
 
 def test_gpus_are_filled_evenly_for_their_size_and_keep_room_where_that_costs_nothing():

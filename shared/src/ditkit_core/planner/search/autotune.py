@@ -19,7 +19,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.ac_budget import BudgetTask, choose
-from ditkit_core.planner.gpus import GPU, of_size
+from ditkit_core.planner.gpus import GPU, as_sold
 from ditkit_core.planner.memory import Partition, StageCost, compose, mixed
 from ditkit_core.planner.search.partition_search import PRICE, Candidate, FitTask, Search
 from ditkit_core.planner.step_time import step_seconds
@@ -339,20 +339,21 @@ def _ranks(config: RunConfig) -> Iterator[_Changed]:
 def _larger_gpus(config: RunConfig, gpus: tuple[GPU, ...]) -> list[SuggestedChange]:
     """Larger GPUs instead of the smallest ones, or of all if they are equal."""
     smallest = min(gpu.total for gpu in gpus)
-    count = sum(gpu.total == smallest for gpu in gpus)
+    replaced = [gpu.name for gpu in gpus if gpu.total == smallest]
+    count, names = len(replaced), " and ".join(dict.fromkeys(replaced))
     changes = []
     for size in GPU_SIZES:
         if size * GIB > smallest * 1.1:
             # Published sizes instead of the next byte: the suggestion has to be a GPU that can be bought.
-            larger = tuple(of_size(size * GIB, f"{size}GiB") if gpu.total == smallest else gpu for gpu in gpus)
-            words = f"{'a GPU' if count == 1 else f'{count} GPUs'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
+            larger = tuple(as_sold(size) if gpu.total == smallest else gpu for gpu in gpus)
+            words = f"{'a GPU' if count == 1 else f'{count} GPUs'} of {size} GiB in place of {names}"
             changes.append(SuggestedChange(words=words, lost_share=1.0 + size / 1000, config=config, gpus=larger))
     return changes
 
 
 def _one_more(config: RunConfig, gpus: tuple[GPU, ...]) -> SuggestedChange:
     largest = max(gpus, key=lambda gpu: gpu.total)
-    words = f"one more GPU of {largest.total / GIB:.3g} GiB"
+    words = f"one more GPU ({largest.name})"
     return SuggestedChange(
         words=words, lost_share=1.0 + largest.total / GIB / 1000, config=config, gpus=(*gpus, largest)
     )
