@@ -9,7 +9,7 @@ from ditkit_core.diagnostics.audit.audit import ACTING
 from ditkit_core.engine.ac_schedule import parse_schedule, words
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention.backends import BACKENDS
-from doc_planned import POLICIES, row
+from doc_planned import POLICIES, SUBJECTS, job_of, row
 from doc_precision import CASES, precision_of
 from doc_ranks import MACHINES, RUNS
 from doc_tables import CHECKPOINTING, DATA, PRECISION, RANKS, TABLES, Table, section, stale, stamp
@@ -35,6 +35,12 @@ def test_a_table_that_is_made_says_how(table):
     said = [line for line in text.splitlines() if line.startswith(("Planned, not measured: ", "Measured: "))]
     assert len(said) == 1 and f"--only {table.name}`, torch " in said[0]
     assert said[0].startswith("Planned") == (table.kind == "planned")
+
+
+@pytest.mark.parametrize("family", SUBJECTS)
+def test_planned_tables_assume_the_kernels_of_a_plan(family):
+    """Which are those of Triton on GPUs, where nothing else is set."""
+    assert job_of(family).kernels == "triton"
 
 
 @pytest.mark.slow

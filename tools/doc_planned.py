@@ -1,11 +1,11 @@
 """Tables of docs/ that the planner makes: memory and recomputation of each checkpointing policy, and the policies that a budget chooses."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
-import torch
-
-from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
@@ -13,20 +13,19 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import Budget, Partition, Profile, compose
-from ditkit_core.planner.planned_step import StepJob as Job
+from ditkit_core.planner.planned_step import PlannedStep, StepJob
 from ditkit_core.planner.profiler import profile
-from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
-from ditkit_wan.presets import PRESETS as WAN_PRESETS
 from ditkit_wan.spec import WAN
 
+ROOT = Path(__file__).parents[1]
 SUBJECTS = {
-    "wan": (WAN, WAN_PRESETS["t2v-1.3b"], (77, 720, 1280), "q,k,v,o"),
-    "flux2": (FLUX2, FLUX2_PRESETS["dev"], (1, 1024, 1024), "blocks"),
+    "wan": (WAN, "t2v_1.3b_lora", (77, 720, 1280), "q,k,v,o"),
+    "flux2": (FLUX2, "dev_lora", (1, 1024, 1024), "blocks"),
 }
-"""Spec, sizes, frames with height and width, and the targets of the LoRA of rank 32."""
+"""Spec, run file, frames with height and width, and the targets of the LoRA of rank 32."""
 POLICIES = (
     "none", "ops(matmul, attention)", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload", "full+offload",
 )  # fmt: skip
@@ -35,17 +34,21 @@ TERA = 10**12
 
 
 @cache
-def planned(family: str, policy: str, precision: Precision = Precision()) -> Profile:  # noqa: B008
-    """A step of a LoRA with one sample, the base in bf16."""
-    spec, arch, size, targets = SUBJECTS[family]
-    with torch.device("meta"):
-        item = spec.training.empty_item(arch, size, [])
-    return profile(
-        Job(
-            spec=spec, arch=arch, adapter=AdapterConfig(rank=32, targets=(targets,)), precision=precision, batch=[item],
-            policy=policy, optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(),
-        )
-    )  # fmt: skip
+def job_of(family: str) -> StepJob:
+    """The step that a plan of this run makes, of a LoRA with one sample over a base in bf16, on recent GPUs."""
+    spec, file, (frames, height, width), targets = SUBJECTS[family]
+    flags = {"data.height": height, "data.width": width, "data.buckets": False, "adapter.targets": [targets]}
+    if spec.data.frame_step:
+        flags["data.frames"] = frames
+    path = ROOT / "packages" / spec.name / "configs" / f"{file}.toml"
+    return PlannedStep.of(create_run(spec, resolve(RunConfig, file=path, flags=flags))).job
+
+
+@cache
+def planned(family: str, policy: str, precision: Precision | None = None) -> Profile:
+    """That step with this policy of all blocks, and these dtypes instead of the default ones."""
+    job = job_of(family)
+    return profile(replace(job, policy=policy, precision=precision or job.precision))
 
 
 def kept(family: str) -> Iterator[str]:
