@@ -13,6 +13,7 @@ from ditkit_core.io.runtimes import RUNTIMES
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import settings_in_force
 from ditkit_core.nn.kernel_check import KernelCase, kernel_fault
+from ditkit_core.nn.kernels.launch import summing_programs
 from ditkit_core.testing.compiled_runs import printed
 
 CPU = torch.device("cpu")
@@ -32,10 +33,19 @@ def test_a_fault_in_any_kernel_is_found_and_its_name_said():
     pytest.importorskip("triton")
     found = printed(SUPPORT / "faulty_kernels.py", TRITON_INTERPRET="1")
     assert found.pop("none 0") == ""
-    assert len(found) == 22
+    # Tensor cores do not round sums as fp32's own units do: no reason to refuse the kernels, on GPUs that truncate more than known ones too.
+    assert 0 < 4 * found.pop("truncated sums") < kernel_check.LIMIT
+    assert len(found) == 25
     for fault, said in found.items():
         name = NAMES[fault.split()[0].removesuffix("_backward")]
         assert said.startswith(f"computes {name} wrongly on cpu (off by "), (fault, said)
+
+
+def test_programs_that_sum_over_rows_take_several_of_each_sample():
+    """As in a run, so that a fault of the loop is found."""
+    tokens = kernel_check._TOKENS
+    assert summing_programs(2 * tokens) < 2 * tokens
+    assert summing_programs(tokens, 2) < tokens
 
 
 @pytest.fixture

@@ -26,11 +26,17 @@ def spoilt(tensor: Tensor) -> None:
 
 
 class KernelCalls(TorchDispatchMode):
-    """Notes the operations with kernels that run inside the block, and plants a fault in a result of one."""
+    """Notes the operations with kernels that run inside the block, and plants a fault in a result of one.
 
-    def __init__(self, faulty: str = "", result: str | int = 0):
+    Args:
+        faulty: The operation with the fault.
+        result: Which of its results has it.
+        of_frozen: Only where no weight is trained, which is another kernel.
+    """
+
+    def __init__(self, faulty: str = "", result: str | int = 0, *, of_frozen: bool = False):
         super().__init__()
-        self.names, self._faulty, self._result = set[str](), faulty, result
+        self.names, self._faulty, self._result, self._of_frozen = set[str](), faulty, result, of_frozen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, name = func(*args, **(kwargs or {})), func._opname
@@ -40,5 +46,6 @@ class KernelCalls(TorchDispatchMode):
                 names = [each.name for each in func._schema.arguments]
                 results = made if isinstance(made, tuple) else (made,)
                 given = dict(zip(names, args, strict=False)) | (kwargs or {}) | dict(enumerate(results))
-                spoilt(given[self._result])
+                if not (self._of_frozen and given["trained"]):
+                    spoilt(given[self._result])
         return made

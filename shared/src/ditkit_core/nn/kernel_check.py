@@ -1,8 +1,9 @@
 """Whether the Triton kernels compute on a GPU what torch computes there, which only that GPU with its driver and its Triton can say.
 
 The functions that call the kernels run twice, forward and backward: with the kernels on bf16, as most of a run, and with torch on the same
-values in fp64. Codes, what is made of them, and rounded weights are compared bitwise. Each kernel runs in one variant, the norm in those of
-both families, so that little is compiled; Triton keeps that on disk. Tests make the same cases of other shapes, dtypes and layouts.
+values in fp64. Codes, what is made of them, and rounded weights are compared bitwise. Each kernel runs in one variant, so that little is
+compiled; Triton keeps that on disk. The norms run in those of both families, and of a LoRA and a full fine-tune. Tests make the same cases of
+other shapes, dtypes and layouts.
 """
 
 import math
@@ -26,11 +27,15 @@ from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.nn.stochastic_rounding import joined, write_split, write_stochastic
 
 LIMIT = 1e-5
-"""Largest difference beyond one step of the result's dtype, relative to the largest value. Another order of a sum of 5,120 products in fp32,
-and a GPU's approximate roots and exponentials, cost 1e-6 of it; a wrong factor, place or mask costs much more."""
+"""Largest difference beyond one step of the result's dtype, relative to the largest value. Another order of a sum of 5,120 numbers in fp32,
+and a GPU's approximate roots and exponentials, cost 1e-6 of it; a wrong factor, place or mask costs much more. So do a LoRA's products here,
+which tensor cores make: they truncate each sum, again after every 4 to 16 products. Over 5,120 products that would cost 7e-6 to 2e-5."""
 _OLDEST, _WITH_FP8 = (8, 0), (8, 9)
 """Compute capability of the oldest GPUs that Triton supports, and of the oldest on which it converts to fp8."""
-_TOKENS, _WIDTH, _HEAD = 7, 5120, 128  # few tokens of Wan 14B's width, over which several warps sum
+_TOKENS, _WIDTH, _HEAD = 520, 5120, 128
+"""Wan 14B's width, over which several warps sum, and so many tokens that programs which sum over rows take several (`summing_programs`)."""
+_ROWS, _FEATURES = 14, 640
+"""Sizes where more would show nothing else."""
 
 
 class KernelCase(NamedTuple):
@@ -107,30 +112,39 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
         return torch.randn(shape, generator=random).bfloat16().float().to(device)
 
     x, table = values(2, _TOKENS, _WIDTH).bfloat16(), values(1, _TOKENS, 1, _HEAD // 2, 2)
-    for width in (_WIDTH, _HEAD):
-        yield normed_heads(x, values(width), table, _WIDTH // _HEAD)
-    yield modulated(x, values(2, 1, _WIDTH), values(2, 1, _WIDTH))
+    # Kernels that make no gradients of weights are others: of a LoRA's run, next to those of a full fine-tune.
+    for trained in (True, False):
+        for width in (_WIDTH, _HEAD):
+            yield normed_heads(x, values(width), table, _WIDTH // _HEAD, trained=trained)
+        yield modulated(x, values(2, 1, _WIDTH), values(2, 1, _WIDTH), trained=trained)
     yield gated(x)
-    yield adapted(x, values(32, _WIDTH), values(_WIDTH // 8, 32), 0.3)
+    # Factors not in bf16: the second and the third part of such would be zeros.
+    down, up = values(32, _FEATURES) / 3, values(_FEATURES, 32) / 3
+    yield adapted(values(_ROWS, _FEATURES).bfloat16(), down, up, 0.3)
     for kind in ("int8", "nf4"):
         yield dequantized(kind, values(65, 1088))  # several groups of scales, the last one short
-    wide, columns = values(2 * _TOKENS, _WIDTH), values(1, _WIDTH)
+    wide, columns = values(_ROWS, _WIDTH), values(1, _WIDTH)
     yield from rounded_to_codes(wide, columns, (torch.int8, torch.float8_e4m3fn)[: 1 + has_fp8])
-    yield _scaled((wide * 2**16).int(), values(2 * _TOKENS, 1), columns, values(_WIDTH))
+    yield _scaled((wide * 2**16).int(), values(_ROWS, 1), columns, values(_WIDTH))
     yield written(wide * 1.001, start=3, of=wide.numel() + 7)
 
 
 def normed_heads(
-    x: Tensor, weight: Tensor, table: Tensor | None, heads: int, *, heads_first: bool = False
+    x: Tensor, weight: Tensor, table: Tensor | None, heads: int, *, trained: bool = True, heads_first: bool = False
 ) -> KernelCase:
-    """RMS norm over as many features as there are weights, and rotation by a table; `heads_first`: gradients have heads before tokens."""
+    """RMS norm over as many features as there are weights, and rotation by a table.
+
+    Args:
+        trained: With a gradient of the weight.
+        heads_first: Gradients have heads before tokens.
+    """
 
     def function(x: Tensor, weight: Tensor, table: Tensor | None = None) -> Tensor:
         norm = with_tensors(nn.RMSNorm(len(weight), eps=1e-6), weight=weight)
         out = normalised_heads(x, norm, heads, Precision(matmul=x.dtype), table)
         return out.transpose(1, 2) if heads_first else out
 
-    inputs = (x.requires_grad_(), weight.requires_grad_(), *([] if table is None else [table]))
+    inputs = (x.requires_grad_(), weight.requires_grad_(trained), *([] if table is None else [table]))
     return KernelCase(f"RMS norm over {len(weight)} and rotation", function, inputs)
 
 
