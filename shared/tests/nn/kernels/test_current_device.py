@@ -114,7 +114,7 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
             KERNELS.norm_rotation.forward(x, weight, table, 1e-6, 2, torch.bfloat16)
             KERNELS.gated_unit.forward(x)
             KERNELS.gated_unit.backward(x[..., :16], x)
-            KERNELS.lora_parts.products(torch.empty(batch * tokens, 96), 32, 1.0)
+            KERNELS.lora_parts.products(torch.empty(batch * tokens, 12), 4, 1.0)
             KERNELS.rounded_rows.codes_of_rows(x.flatten(0, 1), None, torch.int8)
             for trained in (False, True):
                 KERNELS.modulated_norm.backward(x, x, row, 1e-6, 1.0, trained)

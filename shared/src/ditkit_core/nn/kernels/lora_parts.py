@@ -44,10 +44,13 @@ def _factors(
         _split(up, of_up, block - blocks, up_count, RANK, BLOCK)
 
 
-@triton.jit
-def _products(products, low, left, scaling, count, TERMS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
+# Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a
+# run. Of their product with a constant rank Triton still knows what divides it, and reads and writes several numbers at once.
+@triton.jit(do_not_specialize=["rows"])
+def _products(products, low, left, scaling, rows, TERMS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, row, column = place < count, place // RANK, place % RANK
+    row, column = place // RANK, place % RANK
+    inside = place < tl.cast(rows, tl.int64) * RANK
     total = tl.zeros((BLOCK,), tl.float32)
     for term in tl.static_range(TERMS):
         total += tl.load(products + (row * TERMS + term) * RANK + column, mask=inside, other=0.0)
@@ -79,6 +82,6 @@ def products(given: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     with device_current(given):
         # Not fused into one rounding with the subtractions behind it: the parts would sum to another number.
         _products[(triton.cdiv(low.numel(), _BLOCK),)](
-            given, low, left, scaling, low.numel(), TERMS=terms, RANK=rank, BLOCK=_BLOCK, enable_fp_fusion=False
+            given, low, left, scaling, rows, TERMS=terms, RANK=rank, BLOCK=_BLOCK, enable_fp_fusion=False
         )
     return low, left
