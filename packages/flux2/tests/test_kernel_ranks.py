@@ -8,8 +8,7 @@ from kernel_ranks_of_flux2 import CASES
 from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes two minutes
 class TestKernelRanks(KernelRanksConformance):
     script = Path(__file__).parent / "support" / "kernel_ranks_of_flux2.py"
     cases = CASES
