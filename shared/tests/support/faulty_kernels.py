@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
+from ditkit_core.testing.interpreter import repair_interpreter
 from ditkit_core.testing.tensor_cores import TensorCores
 
 
@@ -24,6 +25,7 @@ class FirstParts(TorchDispatchMode):
 
 
 if __name__ == "__main__":
+    repair_interpreter()
     torch.set_num_threads(1)
     # No power of two, like Wan's: a kernel's tile is wider.
     kernel_check._TOKENS, kernel_check._WIDTH, kernel_check._HEAD = 2, 320, 64

@@ -30,6 +30,7 @@ from ditkit_core.nn.kernel_check import (
 from ditkit_core.nn.kernels import modulated_norm, norm_rotation
 from ditkit_core.nn.kernels.ops import factor_parts, product_parts
 from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.testing.interpreter import repair_interpreter
 from ditkit_core.testing.tensor_cores import TensorCores
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -142,6 +143,7 @@ def errors() -> Iterator[tuple[str, bool, float, list[str]]]:
 
 
 if __name__ == "__main__":
+    repair_interpreter()
     # So that programs that sum over rows take several of these few, as in a run.
     norm_rotation.summing_programs = modulated_norm.summing_programs = lambda rows, samples=1: min(rows, 3)
     torch.manual_seed(0)

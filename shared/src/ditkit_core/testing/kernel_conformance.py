@@ -14,6 +14,7 @@ import torch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.compiled_conformance import kinds
 from ditkit_core.testing.compiled_steps import difference, numbers
+from ditkit_core.testing.interpreter import repair_interpreter
 from ditkit_core.testing.world import ADAPTERS, make_model
 
 
@@ -35,5 +36,6 @@ def compared(kind: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    repair_interpreter()
     torch.set_num_threads(1)
     print(json.dumps({name: compared(kind) for name, kind in kinds(*sys.argv[1:]).items()}))

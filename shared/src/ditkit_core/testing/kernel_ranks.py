@@ -19,6 +19,7 @@ import torch
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.context import as_on
+from ditkit_core.testing.interpreter import repair_interpreter
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.replicas import Divided, Replicas, forked
 from ditkit_core.testing.tensor_cores import TensorCores
@@ -57,6 +58,7 @@ def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None
         items: Training samples.
         cases: Names of `BRIEF`.
     """
+    repair_interpreter()
     torch.set_num_threads(1)
     make_model(spec, arch, adapter=ADAPTERS["lora"])  # imports peft, which else each of the processes would do
     folder, found = Path(sys.argv[1]), dict[str, Any]()
