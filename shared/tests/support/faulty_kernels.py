@@ -5,13 +5,13 @@ import json
 from typing import Any
 
 import torch
-from kernel_calls import KernelCalls, results_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
 from ditkit_core.testing.interpreter import repair_interpreter
+from ditkit_core.testing.kernel_calls import KernelCalls, results_of
 from ditkit_core.testing.tensor_cores import TensorCores
 
 

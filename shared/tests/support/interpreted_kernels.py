@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
-from kernel_calls import KernelCalls
 from torch import Tensor, nn
 
 from ditkit_core.nn import stochastic_rounding
@@ -31,6 +30,7 @@ from ditkit_core.nn.kernels import modulated_norm, norm_rotation
 from ditkit_core.nn.kernels.ops import factor_parts, product_parts
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.testing.interpreter import repair_interpreter
+from ditkit_core.testing.kernel_calls import KernelCalls
 from ditkit_core.testing.tensor_cores import TensorCores
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -18,10 +18,11 @@ from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention.support import capability_text
-from ditkit_core.nn.context import BlockSettings, block_settings, settings_in_force
+from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.eight_bit_products import rounded
 from ditkit_core.nn.functional import gated_unit, modulated_norm, normalised_heads
 from ditkit_core.nn.kernels import ops as kernels
+from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import low_rank_sum
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.nn.stochastic_rounding import joined, write_split, write_stochastic
@@ -196,16 +197,12 @@ def dequantized(kind: str, weight: Tensor) -> KernelCase:
     return KernelCase(f"{kind} weights", both_ways, (ones,), is_bitwise=True)
 
 
-def _is_fused() -> bool:
-    return settings_in_force().kernels == "triton"
-
-
 def rounded_to_codes(x: Tensor, columns: Tensor, formats: Iterable[torch.dtype]) -> Iterator[KernelCase]:
     """Codes of rows in 8 bits, and their scales."""
     for codes in formats:
 
         def function(x: Tensor, codes: torch.dtype = codes) -> Any:
-            return kernels.round_rows(x, columns, codes) if _is_fused() else rounded(x * columns, codes)
+            return kernels.round_rows(x, columns, codes) if kernels_in_force(x) else rounded(x * columns, codes)
 
         yield KernelCase(f"rounding to {str(codes).removeprefix('torch.')}", function, (x,), is_bitwise=True)
 
@@ -215,7 +212,7 @@ def _scaled(sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor) -> Kernel
 
     def function(sums: Tensor) -> tuple[Tensor, ...]:
         out = torch.empty_like(rows * columns)
-        if _is_fused():
+        if kernels_in_force(sums):
             kernels.apply_scales(sums, rows, columns, bias, out=out)
         else:
             out.copy_((sums * rows).mul_(columns).add_(bias))
@@ -228,7 +225,7 @@ def written(values: Tensor, *, start: int = 0, of: int | None = None) -> KernelC
     """fp32 values rounded to bf16 at random as those from `start` on of `of`, split into bf16 and a remainder, and joined again."""
 
     def function(values: Tensor) -> tuple[Tensor, ...]:
-        fused, bf16 = _is_fused(), torch.bfloat16
+        fused, bf16 = kernels_in_force(values), torch.bfloat16
         random, nearest, rest = (torch.empty_like(values, dtype=dtype) for dtype in (bf16, bf16, torch.int16))
         write_stochastic(random, values.clone(), 0x9123456789ABCDEF, start=start, of=of, fused=fused)
         write_split(nearest, values.clone(), rest, fused=fused)

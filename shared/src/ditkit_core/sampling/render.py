@@ -68,8 +68,8 @@ def render_samples(
         shares: Which ranks generate which of them.
 
     Returns:
-        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, those of their own. None if
-        `on_step` ended them: then there is no list.
+        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, those of their own. Empty if
+        `on_step` ended them: then there is no STEM.json either.
 
     Raises:
         UserError: If a sample is not finite, or a file cannot be written.

@@ -6,7 +6,6 @@ have a program for each token. So items have few tokens.
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +19,7 @@ from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.context import as_on
 from ditkit_core.testing.interpreter import repair_interpreter
-from ditkit_core.testing.observer import Observer
+from ditkit_core.testing.kernel_calls import KernelCalls
 from ditkit_core.testing.replicas import Divided, Replicas, forked
 from ditkit_core.testing.tensor_cores import TensorCores
 from ditkit_core.testing.world import ADAPTERS, Items, make_model
@@ -34,19 +33,6 @@ WORLDS = (
 )
 """Replicas, ranks that divide the weights, ranks that share tokens, and both together."""
 STEPS = 2
-
-
-class Launches(Observer):
-    """Counts the operations of `nn/kernels/ops.py`, in forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "ditkit":
-            self.ran[func._opname] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None:
@@ -70,15 +56,15 @@ def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None
     print(json.dumps(found))
 
 
-def _launches(replicas: Replicas, ranks: Ranks) -> dict[str, dict[str, int]]:
-    """Train the cases of a world; how often this rank launched each kernel, by case."""
+def _launches(replicas: Replicas, ranks: Ranks) -> dict[str, list[str]]:
+    """Train the cases of a world; the operations with kernels that ran on this rank, by case."""
     own, found, fused = replicas.of(ranks), {}, replicas.kernels == "triton"
     for name in replicas.divided.cases(replicas.cases):
         with ExitStack() as stack:
-            launches = stack.enter_context(Launches())
+            calls = stack.enter_context(KernelCalls())
             if fused:
                 stack.enter_context(as_on("cuda"))
                 stack.enter_context(TensorCores())
             replicas.train(name, replace(own), steps=STEPS)
-        found[name] = dict(launches.ran)
+        found[name] = sorted(calls.names)
     return found

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
+from ditkit_core.testing.observer import Observer
 
 
 def results_of(name: str) -> list[str | int]:
@@ -25,7 +25,7 @@ def spoilt(tensor: Tensor) -> None:
         codes[place] = codes[place] * 1.03 if codes.is_floating_point() else codes[place] - codes[place].sign()
 
 
-class KernelCalls(TorchDispatchMode):
+class KernelCalls(Observer):
     """Notes the operations with kernels that run inside the block, and plants a fault in a result of one.
 
     Args:
