@@ -20,7 +20,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
-from ditkit_core.engine.selective_ac import GeneratorHook, Region, kept_ops
+from ditkit_core.engine.generator_state import GeneratorHook
+from ditkit_core.engine.selective_ac import Region, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.nn.context import BlockSettings, block_settings, calls_in_force, scope_set
@@ -94,7 +95,7 @@ class Replayed:
 
     def __init__(self, body: Body, hook: GeneratorHook):
         self._body, self._hook = body, hook
-        self._at_entry: Tensor | None = None
+        self._at_entry: Any = None
         self._running = False
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -116,11 +117,11 @@ class Replayed:
         finally:
             self._running = False
 
-    def snapshot(self) -> Tensor | None:
+    def snapshot(self) -> Any:
         """The generator's state; None outside of the body, where this object does not own the generator."""
         return self._hook.snapshot() if self._running else None
 
-    def restore(self, state: Tensor | None) -> None:
+    def restore(self, state: Any) -> None:
         """Put a snapshot back."""
         if state is not None:
             self._hook.restore(state)

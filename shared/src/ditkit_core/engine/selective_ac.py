@@ -6,18 +6,16 @@ attention that is made of several, with dropout or in the math kernel, is not ke
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ditkit_core.engine.generator_state import GeneratorHook
 from ditkit_core.engine.op_names import SETS, kept_results_reach_hooks
 from ditkit_core.errors import UserError
-from ditkit_core.io.runtimes import runtime_of
 
 
 class Decision(NamedTuple):
@@ -74,30 +72,6 @@ def _may_sample(name: str) -> bool:
 
 kept_ops = lru_cache(maxsize=64)(KeptOps)
 """(names) to the operations to keep; the same object for the same names."""
-
-
-@dataclass(frozen=True)
-class GeneratorHook:
-    """The random generator of a block: that of its own device and no other, because backwards of several devices run at the same time."""
-
-    device: torch.device
-
-    @property
-    def generator(self) -> str:
-        """Its name; all CPU devices share one."""
-        return "cpu" if runtime_of(self.device) is None else str(self.device)
-
-    def snapshot(self) -> Tensor:
-        """The generator's state."""
-        runtime = runtime_of(self.device)
-        return torch.get_rng_state() if runtime is None else runtime.get_rng_state(self.device)
-
-    def restore(self, state: Tensor) -> None:
-        """Put a snapshot back."""
-        if (runtime := runtime_of(self.device)) is None:
-            torch.set_rng_state(state)
-        else:
-            runtime.set_rng_state(state, self.device)
 
 
 class Region:

@@ -31,9 +31,14 @@ class StepClock:
     An optimizer's work on a GPU is not waited for: it runs into the next step, whose times have it.
     """
 
-    def __init__(self, devices: Iterable[torch.device] = ()):
-        """Time these devices; without any, nothing is timed."""
-        self._marks: dict[torch.device, list[tuple[str, Any]]] = {device: [] for device in devices}
+    def __init__(self, devices: Iterable[torch.device] = (), *, in_graph: bool = False):
+        """Time these devices; without any, nothing is timed.
+
+        Args:
+            in_graph: Whether the marks are recorded in a CUDA graph: they have the times of its last replay.
+        """
+        self._marks: dict[torch.device, list[tuple[Any, Any]]] = {device: [] for device in devices}
+        self._in_graph = in_graph
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -45,7 +50,13 @@ class StepClock:
         marks = None if device is None else self._marks.get(device)
         if device is None or marks is None or (marks and marks[-1][0] == part):
             return
-        marks.append((part, _now(device)))
+        marks.append((part, _in_graph(device) if self._in_graph else _now(device)))
+
+    def replayed(self, device: torch.device, clock: "StepClock") -> None:
+        """A replay begins at the last mark, and ends here. Its parts are those of a clock whose marks are in the graph."""
+        if (marks := self._marks.get(device)) is not None:
+            marks[-1] = clock, marks[-1][1]
+            marks.append(("waiting", _now(device)))
 
     def mark_all(self, part: str) -> None:
         """Name what all devices do from here on."""
@@ -87,10 +98,20 @@ class StepClock:
                     event.synchronize()  # where the backward updates weights, nobody has waited for the last update
             seconds = dict.fromkeys(PARTS, 0.0)
             for (part, begin), (_, end) in pairwise(done):
-                if part in seconds:
-                    seconds[part] += _between(begin, end)
+                # Several replays of a graph have the times of the last: their shares count.
+                for name, share in (part._shares(device) if isinstance(part, StepClock) else {part: 1.0}).items():
+                    if name in seconds:
+                        seconds[name] += share * _between(begin, end)
             found[device] = seconds
         return found
+
+    def _shares(self, device: torch.device) -> dict[Any, float]:
+        """The share of each part in the time between the first and the last mark."""
+        seconds: dict[Any, float] = {}
+        for (part, begin), (_, end) in pairwise(self._marks[device]):
+            seconds[part] = seconds.get(part, 0.0) + _between(begin, end)
+        total = sum(seconds.values())
+        return {part: taken / total for part, taken in seconds.items()} if total > 0 else {}
 
     def numbers(self) -> dict[str, float]:
         """The times of `read` as metrics: `seconds/forward`, with several devices `seconds/cuda:1/forward`."""
@@ -106,6 +127,15 @@ def _now(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _in_graph(device: torch.device) -> Any:
+    """An event that is a node of the graph that is being recorded."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True, external=True)
     event.record(torch.cuda.current_stream(device))
     return event
 

@@ -31,6 +31,7 @@ NIGHTLY_FOR_VARIANTS = (
     "test_levers_together_change_no_number",
     "test_streaming_changes_no_bit",
     "test_pipelined_micro_batches_equal_one_backward_over_their_sum",
+    "test_replays_change_no_bit",
 )
 """The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each feature has another check that every
 variant runs daily: a division its layouts, policies and offloading what they repeat and send, and all of them, streaming, pipelining and
@@ -57,6 +58,7 @@ ONE_IN_FOUR = dict.fromkeys(
         "test_one_backward_over_several_streamed_forwards",
         "test_updating_in_the_backward_changes_no_bit",
         "test_levers_of_a_full_fine_tune_change_no_bit",
+        "test_replays_change_no_bit",
     ),
     4,
 )

@@ -44,6 +44,7 @@ from ditkit_core.testing.conformance_offload import OffloadChecks
 from ditkit_core.testing.conformance_policies import PolicyChecks
 from ditkit_core.testing.conformance_precision import PrecisionChecks
 from ditkit_core.testing.conformance_quantized import QuantizedChecks
+from ditkit_core.testing.conformance_replay import ReplayChecks
 from ditkit_core.testing.conformance_split import SplitChecks
 from ditkit_core.testing.conformance_streams import StreamChecks, place
 from ditkit_core.testing.conformance_swap import SwapChecks
@@ -406,6 +407,7 @@ class Conformance(
     StreamChecks,
     SwapChecks,
     QuantizedChecks,
+    ReplayChecks,
     CoreChecks,
 ):
     """All checks: inherit, set `spec` and `arch`, define `items`."""

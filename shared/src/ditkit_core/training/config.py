@@ -145,6 +145,10 @@ class TrainConfig:
     """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
     other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on
     train.checkpointing."""
+    cuda_graphs: Literal["auto", "on", "off"] = setting("auto", resume="free")
+    """Record forward, loss and backward of each kind of micro-batch as a CUDA graph, and replay it: the host then launches them at once.
+    `auto` does so where the GPU waits for the host, which is with few tokens; `on` for every kind. Results are bitwise identical. What cannot
+    be replayed runs eagerly, and a line says why."""
     sentinels: int = setting(50, resume="free")
     """Optimizer steps between two checks of activations and gradients, the first step included, for metrics.jsonl: the largest
     activation of each block and its drift, values that are not finite, gradients that underflow. 0 disables the checks."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.generator_state import GeneratorHook
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.ranks import RankLost, Ranks
@@ -26,6 +27,7 @@ from ditkit_core.training.optim.clipping import Clipping, joined_norm, stages_of
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.optim.gradient_sum import GradientSum
 from ditkit_core.training.optim.optimizer import NamedOptimizer
+from ditkit_core.training.replay import ReplayedMicroBatches
 from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
@@ -65,6 +67,14 @@ class StepContext:
     """`train.clip_by`."""
     last_norm: float | None = None
     """Norm of all gradients of the step before, for `last_step`; None before the first."""
+    replays: ReplayedMicroBatches | None = None
+    """Replays micro-batches; None runs them all eagerly."""
+    is_seen: bool = False
+    """Whether Python has to see the operations of this step, so that nothing is replayed."""
+
+    def dropout_seed(self, micro: int) -> int:
+        """The seed of a micro-batch's dropout."""
+        return seed_of(self.seed, "dropout", self.step, micro)
 
     def prepare(self, spec: ModelSpec, micro_batches: Sequence[MicroBatch], micro: int) -> PreparedBatch:
         """Read one of the step's micro-batches, and sample its noise."""
@@ -108,6 +118,8 @@ def training_step(
     # Stochastic rounding is a function of seed and step, so that a resumed run rounds alike.
     optimizer.begin(context.seed, context.step)
     watched = model if watch is None else replace(model, engine=with_hooks(model.engine, watch))
+    if watch is not None:
+        context = replace(context, is_seen=True)
     accumulate = partial(accumulate_gradients, watched, micro_batches, context)
     try:
         clipping = context.clipping(model, optimizer, clip_norm)
@@ -183,6 +195,16 @@ def _finish_step(
         for name, gradient in gradients.items():
             watch.gradient(name, gradient)
     norm = total_norm(list(gradients.values())) if model.shards is None else model.shards.norm(gradients)
+    # Launched before the host waits for loss and norm, a GPU has no pause in front of the update. It leaves everything as it is where they are
+    # not finite.
+    is_early = (
+        optimizer.skips_on_device and context.ranks.size == 1 and clipping.by != "block" and loss.device == norm.device
+    )
+    if is_early:
+        context.clock.mark_all("optimizer")
+        is_finite = (loss + norm).isfinite()
+        known = norm.where(is_finite, 0.0)  # a factor that is not finite would be in every gradient of the evidence
+        update(optimizer, known, lr=lr, clipping=clipping, found_inf=is_finite.logical_not().float())
     result = StepResult(*_to_host(loss, norm, watch, context.ranks, model))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
@@ -192,8 +214,9 @@ def _finish_step(
         evidence = evidence_of(context.step, losses, broken, **result._asdict())
         optimizer.zero_grad()
         raise NonFiniteLoss(evidence)
-    context.clock.mark_all("optimizer")
-    update(optimizer, norm, lr=lr, clipping=clipping)
+    if not is_early:
+        context.clock.mark_all("optimizer")
+        update(optimizer, norm, lr=lr, clipping=clipping)
     return result
 
 
@@ -241,10 +264,12 @@ def _fused_step(
     return result
 
 
-def update(optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clipping: Clipping) -> None:
-    """Clip the gradients, whose global norm is `norm`, and step."""
+def update(
+    optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clipping: Clipping, found_inf: Tensor | None = None
+) -> None:
+    """Clip the gradients, whose global norm is `norm`, and step; with `found_inf` as `NamedOptimizer.step`."""
     clipping.apply(optimizer.parameters, norm)
-    optimizer.step(lr)
+    optimizer.step(lr, found_inf)
 
 
 def accumulate_gradients(
@@ -274,36 +299,62 @@ def accumulate_gradients(
     if model.shards is not None:
         _accumulate_sharded(model, micro_batches, context, losses, counted)
         return losses
-    parts: list[Tensor] = []
     adapts = model.adapts
     gradients = GradientSum(model.trainable, len(micro_batches) if adapts else ranks.num_groups, ranks)
     sent = _sent(model, micro_batches, context, share)
-    # A copy waits for all earlier work on both its devices. Between two forwards it would prevent the overlap that pipelining is
-    # for, so everything but the carry is sent to its device before the first forward.
-    for micro, batch in zip(share, list(sent) if context.pipelined else sent, strict=True):
-        weighted = _weighted_errors(model, batch, micro, context)
-        losses.sigmas.append(batch.sigma)
-        # Detached, so that the backward frees the graph of its micro-batch.
-        losses.weighted.append(weighted.detach())
-        parts.append(weighted.sum() / counted)
-        if context.pipelined:
-            context.clock.mark(weighted.device, "waiting")
-            # In the backward, on the device's own thread: it may have waited since it did its part of another micro-batch.
-            weighted.register_hook(lambda _, device=weighted.device: context.clock.mark(device, "backward"))
-        else:
-            before_backward(losses)
-            context.clock.mark(weighted.device, "backward")
-            _backward(parts.pop())
-            if adapts:
-                gradients.add(micro)
     if context.pipelined:
-        before_backward(losses)
-        _backward(torch.stack(parts).sum())
-    elif adapts or ranks.size > 1:
+        _accumulate_pipelined(model, zip(share, list(sent), strict=True), context, losses, counted, before_backward)
+        return losses
+    for micro, batch in zip(share, sent, strict=True):
+        losses.sigmas.append(batch.sigma)
+        seed = context.dropout_seed(micro)
+        if context.replays is None:
+            torch.manual_seed(seed)  # all devices' generators
+            weighted = _weighted_errors(model, batch, context.flow.guidance, context.clock)
+            # Detached, so that the backward frees the graph of its micro-batch.
+            losses.weighted.append(weighted.detach())
+            before_backward(losses)
+            _backward(weighted, weighted.new_full((), counted), context.clock)
+        else:
+            work = partial(_forward_and_backward, guidance=context.flow.guidance)
+            run = partial(context.replays.run, clock=context.clock, eager=context.is_seen)
+            losses.weighted.append(run(model, batch, work, seed=seed, divisor=counted))
+        if adapts:
+            gradients.add(micro, reused=context.replays is not None and micro != share[-1])
+    if adapts or ranks.size > 1:
         if not adapts:
             gradients.add(ranks.group_index)
         gradients.finish()
     return losses
+
+
+def _accumulate_pipelined(
+    model: TrainModel,
+    micro_batches: Iterable[tuple[int, PreparedBatch]],
+    context: StepContext,
+    losses: Losses,
+    counted: float,
+    before_backward: Callable[[Losses], None],
+) -> None:
+    """Run all forwards, then one backward over the sum of the losses.
+
+    A copy waits for all earlier work on both its devices. Between two forwards it would prevent the overlap that pipelining is for, so everything
+    but the carry was sent to its device before the first forward.
+    """
+    parts: list[Tensor] = []
+    for micro, batch in micro_batches:
+        torch.manual_seed(context.dropout_seed(micro))
+        weighted = _weighted_errors(model, batch, context.flow.guidance, context.clock)
+        losses.sigmas.append(batch.sigma)
+        losses.weighted.append(weighted.detach())
+        parts.append(weighted.sum() / weighted.new_full((), counted))
+        context.clock.mark(weighted.device, "waiting")
+        # In the backward, on the device's own thread: it may have waited since it did its part of another micro-batch.
+        weighted.register_hook(lambda _, device=weighted.device: context.clock.mark(device, "backward"))
+    before_backward(losses)
+    total = torch.stack(parts).sum()
+    with autocast_disabled(total.device.type):
+        total.backward()
 
 
 def _accumulate_sharded(
@@ -321,31 +372,47 @@ def _accumulate_sharded(
         if counts:  # a stand-in is the last of its own once more
             batch = next(sent)
         model.shards.begin(last=place == len(runs) - 1)
-        weighted = _weighted_errors(model, batch, micro, context)
+        torch.manual_seed(context.dropout_seed(micro))
+        weighted = _weighted_errors(model, batch, context.flow.guidance, context.clock)
         if counts:
             losses.sigmas.append(batch.sigma)
             losses.weighted.append(weighted.detach())
-        context.clock.mark(weighted.device, "backward")
-        _backward(weighted.sum() / counted * counts)
+        _backward(weighted * counts, weighted.new_full((), counted), context.clock)
     model.shards.take_gradients()
 
 
-def _weighted_errors(model: TrainModel, batch: PreparedBatch, micro: int, context: StepContext) -> Tensor:
-    """Run the forward of a micro-batch, and return the weighted loss of each sample."""
-    # Seeded for each micro-batch, so that dropout does not depend on what ran before, for example after a resume.
-    torch.manual_seed(seed := seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
-    context.clock.mark(batch.noised.sigma.device, "forward")
-    noised, guidance = batch.noised, context.flow.guidance
+def _forward_and_backward(
+    model: TrainModel, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, guidance: float
+) -> Tensor:
+    """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
+    weighted = _weighted_errors(model, batch, guidance, clock)
+    _backward(weighted, divisor, clock)
+    return weighted.detach()
+
+
+def _weighted_errors(model: TrainModel, batch: PreparedBatch, guidance: float, clock: StepClock) -> Tensor:
+    """Run the forward of a micro-batch, and return the weighted loss of each sample.
+
+    The generators were seeded for this micro-batch, so that dropout does not depend on what ran before, for example after a resume.
+    """
+    clock.mark(batch.noised.sigma.device, "forward")
+    noised = batch.noised
     if batch.matches_base:
+        hooks = [GeneratorHook(device) for device in dict.fromkeys(p.device for p in model.module.parameters())]
+        states = [hook.snapshot() for hook in hooks]
         noised = matching_base(model, noised, guidance)
-        torch.manual_seed(seed)
+        for hook, state in zip(hooks, states, strict=True):
+            hook.restore(state)
     return velocity_errors(model, noised, guidance) * batch.weights
 
 
-def _backward(loss: Tensor) -> None:
+def _backward(weighted: Tensor, divisor: Tensor, clock: StepClock) -> None:
+    """Run the backward of the samples' losses, whose sum is divided by a number on their device: a GPU's division by a number of the host
+    is a product with its rounded reciprocal."""
+    clock.mark(weighted.device, "backward")
     # torch applies an outer autocast in the backward of every matmul, too.
-    with autocast_disabled(loss.device.type):
-        loss.backward()
+    with autocast_disabled(weighted.device.type):
+        (weighted.sum() / divisor).backward()
 
 
 def _sent(
@@ -391,7 +458,8 @@ def _first_not_finite(
             continue
 
         def loss_of(micro: int = micro, batch: PreparedBatch = batch) -> Tensor:
-            return _weighted_errors(model, batch, micro, context).sum()
+            torch.manual_seed(context.dropout_seed(micro))
+            return _weighted_errors(model, batch, context.flow.guidance, context.clock).sum()
 
         with autocast_disabled(batch.weights.device.type):
             own = find_first_nonfinite(model.module, loss_of, on_any_rank=everyone.any, broken_weights=broken)

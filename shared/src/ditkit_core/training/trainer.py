@@ -29,6 +29,7 @@ from ditkit_core.training.losses import NonFiniteLoss, write_failure
 from ditkit_core.training.metrics import LogConfig, MetricsLog, NoMetrics
 from ditkit_core.training.optim.optimizer import learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig, optimizers_that
+from ditkit_core.training.replay import replays_of
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
 from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, TrainModel, with_clock
 from ditkit_core.training.train_state import TrainState
@@ -225,6 +226,7 @@ class Trainer:
         self._state = TrainState(
             model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
         )
+        self._replays = replays_of(self._model, train, config.optim, warn)
         self._last_save: Path | None = None
         self._writer: BackgroundWriter | None = None
         if model.shards is not None and not model.adapts:
@@ -247,6 +249,8 @@ class Trainer:
         with self._log() as metrics, ExitStack() as handlers:
             interrupts = handlers.enter_context(Interrupts(partial(self._warn, _STOPPING)))
             handlers.enter_context(self._data)
+            if self._replays is not None:
+                handlers.callback(self._replays.free)
             if self._writer is not None:
                 handlers.callback(self._writer.finish)
             saved_at, stopping = time.monotonic(), False
@@ -324,6 +328,7 @@ class Trainer:
             clock=self._clock,
             clip_by=config.clip_by,
             last_norm=self._state.last_norm,
+            replays=self._replays,
         )
 
     def _prepare(self, batches: Sequence[MicroBatch], micro: int, step: int) -> PreparedBatch:
@@ -342,7 +347,8 @@ class Trainer:
         lr = learning_rate(state.step, self._config.optim, config.steps)
         looks = config.sentinels and (state.step == 0 or (state.step + 1) % config.sentinels == 0)
         watch = StatsRecorder() if looks else None
-        context = replace(self._context(state.step), prepared=partial(self._data.prepared, state.step))
+        prepared = partial(self._data.prepared, state.step)
+        context = replace(self._context(state.step), prepared=prepared, is_seen=count_attention)
         waited, sent = self._ranks.seconds_waited, self._ranks.bytes_sent
         try:
             with counted_calls(AttentionCalls() if count_attention else None):
@@ -426,6 +432,8 @@ class Trainer:
         # After the last step, the samples of the finished model take the place of a preview.
         if step < self._config.train.steps:
             wanting = [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)]
+            if wanting and self._replays is not None:
+                self._replays.free()  # encoders and the VAE need the memory of the graphs
             if self._model.shards is None or self._ranks.broadcast_object(bool(wanting)):
                 self._call(lambda callback: callback.generate_preview(step, lambda: interrupts.requested), wanting)
 

@@ -46,13 +46,18 @@ class GradientSum:
         self._sums: dict[tuple[int, int], Gradients] = {}
         """By range of micro-batches, those not yet added to their neighbours."""
 
-    def add(self, leaf: int) -> None:
-        """Take the gradients of a micro-batch from the parameters; micro-batches come in their order."""
+    def add(self, leaf: int, *, reused: bool = False) -> None:
+        """Take the gradients of a micro-batch from the parameters; micro-batches come in their order.
+
+        Args:
+            reused: Whether the next backward writes its gradients into the same memory, so that these have to be copied.
+        """
         pair = leaf ^ 1
         if leaf % 2 == 0 and pair in self._share and pair < self._leaves:
             return  # the next backward adds to these
         low = pair if leaf % 2 and pair in self._share else leaf
-        self._sums[low, leaf + 1] = _take(self._parameters)
+        gradients = _take(self._parameters)
+        self._sums[low, leaf + 1] = {name: each.clone() for name, each in gradients.items()} if reused else gradients
         for low, middle, high in _nodes(self._leaves):
             if (low, middle) in self._sums and (middle, high) in self._sums:
                 self._join(low, middle, high)

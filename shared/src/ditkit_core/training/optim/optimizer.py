@@ -198,8 +198,19 @@ class NamedOptimizer:
         """Set seed and step: the random numbers of stochastic rounding are a function of them and the parameter's name."""
         self._rounding_at = seed, step
 
-    def step(self, lr: float) -> None:
-        """Update the parameters from their gradients, at this learning rate."""
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` takes a `found_inf`."""
+        return all(kind.skips_on_device for kind in self._kinds)
+
+    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
+        """Update the parameters from their gradients, at this learning rate.
+
+        Args:
+            lr: The learning rate.
+            found_inf: A float32 scalar on the parameters' device: where it is 1, parameters and state stay as they are. For optimizers that skip on
+                the device.
+        """
         for name, parameter in self.parameters.items():
             own = self._proxies[name] is parameter  # a stand-in takes its gradient in fp32
             if own and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
@@ -209,11 +220,12 @@ class NamedOptimizer:
         if self._rounds:  # one by one, so that only one exists in fp32 at a time
             names = list(self.gradients())
             for name in names:
-                self.step_one(name, lr)
+                self.step_one(name, lr, found_inf)
             self.end_step(lr, names)
             return
         for part in self.parts:
             _set_rate(part, lr)
+            part.found_inf = found_inf  # type: ignore[attr-defined]
             part.step()
 
     def add_gradient(self, name: str, gradient: Tensor, *, first: bool) -> Tensor:

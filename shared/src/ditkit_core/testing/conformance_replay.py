@@ -1,0 +1,102 @@
+"""Checks for every model that replayed micro-batches train as eager ones, bit by bit, whatever the other levers are. Part of `Conformance`.
+
+Replays run in the stand-in of `recorded_graph.py`, without the model's Python.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.quantized_linear import LAYOUTS
+from ditkit_core.testing.combinations import pairwise
+from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
+from ditkit_core.testing.recorded_graph import recorded_graphs
+from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, ModelChecks, differing, make_model, masked
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optim.optimizers import OptimConfig
+from ditkit_core.training.replay import ReplayedMicroBatches
+from ditkit_core.training.tensor_stats import StatsRecorder
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_state import TrainState
+from ditkit_core.training.train_step import StepContext, StepResult, training_step
+
+STEPS = 4
+LEVERS: Mapping[str, Sequence[Any]] = {
+    "policy": (*POLICIES, "ops(matmul)"),
+    "adapter": tuple(ADAPTERS),
+    "quantize": ("none", *LAYOUTS, *COMPUTED),
+    "dtype": tuple(DTYPES),
+    "masks": (False, True),
+    "accumulation": (1, 2, 3),
+    "average": (0.0, 0.9),
+    "matches_base": (False, True),
+}
+
+
+def _is_allowed(case: tuple[Any, ...]) -> bool:
+    named = dict(zip(LEVERS, case, strict=True))
+    # Training a quantized base itself is refused, and a full fine-tune has no base to match.
+    return named["adapter"] != "full" or (named["quantize"] == "none" and not named["matches_base"])
+
+
+CASES = pairwise(LEVERS, _is_allowed)
+
+
+def trained_steps(
+    spec: ModelSpec, arch: Any, items: Items, case: Mapping[str, Any], replays: bool
+) -> tuple[list[StepResult], dict[str, Tensor], list[str], int]:
+    """A few steps: their results, everything that they changed, the lines that were printed, and the number of graphs.
+
+    The third step is watched, so that it runs eagerly next to the graphs. Micro-batches have one sample or all in turn.
+    """
+    config, dtype = ADAPTERS[case["adapter"]], DTYPES[case["dtype"]]
+    make: Any = make_model(spec, arch, dtype=dtype, adapter=config) if case["quantize"] == "none" else None
+    model = make_quantized(spec, arch, case["quantize"], dtype=dtype, adapter=config) if make is None else make
+    lines: list[str] = []
+    rounding: Any = "stochastic" if config is None and dtype == torch.bfloat16 else "nearest"
+    trained = TrainState(
+        model, trainable_parameters(model), OptimConfig(lr=1e-2, rounding=rounding), EMAConfig(decay=case["average"])
+    )
+    graphs = ReplayedMicroBatches("on", trained.parameters, torch.device("cpu"), lines.append) if replays else None
+    staged = TrainModel(model, BlockEngine(policy=case["policy"]), spec, trainable=trained.parameters)
+    items = masked(items) if case["masks"] else list(items)
+    whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    alone = Batch(ids=whole.ids[:1], items=whole.items[:1])
+    batches = [whole if micro % 2 else alone for micro in range(case["accumulation"])]
+    batches[0] = replace(batches[0], matches_base=case["matches_base"])
+    results = []
+    for step in range(STEPS):
+        context = StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell"), replays=graphs)
+        watch = StatsRecorder() if step == 2 else None
+        results.append(training_step(staged, batches, trained.optimizer, context, lr=1e-2, clip_norm=0.1, watch=watch))
+        trained.average.update(step + 1)
+    tensors, _ = trained.optimizer.state()
+    state = {f"optimizer {name}": tensor for name, tensor in tensors.items()}
+    state |= {f"average {name}": tensor for name, tensor in trained.average.values.items()}
+    state |= {name: parameter.detach() for name, parameter in trained.parameters.items()}
+    return results, state, lines, 0 if graphs is None else len(graphs)
+
+
+class ReplayChecks(ModelChecks):
+    """Inherit, set `spec` and `arch`, define `items`."""
+
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+    def test_replays_change_no_bit(self, case: tuple[Any, ...]) -> None:
+        """Losses, norms, parameters, optimizer and average, with every pair of values of two levers."""
+        named = dict(zip(LEVERS, case, strict=True))
+        items = self.items(2, ragged=True)
+        eager, expected, *_ = trained_steps(self.spec, self.arch, items, named, replays=False)
+        with recorded_graphs():
+            results, state, lines, num_graphs = trained_steps(self.spec, self.arch, items, named, replays=True)
+        assert results == eager
+        assert differing(state, expected) == []
+        assert lines == []
+        assert num_graphs == min(2, named["accumulation"]) + (named["matches_base"] and named["accumulation"] > 2)
