@@ -102,13 +102,14 @@ def train_streamed(
     engine: BlockEngine,
     *,
     optimizer: str = "adamw",
+    lr: float = 1e-2,
     num_steps: int = 2,
     ema: EMAConfig | None = None,
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
     """`train_steps` of a full fine-tune on one batch: those of the ordinary loop, or, under an engine that streams trained weights, in the
     backward."""
     streams = any(isinstance(hook, BlockSwap) for hook in engine.hooks)
-    config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=streams)
+    config = OptimConfig(name=optimizer, lr=lr, fused_backward=streams)
     batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     return train_steps(spec, model, [batch], engine, config, num_steps=num_steps, ema=ema)
 
@@ -136,7 +137,7 @@ def train_steps(
     for step in range(num_steps):
         context = StepContext(step=step, seed=1, flow=flow, clip_by=clip_by, last_norm=trained.last_norm)
         there = TrainModel(model, engine, spec)
-        reported.append(training_step(there, batches, trained.optimizer, context, lr=1e-2, clip_norm=clip_norm))
+        reported.append(training_step(there, batches, trained.optimizer, context, lr=config.lr, clip_norm=clip_norm))
         trained.last_norm = reported[-1].grad_norm
         trained.average.update(step + 1)
     trained.optimizer.zero_grad()
