@@ -89,6 +89,11 @@ def test_a_connection_to_another_machine_fails_the_test():
         connection.connect(("192.0.2.1", 80))
 
 
+def test_a_plugin_for_benchmarks_stops_no_run(request):
+    """Before pytest-benchmark 5.3 its warning next to pytest-xdist ended the run."""
+    assert request.config.pluginmanager.is_blocked("benchmark")
+
+
 def test_torch_runs_on_one_thread():
     assert torch.get_num_threads() == 1
 
