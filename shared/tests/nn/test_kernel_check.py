@@ -12,9 +12,10 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.runtimes import RUNTIMES
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import settings_in_force
-from ditkit_core.nn.kernel_check import KernelCase, kernel_fault
+from ditkit_core.nn.kernel_check import KernelCase, KernelCheck, compare_kernels, rounds_products
 from ditkit_core.nn.kernels.launch import summing_programs
 from ditkit_core.testing.compiled_runs import printed
+from ditkit_core.testing.tensor_cores import TensorCores
 
 CPU = torch.device("cpu")
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -35,6 +36,9 @@ def test_a_fault_in_any_kernel_is_found_and_its_name_said():
     assert found.pop("none 0") == ""
     # Tensor cores do not round sums as fp32's own units do: no reason to refuse the kernels, on GPUs that truncate more than known ones too.
     assert 0 < 4 * found.pop("truncated sums") < kernel_check.LIMIT
+    # Nor does cuBLAS, which rounds a product before it adds it.
+    fault, error, twice = found.pop("rounded products")
+    assert (fault, twice) == ("", True) and 0 < error < kernel_check.LIMIT
     assert len(found) == 25
     for fault, said in found.items():
         name = NAMES[fault.split()[0].removesuffix("_backward")]
@@ -67,22 +71,39 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_a_step_of_bf16_is_no_fault_and_more_is_one_also_in_a_gradient_alone(cases):
     cases(lambda x: 2 * x)
-    assert kernel_fault(CPU) == ""
+    assert compare_kernels(CPU).fault == ""
     cases(lambda x: 2 * (x * 1.001))  # less than the rounding to bf16
-    assert kernel_fault(CPU) == ""
+    assert compare_kernels(CPU).fault == ""
     cases(lambda x: 2.04 * x)
-    assert kernel_fault(CPU) == "computes twice x wrongly on cpu (off by 0.02 of the largest value)"
+    assert compare_kernels(CPU).fault == "computes twice x wrongly on cpu (off by 0.02 of the largest value)"
     cases(lambda x: 2 * x.detach() + 1.5 * (x - x.detach()))
-    assert kernel_fault(CPU).startswith("computes twice x wrongly on cpu")
+    assert compare_kernels(CPU).fault.startswith("computes twice x wrongly on cpu")
     cases(lambda x: 2 * x * torch.nan)
-    assert kernel_fault(CPU) == "computes twice x wrongly on cpu (off by nan of the largest value)"
+    assert compare_kernels(CPU).fault == "computes twice x wrongly on cpu (off by nan of the largest value)"
+
+
+def test_the_check_says_what_it_measured(cases):
+    cases(lambda x: 2 * x)
+    assert str(compare_kernels(CPU)) == "off by 0 of the largest value at most"
+    cases(lambda x: 2 * (1 + 2e-6) * x.double())
+    check = compare_kernels(CPU)
+    assert 1e-6 < check.error < kernel_check.LIMIT, check
+    assert str(KernelCheck(error=3e-7, rounds_products=True)) == (
+        "off by 3e-07 of the largest value at most, and cuBLAS rounds products of LoRAs before it adds them"
+    )
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_product_that_is_rounded_before_it_is_added_is_seen(twice):
+    with TensorCores(rounds_products=twice):
+        assert rounds_products(CPU) is twice
 
 
 def test_what_must_be_bitwise_may_not_be_off_by_a_bit(cases):
     cases(lambda x: 2 * x, is_bitwise=True)
-    assert kernel_fault(CPU) == ""
+    assert compare_kernels(CPU).fault == ""
     cases(lambda x: 2 * x * (1 + 2**-23), is_bitwise=True)
-    assert kernel_fault(CPU).startswith("computes twice x wrongly on cpu (off by 1e-07")
+    assert compare_kernels(CPU).fault.startswith("computes twice x wrongly on cpu (off by 1e-07")
 
 
 def test_whatever_triton_raises_is_said_in_a_line(cases):
@@ -90,7 +111,7 @@ def test_whatever_triton_raises_is_said_in_a_line(cases):
         raise OSError("[Errno 30] Read-only file system: '/cache'\nwith more lines")
 
     cases(fails)
-    assert kernel_fault(CPU).startswith(
+    assert compare_kernels(CPU).fault.startswith(
         "fails in twice x on cpu (OSError: [Errno 30] Read-only file system: '/cache' with more lines); "
     )
 
@@ -104,9 +125,9 @@ def test_a_gpu_that_a_kernel_leaves_unusable_is_an_error_with_the_remedy(cases, 
     cases(broken)
     monkeypatch.setattr(torch, "zeros", broken)
     with pytest.raises(UserError, match=r"cannot use it any more; set train\.kernels = torch"):
-        kernel_fault(CPU)
+        compare_kernels(CPU)
 
 
 def test_gpus_that_triton_does_not_support_are_named_before_anything_is_compiled(monkeypatch):
     monkeypatch.setitem(RUNTIMES, "cuda", SimpleNamespace(get_device_capability=lambda device: (7, 5)))
-    assert kernel_fault(torch.device("cuda", 1)) == "needs compute capability 8.0, and cuda:1 has 7.5"
+    assert compare_kernels(torch.device("cuda", 1)).fault == "needs compute capability 8.0, and cuda:1 has 7.5"

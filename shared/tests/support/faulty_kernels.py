@@ -36,9 +36,11 @@ if __name__ == "__main__":
     with as_on("cuda"), TensorCores():
         for name, fault in {"none 0": KernelCalls(), **faults, "factor_parts first": FirstParts()}.items():
             with fault:
-                found[name] = kernel_check.kernel_fault(cpu)
+                found[name] = kernel_check.compare_kernels(cpu).fault
     # Fewer products to a step than any GPU is known to add, with more bits than it keeps, make the largest error.
     with as_on("cuda"), TensorCores(at_once=4, extra=2):
         (adapted,) = (case for case in kernel_check._cases(cpu, has_fp8=False) if case.name == "LoRA")
         found["truncated sums"] = kernel_check.error_of(adapted)
+    with as_on("cuda"), TensorCores(rounds_products=True):
+        found["rounded products"] = kernel_check.compare_kernels(cpu)
     print(json.dumps(found))

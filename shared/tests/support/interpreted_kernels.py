@@ -23,6 +23,7 @@ from ditkit_core.nn.kernel_check import (
     modulated,
     normed_heads,
     rounded_to_codes,
+    rounds_products,
     with_tensors,
     written,
 )
@@ -76,7 +77,9 @@ def gated_units() -> Iterator[KernelCase]:
 def loras() -> Iterator[KernelCase]:
     for rank, num_in, num_out, rows in [(4, 48, 40, 7), (8, 130, 257, 33)]:
         x = part(2, rows, num_in, dtype=BF16)
-        yield adapted(x, torch.randn(rank, num_in), torch.randn(num_out, rank), 0.75)
+        factors = torch.randn(rank, num_in), torch.randn(num_out, rank)
+        yield adapted(x, *factors, 0.75)
+        yield adapted(x, *factors, 0.75, over=torch.eye(num_out, num_in), rounds_products=rounds_products(x.device))
 
 
 def quantized() -> Iterator[KernelCase]:

@@ -25,7 +25,7 @@ def chosen(ranks: Ranks, wrong: str) -> list[str]:
 
     kernel_check._cases, said = cases, list[str]()
     gpus.training_devices = lambda train: (torch.device("cuda", ranks.rank),)
-    gpus.kernel_fault = lambda device: kernel_check.kernel_fault(torch.device("cpu"))
+    gpus.compare_kernels = lambda device: kernel_check.compare_kernels(torch.device("cpu"))
     gpus.why_not = lambda kinds: ""
     gpus.warn = said.append
     config = gpus.with_kernels(resolve(RunConfig), ranks)

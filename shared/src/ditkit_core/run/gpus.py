@@ -12,7 +12,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing, warn
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.nn.attention.support import SUPPORT, capability_text
-from ditkit_core.nn.kernel_check import kernel_fault
+from ditkit_core.nn.kernel_check import KernelCheck, compare_kernels
 from ditkit_core.nn.kernels.launch import why_not
 from ditkit_core.run.auxiliary import training_devices
 from ditkit_core.run.config import RunConfig
@@ -97,21 +97,23 @@ def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
         return config
     devices = training_devices(train)
     gpus = [device for device in devices if device.type == "cuda"]
+    check = KernelCheck()
     if train.kernels == "triton":
-        if fault := _fault(gpus):
+        if fault := _checked(gpus).fault:
             raise UserError(f"train.kernels = triton {fault}; set train.kernels = torch")
         return config
     if train.compile:
         why = "train.compile has kernels of its own"
     else:
-        reason = why_not([device.type for device in devices]) or _fault(gpus)
+        if not (reason := why_not([device.type for device in devices])):
+            check = _checked(gpus)
+            reason = check.fault
         why = _of_ranks(f"triton {reason}" if reason else "", ranks or Ranks())
     chosen: Literal["torch", "triton"] = "triton" if gpus and not why else "torch"
     if gpus:
         where = " and ".join(map(str, gpus))
-        warn(
-            f"train.kernels = auto: {chosen}, {f'because {why}' if why else f'whose kernels passed a check on {where}'}"
-        )
+        passed = f"whose kernels passed a check on {where} ({check})"
+        warn(f"train.kernels = auto: {chosen}, {f'because {why}' if why else passed}")
     return replace(config, train=replace(train, kernels=chosen))
 
 
@@ -127,7 +129,14 @@ def _of_ranks(reason: str, ranks: Ranks) -> str:
     )
 
 
-def _fault(gpus: Sequence[torch.device]) -> str:
+def _checked(gpus: Sequence[torch.device]) -> KernelCheck:
+    """What the check says of all GPUs together, or of the first with a fault."""
     if gpus:
         doing("checking the kernels of Triton, which are compiled the first time")
-    return next(filter(None, map(kernel_fault, gpus)), "")
+    largest, twice = 0.0, False
+    for gpu in gpus:
+        check = compare_kernels(gpu)
+        if check.fault:
+            return check
+        largest, twice = max(largest, check.error), twice or check.rounds_products
+    return KernelCheck(error=largest, rounds_products=twice)
