@@ -265,6 +265,26 @@ def test_on_a_gpu_every_installed_backend_agrees_with_the_math_kernel_in_fp32(ba
         assert float((found - right).abs().max()) <= 2**-7 * float(right.abs().max())
 
 
+# Determinism
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math"])
+def test_on_a_gpu_deterministic_backwards_are_bitwise_equal(backend, gpu, monkeypatch):
+    """What docs/evidence.md says of `use_deterministic_algorithms`: only without `warn_only` is flash's other backward chosen."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses the products of `sdpa_math`
+    if BACKENDS[backend].devices and not gpu.is_real:
+        pytest.skip("has no kernel for a stand-in")
+    shape = (1, gpu.size(4096, 64), gpu.size(16, 2), 128)
+    q, k, v, upstream = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16().to(gpu.device) for i in range(4)
+    )
+    given = [t.requires_grad_() for t in (q, k, v)]
+    torch.use_deterministic_algorithms(True)
+    with block_settings(BlockSettings(backend=backend)):
+        runs = [torch.autograd.grad(attend(*given, name="self"), given, upstream) for _ in range(5)]
+    assert all(all(map(torch.equal, run, runs[0])) for run in runs)
+
+
 # check_backend
 
 
