@@ -81,6 +81,45 @@ def test_backwards_that_differ_are_seen(parts: Any, monkeypatch: pytest.MonkeyPa
     assert enabled == [True] * 5 and not torch.are_deterministic_algorithms_enabled()
 
 
+def test_backwards_are_repeated_with_kernels_that_torch_promises(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `warn_only` flash keeps its atomic additions."""
+    import gpu_bits
+
+    modes = list[bool]()
+    monkeypatch.setattr(gpu_bits, "_compared", lambda *given: iter(()))
+    monkeypatch.setattr(gpu_bits, "_pipelined", lambda device: {"name": "pipelined"})
+
+    def repeated(device: torch.device, backend: str, tokens: int) -> dict[str, Any]:
+        modes.append(torch.is_deterministic_algorithms_warn_only_enabled())
+        return {"name": "five backwards"}
+
+    monkeypatch.setattr(gpu_bits, "repeated", repeated)
+    assert [row["name"] for row in gpu_bits.bitwise(CPU, True)][-2:] == ["five backwards", "pipelined"]
+    assert modes == [False]
+
+
+@pytest.mark.parametrize(("error", "within"), [(1.3e-4, True), (1.5e-3, False)])
+def test_sums_of_fp8_may_be_cut_off_as_an_h100_does_but_not_as_in_its_fast_mode(
+    parts: Any, error: float, within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of random sums of 5,120 products, relative to their size. The gradient is of the same upstream gradient, so it differs by no more."""
+    from ditkit_core.nn import eight_bit_products
+
+    layer = parts.QuantizedLinear(512, 512, "fp8", bias=False)
+    layer.set_weight(torch.randn(512, 512, generator=torch.Generator().manual_seed(0)))
+    layer.in_8_bits = True
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact, sums, random = parts._both_ways(layer, x), eight_bit_products._sums, torch.Generator().manual_seed(2)
+
+    def cut_off(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        wide = sums(left, right)
+        return wide + error * wide.square().mean().sqrt() * torch.randn(wide.shape, generator=random)
+
+    monkeypatch.setattr(eight_bit_products, "_sums", cut_off)
+    (row,) = parts._computed(layer, x, exact, "torch")
+    assert row["ok"] is within, row
+
+
 def test_a_way_that_changes_a_bit_is_seen(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_bits
 
