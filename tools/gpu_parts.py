@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gpu_models
 import gpu_passes
 import plan_truth
 from device_clock import attempted, launches, milliseconds, of_published, seconds, started_on
@@ -32,7 +33,7 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, largest, make_model, outcome, train_shortly
 from gpu_bits import POLICIES, bitwise
 from gpu_late import swapped
-from gpu_speed import Rows, kinds_in_8_bits, klein, speed, streaming
+from gpu_speed import Rows, kinds_in_8_bits, speed, streaming
 from gpu_truth import NO_DEVICE, append
 
 GIB = 2**30
@@ -366,12 +367,11 @@ PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
         speed,
         passes,
         streaming,
-        klein,
         demos,
         real,
         backends,
     )
-}
+} | {name: partial(gpu_models.models, name) for name in gpu_models.CASES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,6 @@ from device_clock import (
     mebibytes,
     milliseconds,
     of_published,
-    peak_bytes,
     seconds,
 )
 from ditkit_core.adapters.inject import initialise, inject
@@ -181,26 +180,3 @@ def toy_on(device: torch.device, arch: ToyArch) -> Any:
 
 def _has(device: torch.device, num_bytes: int) -> bool:
     return device.type != "cuda" or torch.cuda.mem_get_info(device)[1] >= num_bytes
-
-
-def klein(device: torch.device, tiny: bool) -> Rows:
-    """A step of a small model, which the host may not feed fast enough: launches, and the time between kernels."""
-    # Both models are made in fp32: 20 single and 10 double blocks take 32 GB then.
-    blocks = 20 if _has(device, 44 * GIB) else 8
-    for tokens in (64,) if tiny else (1024, 4096):
-        given = ["--device", str(device), "--model", "flux2", "--dtype", "bf16", "--tokens", str(tokens)]
-        given += ["--tiny"] if tiny else ["--width", "3072", "--blocks", str(blocks)]
-        yield from attempted(f"{tokens} tokens", partial(_klein, bench_step.configured(given)))
-
-
-def _klein(args: argparse.Namespace) -> Rows:
-    pair, device = bench_step.flux2_pair(args, torch.bfloat16), args.device
-    steps = bench_step.steps_of(args, pair, torch.bfloat16)
-    for name, step in (("ours", steps.ours), ("diffusers", steps.autocast)):
-        step()
-        taken, made = min(seconds(step, device) for _ in range(2 if args.tiny else 5)), launches(step, device)
-        busy, span = busy_and_span(made)
-        yield {
-            "name": f"{name}, {pair.shape}", "step": milliseconds(taken), "launches": len(made),
-            "busy": f"{busy / max(span, 1e-9):.0%}", "peak": mebibytes(peak_bytes(step, device)),
-        }  # fmt: skip

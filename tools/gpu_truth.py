@@ -36,10 +36,15 @@ class Part:
     name: str
     seconds: float
     about: str
+    is_in_tiny: bool = True
+    """Whether `--tiny` runs it; False where another part runs the same code."""
 
 
 PARTS = (
     Part(name="facts", seconds=60, about="Versions, precision switches, attention kernels, memory of the context"),
+    Part(name="klein4b", seconds=150, about="Steps of FLUX.2 klein 4B in every mode, and diffusers'"),
+    Part(name="wan14b", seconds=150, about="Steps of Wan 14B, and diffusers'"),
+    Part(name="dev", seconds=120, about="Steps of FLUX.2 dev, and diffusers'", is_in_tiny=False),
     Part(name="numbers", seconds=120, about="Gradients against the CPU and fp64, with our kernels, and compiled"),
     Part(name="bitwise", seconds=120, about="Policies, swap and offload against none, with delayed work and copies"),
     Part(name="quantized", seconds=40, about="Codes, values and a step of a quantized base"),
@@ -49,7 +54,8 @@ PARTS = (
     Part(name="speed", seconds=180, about="A step against diffusers', and where its time goes"),
     Part(name="passes", seconds=60, about="Rates of elementwise work, its cost on the host, and where a step waits"),
     Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
-    Part(name="klein", seconds=60, about="FLUX.2 klein 4B: launches and gaps"),
+    Part(name="klein9b", seconds=120, about="Steps of FLUX.2 klein 9B, and diffusers'", is_in_tiny=False),
+    Part(name="wan1_3b", seconds=120, about="Steps of a full fine-tune of Wan 1.3B", is_in_tiny=False),
     Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
     Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
     Part(name="backends", seconds=150, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
@@ -196,7 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("gpu_truth.jsonl"), help="file that results are appended to")
     args = parser.parse_args(arguments)
-    parts = [part for part in PARTS if args.only is None or part.name in args.only]
+    wanted = args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]
+    parts = [part for part in PARTS if part.name in wanted]
     before = len(read(args.out))
     script = Path(__file__).with_name("gpu_parts.py")
     # cuBLAS is only deterministic with a workspace of its own for each stream; the allocator is that of the commands.

@@ -1,0 +1,428 @@
+"""Parts of tools/gpu_truth.py: training steps of models at their published sizes, with random weights, next to diffusers' and to the plan.
+
+    uv run tools/gpu_parts.py klein4b --device cuda --out rows.jsonl
+
+A step is a micro-batch of one sample: forward, loss, backward, clipping, and the update of AdamW. Weights are random, because a step takes
+the same time and memory with any. diffusers runs as its training scripts do: its model in bf16 under autocast, a LoRA of peft in fp32 on the
+same layers, gradient checkpointing, fused AdamW. Peaks are of all tensors, weights and optimizer included.
+"""
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import plan_truth
+from device_clock import attempted, busy_and_span, launches, seconds
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import inject, trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.io.memory import release_memory
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.gpus import GPU, gpus_here, parse_gpus
+from ditkit_core.planner.memory import Budget, Partition, Workload, compose
+from ditkit_core.planner.planned_step import StepJob
+from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.step_time import step_seconds
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.flow_matching import prepare
+from ditkit_core.training.optim.optimizers import OptimConfig
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_state import TrainState
+from ditkit_core.training.train_step import StepContext, training_step
+
+Rows = Iterator[dict[str, Any]]
+Step = Callable[[], float]
+"""Takes a training step, and returns its loss."""
+GIB = 2**30
+SMALL = {
+    "flux2": {"dim": 256, "heads": 2, "double_layers": 1, "single_layers": 1, "text_dim": 128, "text_tokens": 16},
+    "wan": {"dim": 256, "heads": 2, "layers": 1, "ffn_dim": 512, "text_dim": 128, "text_tokens": 16},
+}
+"""Sizes of models without a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A way to run our step."""
+
+    policy: str
+    """`train.checkpointing`."""
+    kernels: str = "triton"
+    cuda_graphs: str = "off"
+
+    def __str__(self) -> str:
+        replayed = {"off": "", "on": ", replayed"}[self.cuda_graphs]
+        return f"{self.policy}, kernels = {self.kernels}{replayed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training step at one size, ours in several modes."""
+
+    name: str
+    family: str
+    preset: str
+    size: tuple[int, int, int]
+    """Frames, height and width in pixels."""
+    modes: tuple[Mode, ...]
+    theirs: tuple[str, ...] = ()
+    """Policies of diffusers that are timed next to it."""
+    method: str = "lora"
+    repeats: int = 3
+    with_launches: bool = False
+    """Whether kernels are counted, which takes the profiler seconds."""
+
+
+def modes(*policies: str, kernels: tuple[str, ...] = ("triton",)) -> tuple[Mode, ...]:
+    """All combinations, each policy with all kernels."""
+    return tuple(Mode(policy=policy, kernels=name) for policy in policies for name in kernels)
+
+
+ALL_MODES = modes("none", "full", "attn_only", kernels=("triton", "torch"))
+LORA, CLIP, LONG_CLIP = 32, (49, 480, 832), (77, 720, 1280)
+CASES = {
+    "klein4b": [
+        Case(name="klein 4B 512x512", family="flux2", preset="klein-base-4b", size=(1, 512, 512), modes=ALL_MODES,
+             theirs=("none", "full"), repeats=7, with_launches=True),
+        Case(name="klein 4B 1024x1024", family="flux2", preset="klein-base-4b", size=(1, 1024, 1024), modes=ALL_MODES,
+             theirs=("none", "full"), repeats=5),
+    ],
+    "dev": [
+        Case(name="FLUX.2 dev 512x512", family="flux2", preset="dev", size=(1, 512, 512), modes=modes("full", "attn_only"),
+             theirs=("full",), repeats=5, with_launches=True),
+        Case(name="FLUX.2 dev 1024x1024", family="flux2", preset="dev", size=(1, 1024, 1024), modes=modes("full"),
+             theirs=("full",)),
+    ],
+    "wan14b": [
+        Case(name="Wan 14B 480x832x49", family="wan", preset="t2v-14b", size=CLIP, modes=modes("full", "attn_only"), theirs=("full",),
+             repeats=2),
+    ],
+    "klein9b": [
+        Case(name="klein 9B 512x512", family="flux2", preset="klein-base-9b", size=(1, 512, 512), modes=modes("none", "full"),
+             theirs=("none", "full"), repeats=5),
+        Case(name="klein 9B 1024x1024", family="flux2", preset="klein-base-9b", size=(1, 1024, 1024), modes=modes("none", "full"),
+             theirs=("none", "full"), repeats=3),
+    ],
+    "wan1_3b": [
+        Case(name="Wan 1.3B full fine-tune 720x1280x77", family="wan", preset="t2v-1.3b", size=LONG_CLIP, method="full",
+             modes=modes("full", "attn_only(self)", "attn_only"), repeats=1),
+    ],
+}  # fmt: skip
+"""The cases of each part; those of one part with the same preset share a model."""
+
+
+def models(part: str, device: torch.device, tiny: bool) -> Rows:
+    """The cases of a part, ours and diffusers'."""
+    cases = [small(case) for case in CASES[part]] if tiny else CASES[part]
+    if tiny:
+        cases = cases[:1]  # the others differ in their sizes alone
+    gpu = gpus_here([device])[0] if device.type == "cuda" else parse_gpus("h100")[0]
+    with planner(device) as plans:
+        planned = {
+            (case.name, mode): plans.submit(plan_of, case, mode, gpu, device.type, tiny)
+            for case in cases
+            for mode in case.modes
+        }
+        by_case = {case.name: {mode: planned[case.name, mode] for mode in case.modes} for case in cases}
+        yield from attempted("ours", partial(_ours, cases, by_case, device, tiny))
+        release_memory()  # for diffusers' model
+        yield from attempted("diffusers", partial(_theirs, cases, device, tiny))
+
+
+def small(case: Case) -> Case:
+    """The case without a GPU: three modes of a small clip or image show whether everything runs."""
+    few = tuple(replace(mode, kernels="torch") for mode in case.modes[:: len(case.modes) // 2])
+    return replace(
+        case, size=(min(case.size[0], 5), 64, 64), modes=tuple(dict.fromkeys(few)), theirs=case.theirs[:1], repeats=1
+    )
+
+
+@contextmanager
+def planner(device: torch.device) -> Iterator[Executor]:
+    """Plans steps meanwhile: next to a GPU in a process of its own, which takes none of the time in which the host launches work."""
+    pool: Executor
+    if device.type == "cuda":
+        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_without_gpu)
+    else:
+        pool = ThreadPoolExecutor(1)
+    with pool:
+        yield pool
+
+
+def _without_gpu() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory of the GPU
+    torch.set_num_threads(1)
+
+
+def described(case: Case, tiny: bool) -> tuple[ModelSpec, Any, AdapterConfig, dict[str, Tensor]]:
+    """Spec, architecture, adapter and an item on `meta`."""
+    if case.family == "wan":
+        from ditkit_wan.presets import PRESETS as WAN_PRESETS
+        from ditkit_wan.spec import WAN as spec
+
+        arch: Any = WAN_PRESETS[case.preset]
+    else:
+        from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
+        from ditkit_flux2.spec import FLUX2 as spec
+
+        arch = FLUX2_PRESETS[case.preset]
+    if tiny:
+        arch = replace(arch, **SMALL[case.family])
+    adapter = AdapterConfig(method="full") if case.method == "full" else AdapterConfig(rank=LORA)
+    with torch.device("meta"):
+        item = dict(spec.training.empty_item(arch, case.size, ()))
+    return spec, arch, adapter, item
+
+
+class Planned(NamedTuple):
+    """The planner's answer."""
+
+    peak: int
+    seconds: float
+
+
+def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
+    """A plan of the step on a GPU."""
+    spec, arch, adapter, item = described(case, tiny)
+    job = StepJob(
+        spec=spec, arch=arch, adapter=adapter, precision=Precision(matmul=torch.bfloat16), batch=[item], policy=mode.policy,
+        kernels=mode.kernels, optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(), kind=kind,
+    )  # fmt: skip
+    work = Workload(kernels=mode.kernels, rounding=OptimConfig().rounding if case.method == "full" else "")
+    costs = profile(job)
+    division = Partition(devices=(0,) * len(costs.blocks))
+    (memory,) = compose(costs, division, [Budget(name="", total=2**50)])
+    return Planned(peak=memory.peak, seconds=step_seconds(costs, division, [gpu], work))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model with its optimizer, and inputs of its steps."""
+
+    spec: ModelSpec
+    module: Any
+    trained: TrainState
+    batch: Batch
+
+
+def build(case: Case, device: torch.device, tiny: bool) -> Model:
+    """Our model with random weights, in the dtypes that loading gives, and a batch of random latents and conditions."""
+    spec, arch, adapter, outline = described(case, tiny)
+    precision = Precision(matmul=torch.bfloat16)
+    module = build_on_meta(spec, arch, precision)
+    inject(module, adapter, spec.adapters.targets)
+    plan_truth.fill(module, spec, precision, device, swapped=False)
+    kernels = "triton" if device.type == "cuda" else "torch"
+    trained = TrainState(module, trainable_parameters(module), OptimConfig(), EMAConfig(), kernels=kernels)
+    module.train()
+    return Model(spec=spec, module=module, trained=trained, batch=random_batch(outline))
+
+
+def random_batch(outline: Mapping[str, Tensor]) -> Batch:
+    """One sample of random values."""
+    torch.manual_seed(0)
+    item = {name: torch.randn(tensor.shape).to(tensor.dtype) for name, tensor in outline.items()}
+    return Batch(ids=["0"], items=[item])
+
+
+def step_of(model: Model, mode: Mode) -> Step:
+    """A training step as the loop takes it: the batch is prepared, and page-locked, before.
+
+    The only function that knows how a step is replayed.
+    """
+    if mode.cuda_graphs != "off":
+        raise NotImplementedError("steps are not replayed yet")
+    engine = BlockEngine(policy=mode.policy, kernels=mode.kernels)
+    there = TrainModel(model.module, engine, model.spec, model.trained.optimizer.parameters)
+    batch = prepare(model.spec, FlowConfig(), [model.batch], 0, seed=0, step=0)
+    if next(model.module.parameters()).is_cuda:
+        batch = batch.pinned()
+    context = StepContext(step=0, seed=0, flow=FlowConfig(), prepared=lambda micro: batch)
+
+    def step() -> float:
+        return training_step(there, [model.batch], model.trained.optimizer, context, lr=1e-5, clip_norm=1.0).loss
+
+    return step
+
+
+def _ours(
+    cases: list[Case], planned: Mapping[str, Mapping[Mode, Future[Planned]]], device: torch.device, tiny: bool
+) -> Rows:
+    model = build(cases[0], device, tiny)
+    yield {"name": f"{cases[0].preset}, {cases[0].method}", **weights(model.module)}
+    for case in cases:
+        model = replace(model, batch=random_batch(described(case, tiny)[3]))
+        for mode in case.modes:
+            name = f"{case.name}, {mode}"
+            yield from attempted(
+                name, partial(_row, name, partial(step_of, model, mode), case, device, planned[case.name][mode])
+            )
+
+
+def weights(module: nn.Module) -> dict[str, Any]:
+    """Columns with the size of a model, and what of it is trained."""
+    parameters = list(module.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return {"trained": trained, "weights GiB": sum(parameter.nbytes for parameter in parameters) / GIB}
+
+
+def _row(
+    name: str, make: Callable[[], Step], case: Case, device: torch.device, planned: Future[Planned] | None = None
+) -> Rows:
+    """Times of a step, its peak, and what the plan says of both."""
+    step = make()
+    row = {"name": name, **measured(step, case.repeats, device)}
+    if planned is not None:
+        plan = planned.result()
+        row |= {"planned GiB": plan.peak / GIB, "planned seconds": plan.seconds}
+        if device.type == "cuda":
+            ratio = plan.peak / GIB / row["peak GiB"]
+            row |= {"planned / measured": ratio, "time planned / measured": plan.seconds / row["seconds"]}
+            row["ok"] = row["ok"] and abs(ratio - 1) <= plan_truth.TOLERANCE
+    if case.with_launches:
+        kernels = launches(step, device)
+        row |= {"launches": len(kernels), "busy ms": busy_and_span(kernels)[0] / 1e3}
+    yield row
+
+
+def measured(step: Step, repeats: int, device: torch.device) -> dict[str, Any]:
+    """The first step, in which kernels are compiled, then the median of others, all of them, and the peak of all."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    losses = list[float]()
+    first, *times = (seconds(lambda: losses.append(step()), device) for _ in range(1 + repeats))
+    row: dict[str, Any] = {
+        "seconds": statistics.median(times), "fastest": min(times), "steps": len(times), "first step": first, "loss": losses[0],
+        "ok": all(map(torch.isfinite, torch.tensor(losses))),
+    }  # fmt: skip
+    if on_gpu:
+        row |= {
+            "peak GiB": torch.cuda.max_memory_allocated(device) / GIB,
+            "reserved GiB": torch.cuda.max_memory_reserved(device) / GIB,
+        }
+    return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A model of diffusers, and its prediction for random inputs of a size."""
+
+    module: Any
+    predict: Callable[[Mapping[str, Tensor]], Tensor]
+    """From latents, text and target of a sample on the device."""
+
+
+def _theirs(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
+    if not any(case.theirs for case in cases):
+        return
+    peer = their_model(cases[0], device, tiny)
+    yield {"name": f"{cases[0].preset}, {cases[0].method}, diffusers", **weights(peer.module)}
+    parameters = [parameter for parameter in peer.module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    for case in cases:
+        inputs = {name: tensor.to(device) for name, tensor in random_batch(described(case, tiny)[3]).items[0].items()}
+        inputs["target"] = torch.randn(inputs["latents"].shape, device=device)
+        for policy in case.theirs:
+            checkpoint = {
+                "none": peer.module.disable_gradient_checkpointing,
+                "full": peer.module.enable_gradient_checkpointing,
+            }
+            checkpoint[policy]()
+            name = f"{case.name}, diffusers, {policy}"
+            make = partial(partial, their_step, partial(peer.predict, inputs), inputs["target"], parameters, optimizer)
+            yield from attempted(name, partial(_row, name, make, case, device))
+
+
+def their_step(
+    predict: Callable[[], Tensor], target: Tensor, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> float:
+    """A training step as diffusers' scripts take it."""
+    with torch.autocast(target.device.type, torch.bfloat16):
+        prediction = predict()
+    loss = (prediction.float() - target.unsqueeze(0)).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def their_model(case: Case, device: torch.device, tiny: bool) -> Peer:
+    """diffusers' model in bf16 with random weights, and for a LoRA peft's on the layers that ours has."""
+    spec, arch, adapter, _ = described(case, tiny)
+    torch.set_default_dtype(torch.bfloat16)  # in fp32 the weights of FLUX.2 dev take more memory than a GPU has
+    try:
+        with device:
+            module = _wan(arch) if case.family == "wan" else _flux2(arch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    module.requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        if set(module._keep_in_fp32_modules or ()) & set(name.split(".")):
+            parameter.data = parameter.data.float()
+    _add_lora(module, spec, arch, adapter, device)
+    predict = _predict_wan if case.family == "wan" else _predict_flux2
+    return Peer(module=module.train(), predict=partial(predict, module))
+
+
+def _add_lora(module: Any, spec: ModelSpec, arch: Any, adapter: AdapterConfig, device: torch.device) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    adapted = inject(build_on_meta(spec, arch, Precision()), adapter, spec.adapters.targets)
+    names = (spec.architecture.names.from_native["diffusers"](f"{name}.weight") for name in adapted)
+    targets = list(dict.fromkeys(part.name.removesuffix(".weight") for parts in names for part in parts))
+    inject_adapter_in_model(LoraConfig(r=adapter.rank, lora_alpha=adapter.rank, target_modules=targets), module)
+    for name, parameter in module.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.02 * torch.randn(parameter.shape, device=device)
+
+
+def _wan(arch: Any) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, in_channels=arch.in_channels, out_channels=arch.out_channels,
+        text_dim=arch.text_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers,
+    )  # fmt: skip
+
+
+def _predict_wan(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    timestep = torch.tensor([731.0], device=inputs["latents"].device)
+    latents, text = (inputs[name].bfloat16()[None] for name in ("latents", "text"))
+    return module(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
+
+
+def _flux2(arch: Any) -> Any:
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        num_layers=arch.double_layers, num_single_layers=arch.single_layers, num_attention_heads=arch.heads,
+        attention_head_dim=arch.head_dim, joint_attention_dim=arch.text_dim, guidance_embeds=arch.guidance,
+    )  # fmt: skip
+
+
+def _predict_flux2(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    from ditkit_flux2.model.rope import token_positions
+
+    latents, text = (inputs[name].bfloat16()[None] for name in ("latents", "text"))
+    num_text, device, (rows, columns) = text.shape[1], latents.device, latents.shape[-2:]
+    positions = token_positions(num_text, (rows, columns), [], device)
+    guidance = torch.tensor([3.5], device=device) if module.config.guidance_embeds else None
+    tokens = module(
+        hidden_states=latents.flatten(2).transpose(1, 2), encoder_hidden_states=text, timestep=torch.tensor([0.731], device=device),
+        guidance=guidance, img_ids=positions[num_text:], txt_ids=positions[:num_text], return_dict=False,
+    )[0]  # fmt: skip
+    return tokens.transpose(1, 2).unflatten(-1, (1, rows, columns))
