@@ -94,6 +94,67 @@ def test_when_the_time_is_up_the_rest_is_skipped_and_a_running_part_ended(truth,
     assert [row["status"] for row in truth.read(out) if "status" in row] == ["failed", "skipped"]
 
 
+WAITS = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from gpu_truth import append, read
+out, name = Path(sys.argv[2]), sys.argv[3]
+def ended():
+    return {row["part"] for row in read(out) if "status" in row}
+for number in range(100):
+    append(out, {"part": name, "number": number})
+if name in ("left", "right"):
+    while {row["part"] for row in read(out)} < {"left", "right"}:
+        time.sleep(0.02)
+elif name == "third":
+    assert ended(), "two at most"
+elif name == "timed":
+    assert ended() == {"left", "right", "third"}, "nothing runs next to what is timed"
+"""
+
+
+def test_parts_without_a_time_run_side_by_side_and_lose_no_row(truth, tmp_path):
+    """Two of them wait for each other's rows: one after the other, they would wait until their time is up."""
+    out, names = tmp_path / "rows.jsonl", ("left", "right", "third", "timed", "alone")
+    parts = [truth.Part(name=name, seconds=100, about="", is_timed=name in ("timed", "alone")) for name in names]
+    assert [len(batch) for batch in truth.batches(parts)] == [3, 1, 1]
+
+    def command(part: Any) -> list[str]:
+        return [sys.executable, "-c", WAITS, str(ROOT / "tools"), str(out), part.name]
+
+    assert truth.run(parts, out, 2000, command, side_by_side=2) == 0
+    rows = truth.read(out)
+    assert {name: sum("number" in row for row in rows if row["part"] == name) for name in names} == dict.fromkeys(
+        names, 100
+    )
+    assert len(out.read_text().splitlines()) == 5 * 101
+
+
+def test_parts_that_follow_each_other_are_commanded_as_they_run(truth, monkeypatch, tmp_path):
+    """A part that runs next to others knows it; `--tiny` leaves out what another part runs, too."""
+    commands: dict[str, list[str]] = {}
+
+    def noted(parts: Any, out: Path, wall: float, command: Any, limit: float, side_by_side: int) -> int:
+        commands.update({part.name: command(part) for part in parts})
+        return 0
+
+    monkeypatch.setattr(truth, "run", noted)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert truth.main(["--out", str(tmp_path / "rows.jsonl"), "--side-by-side", "4"]) == 0
+        assert [name for name in commands if "--shared" in commands[name]] == [
+            part.name for part in truth.PARTS if not part.is_timed
+        ]
+        assert list(commands) == [part.name for part in truth.PARTS]
+        commands.clear()
+        truth.main(["--out", str(tmp_path / "rows.jsonl"), "--side-by-side", "1", "--tiny"])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert not any("--shared" in command for command in commands.values())
+    assert set(commands) == {part.name for part in truth.PARTS if part.is_in_tiny} < {part.name for part in truth.PARTS}
+
+
 def test_without_a_device_nothing_else_runs_and_a_part_without_rows_has_failed(truth, tmp_path):
     out = tmp_path / "rows.jsonl"
     code = {"silent": "pass", "lacking": f"raise SystemExit({truth.NO_DEVICE})", "fine": "raise AssertionError"}
@@ -346,6 +407,8 @@ def test_a_plan_for_a_larger_gpu_is_said_and_not_run(truth, monkeypatch):
     assert first == {"name": large.name, "planned MiB": "400", "value": "more than this GPU has free"}
     assert second["ok"] and second["measured MiB"] == "201"
     assert second["in use MiB"] == "276", "724 MiB were in use before"
+    shared = list(gpu_parts.plan(torch.device("cuda", 0), False, is_shared=True))[1]
+    assert shared == {name: value for name, value in second.items() if name != "in use MiB"}
 
 
 def test_a_case_that_fails_says_why_and_shapes_that_alternate_are_measured_with_both_allocators(truth, monkeypatch):

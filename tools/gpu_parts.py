@@ -290,9 +290,14 @@ def tests(device: torch.device, tiny: bool) -> Rows:
         yield {"name": f"pytest {' '.join(chosen)}", "value": last, "ok": run.returncode == 0}
 
 
-def plan(device: torch.device, tiny: bool) -> Rows:
-    """Plans of slices at full width against what a process of their own occupies; a case is planned while the one before it runs."""
+def plan(device: torch.device, tiny: bool, is_shared: bool = False) -> Rows:
+    """Plans of slices at full width against what a process of their own occupies; a case is planned while the one before it runs.
+
+    Args:
+        is_shared: Whether other parts take memory of the GPU meanwhile, so that what the driver has in use says nothing.
+    """
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (math.inf, math.inf)
+    others = None if is_shared else total - free
     cases = plan_truth.tiny_cases()[1:] if tiny else plan_truth.grid(device)[:9]
     with ThreadPoolExecutor(1) as beside:
         planned = plan_truth.plan(cases[0], device)
@@ -306,21 +311,24 @@ def plan(device: torch.device, tiny: bool) -> Rows:
                     "value": "more than this GPU has free",
                 }
             else:
-                yield _planned(case.name, planned, run.result(), total - free, tiny)
+                yield _planned(case.name, planned, run.result(), others, tiny)
             planned = next_planned
     for case in cases if device.type == "cuda" else ():
         if case.between:
             found = plan_truth.in_own_process(case, device, PYTORCH_ALLOC_CONF="expandable_segments:False")
             name = f"{case.name}, no expandable segments"
-            yield _planned(name, plan_truth.plan(case, device), found, total - free, tiny)
+            yield _planned(name, plan_truth.plan(case, device), found, others, tiny)
 
 
-def _planned(name: str, planned: int, measured: dict[str, float] | str, others: float, tiny: bool) -> dict[str, Any]:
-    """A row of a plan; what is in use is without that of other processes, of which this is one."""
+def _planned(
+    name: str, planned: int, measured: dict[str, float] | str, others: float | None, tiny: bool
+) -> dict[str, Any]:
+    """A row of a plan; what is in use is without that of other processes, of which this is one, and left out where others change it."""
     if isinstance(measured, str):
         return {"name": name, "planned MiB": f"{planned / 2**20:,.0f}", "value": measured, "ok": False}
     if "in use" in measured:
-        measured = measured | {"in use": measured["in use"] - others}
+        in_use = {} if others is None else {"in use": measured["in use"] - others}
+        measured = {name: value for name, value in measured.items() if name != "in use"} | in_use
     found = plan_truth.Comparison(planned=planned, measured=measured)
     within = found.ratio is not None and abs(found.ratio - 1) <= plan_truth.TOLERANCE
     return {"name": name, **found.columns(), **({} if tiny else {"ok": within})}
@@ -380,6 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--shared", action="store_true", help="other parts run meanwhile")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
     try:
@@ -390,6 +399,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = PARTS[args.part]
     if part is speed:
         part = partial(speed, trace=str(args.out.with_suffix("")))
+    if part is plan:
+        part = partial(plan, is_shared=args.shared)
     for row in part(device, args.tiny):
         append(args.out, {"part": args.part, **row})
     return 0

@@ -1,17 +1,18 @@
-"""Everything that only a GPU can show, in ten minutes: one command for the first GPU at hand.
+"""Everything that only a GPU can show, in fourteen minutes: one command for the first GPU at hand.
 
-    uv run tools/gpu_truth.py                        # all parts, at most 600 seconds
+    uv run tools/gpu_truth.py                        # all parts, at most 840 seconds
     uv run tools/gpu_truth.py --only bitwise plan    # some of them
     uv run tools/gpu_truth.py --device cpu --tiny    # whether everything in it runs, without a GPU: its numbers are worth nothing
 
 Parts run in order of worth (`tools/gpu_parts.py`), each in a process of its own with a time limit, so that a crash or a hang loses one
-part. Within a part, what fails costs its own rows. Results are appended at once to a file of JSON lines; the profiler's traces of
-timed steps are next to it. When the time is up, the parts that are left are skipped. At the end a table in
-Markdown is printed, also after Ctrl-C or a termination. The exit status is the number of parts that failed; nothing else runs if torch
-cannot use the device.
+part. Those that measure no time run side by side, as many as the processor has cores for. Within a part, what fails costs its own rows.
+Results are appended at once to a file of JSON lines; the profiler's traces of timed steps are next to it. When the time is up, the parts
+that are left are skipped. At the end a table in Markdown is printed, also after Ctrl-C or a termination. The exit status is the number of
+parts that failed; nothing else runs if torch cannot use the device.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -20,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,8 @@ class Part:
     name: str
     seconds: float
     about: str
+    is_timed: bool = True
+    """Whether it measures time, so that nothing may run next to it."""
     is_in_tiny: bool = True
     """Whether `--tiny` runs it; False where another part runs the same code."""
 
@@ -45,21 +50,33 @@ PARTS = (
     Part(name="klein4b", seconds=150, about="Steps of FLUX.2 klein 4B in every mode, and diffusers'"),
     Part(name="wan14b", seconds=150, about="Steps of Wan 14B, and diffusers'"),
     Part(name="dev", seconds=120, about="Steps of FLUX.2 dev, and diffusers'", is_in_tiny=False),
-    Part(name="numbers", seconds=120, about="Gradients against the CPU and fp64, with our kernels, and compiled"),
-    Part(name="bitwise", seconds=120, about="Policies, swap and offload against none, with delayed work and copies"),
-    Part(name="quantized", seconds=40, about="Codes, values and a step of a quantized base"),
+    Part(name="tests", seconds=240, about="The tests for a GPU", is_timed=False),
+    Part(name="plan", seconds=240, about="Plans of levers against allocated and reserved memory", is_timed=False),
+    Part(name="demos", seconds=180, about="Both demos from files to an adapter, and resumed", is_timed=False),
+    Part(
+        name="bitwise",
+        seconds=180,
+        about="Policies, swap and offload against none, with delayed work and copies",
+        is_timed=False,
+    ),
+    Part(
+        name="numbers",
+        seconds=180,
+        about="Gradients against the CPU and fp64, with our kernels, and compiled",
+        is_timed=False,
+    ),
+    Part(name="quantized", seconds=90, about="Codes, values and a step of a quantized base", is_timed=False),
     Part(name="computed", seconds=30, about="Products in 8 bits against the CPU's, and their time against bf16"),
-    Part(name="tests", seconds=120, about="The tests for a GPU"),
-    Part(name="plan", seconds=180, about="Plans against allocated, reserved and the driver's memory"),
     Part(name="speed", seconds=180, about="A step against diffusers', and where its time goes"),
     Part(name="passes", seconds=60, about="Rates of elementwise work, its cost on the host, and where a step waits"),
     Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
     Part(name="klein9b", seconds=120, about="Steps of FLUX.2 klein 9B, and diffusers'", is_in_tiny=False),
     Part(name="wan1_3b", seconds=120, about="Steps of a full fine-tune of Wan 1.3B", is_in_tiny=False),
-    Part(name="demos", seconds=120, about="Both demos from files to an adapter, and resumed"),
     Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
     Part(name="backends", seconds=150, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
 )
+"""In order of worth; those without a time that follow each other run side by side."""
+_POLL_SECONDS = 0.05
 _LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0
 """Limit of a part without a GPU, where only a hang shall end it."""
@@ -68,65 +85,101 @@ NO_DEVICE = 3
 
 
 def run(
-    parts: Sequence[Part], out: Path, wall: float, command: Callable[[Part], Sequence[str]], limit: float = 0.0
+    parts: Sequence[Part],
+    out: Path,
+    wall: float,
+    command: Callable[[Part], Sequence[str]],
+    limit: float = 0.0,
+    side_by_side: int = 1,
 ) -> int:
-    """Run parts one after the other, and append to a file how each ended.
+    """Run parts in order, and append to a file how each ended.
 
     Args:
         out: The file; the parts append their rows to it themselves.
-        wall: Seconds after which no part begins, and the running one is ended.
+        wall: Seconds after which no part begins, and the running ones are ended.
         command: The command of a part.
         limit: Seconds for each part in place of its own.
+        side_by_side: Most parts without a time that run at once.
 
     Returns:
         The number of parts that failed. One that was skipped has not.
     """
-    began, failed, lacking = time.monotonic(), 0, ""
-    for part in parts:
-        left = wall - (time.monotonic() - began)
-        if left <= 0 or lacking:
-            append(out, {"part": part.name, "status": "skipped", "error": lacking or "no time left"})
-            continue
-        before = len(read(out))
-        end = _ended(command(part), min(limit or part.seconds, left))
-        rows = read(out)[before:]
-        if end.pop("code") == NO_DEVICE:
-            lacking = "no device"
-        elif end["status"] == "ok" and not rows:
-            end |= {"status": "failed", "error": "it measured nothing"}
-        for line in end.pop("warnings"):
-            append(out, {"part": part.name, "name": "warning", "value": line})
-        if end["status"] == "ok" and any(row.get("ok") is False for row in rows):
-            end["status"] = "failed"
-        failed += end["status"] != "ok"
-        append(out, {"part": part.name, **end})
-        print(f"{part.name}: {end['status']} in {end['seconds']:.0f} s {end['error']}".rstrip(), flush=True)
+    end, failed, lacking = time.monotonic() + wall, 0, ""
+    with tempfile.TemporaryDirectory() as folder:
+        for batch in batches(parts):
+            waiting, running = deque(batch), list[_Running]()
+            try:
+                while waiting or running:
+                    left = end - time.monotonic()
+                    while waiting and len(running) < side_by_side:
+                        part = waiting.popleft()
+                        if left <= 0 or lacking:
+                            append(out, {"part": part.name, "status": "skipped", "error": lacking or "no time left"})
+                            continue
+                        most = min(limit or part.seconds, left)
+                        running.append(_Running(part, command(part), most, out, Path(folder) / part.name))
+                    for process in [process for process in running if process.is_over()]:
+                        running.remove(process)
+                        status, code = process.noted()
+                        failed += status != "ok"
+                        lacking = "no device" if code == NO_DEVICE else lacking
+                    time.sleep(_POLL_SECONDS if running else 0)
+            finally:
+                for process in running:
+                    process.kill()
     return failed
 
 
-def _ended(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """How a process ended. However it did, the processes that it started end too: they would keep memory of the GPU from the next part."""
-    began = time.monotonic()
-    # A file and not a pipe, which a compiler's workers keep open after the process is gone.
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        child, code = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True), None
-        try:
-            code = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a process may hang inside of a driver
-                child.wait(_LAST_SECONDS)
-        said.seek(0)
-        lines = said.read()
-    if code is None:
-        error = f"ended after {limit:.0f} s"
-    else:
-        error = f"{_reason(lines)} ({_code(code)})".lstrip() if code else ""
-    end = {"status": "ok" if code == 0 else "failed", "seconds": time.monotonic() - began, "error": error}
-    return {**end, "code": code, "warnings": _warnings(lines)}
+def batches(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """The parts that may run at once, in order."""
+    for is_timed, group in groupby(parts, key=lambda part: part.is_timed):
+        batch = list(group)
+        yield from ([part] for part in batch) if is_timed else [batch]
+
+
+class _Running:
+    """The process of a part."""
+
+    def __init__(self, part: Part, command: Sequence[str], limit: float, out: Path, messages: Path):
+        self.part, self.limit, self.out, self.messages = part, limit, out, messages
+        self.before, self.begin, self.seconds = len(read(out)), time.monotonic(), 0.0
+        # A file and not a pipe, which a compiler's workers keep open after the process is gone.
+        with messages.open("wb") as stderr:
+            self.child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
+
+    def is_over(self) -> bool:
+        """Whether it ended, or its time is up."""
+        self.seconds = time.monotonic() - self.begin
+        return self.child.poll() is not None or self.seconds >= self.limit
+
+    def kill(self) -> None:
+        """End it with the processes that it started, however it ended itself: they would keep memory of the GPU from the next part."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a process may hang inside of a driver
+            self.child.wait(_LAST_SECONDS)
+
+    def noted(self) -> tuple[str, int | None]:
+        """Append how it ended; its status, and its exit status, None if its time was up."""
+        code = self.child.poll()
+        self.kill()
+        lines = self.messages.read_text(encoding="utf-8", errors="replace")
+        error = (
+            f"ended after {self.limit:.0f} s"
+            if code is None
+            else f"{_reason(lines)} ({_code(code)})".lstrip()
+            if code
+            else ""
+        )
+        rows = [row for row in read(self.out)[self.before :] if row.get("part") == self.part.name]
+        if not (rows or error):
+            error = "it measured nothing"
+        status = "failed" if error or any(row.get("ok") is False for row in rows) else "ok"
+        for line in _warnings(lines):
+            append(self.out, {"part": self.part.name, "name": "warning", "value": line})
+        append(self.out, {"part": self.part.name, "status": status, "seconds": self.seconds, "error": error})
+        print(f"{self.part.name}: {status} in {self.seconds:.0f} s {error}".rstrip(), flush=True)
+        return status, code
 
 
 def _warnings(said: str) -> list[str]:
@@ -150,8 +203,9 @@ def _code(code: int) -> str:
 
 
 def append(out: Path, row: Row) -> None:
-    """Append a row, on a line of its own whatever a process that was ended left in the last one."""
+    """Append a row, on a line of its own whatever a process that was ended left in the last one; several processes may."""
     with out.open("ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         torn = file.read() not in (b"", b"\n")
         file.write((("\n" if torn else "") + json.dumps(row) + "\n").encode())
@@ -198,8 +252,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="small models: a look at whether everything runs")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="default: all parts")
     parser.add_argument(
-        "--wall", type=float, default=0.0, help="seconds for everything; default: 600, without limit if tiny"
+        "--wall", type=float, default=0.0, help="seconds for everything; default: 840, without limit if tiny"
     )
+    parser.add_argument(
+        "--side-by-side", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), metavar="N",
+        help="most parts without a time that run at once; default: one for three cores",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("gpu_truth.jsonl"), help="file that results are appended to")
     args = parser.parse_args(arguments)
     wanted = args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]
@@ -215,15 +273,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def command(part: Part) -> list[str]:
-        given = ["--device", args.device, "--out", str(args.out), *(["--tiny"] if args.tiny else [])]
-        return [sys.executable, str(script), part.name, *given]
+        flags = {"--tiny": args.tiny, "--shared": not part.is_timed and args.side_by_side > 1}
+        options = ["--device", args.device, "--out", str(args.out), *(name for name, is_set in flags.items() if is_set)]
+        return [sys.executable, str(script), part.name, *options]
 
-    wall = args.wall or (float("inf") if args.tiny else 600.0)
+    wall = args.wall or (float("inf") if args.tiny else 840.0)
     signal.signal(
         signal.SIGTERM, signal.default_int_handler
     )  # a part in a session of its own would outlive this process
     try:
-        failed = run(parts, args.out, wall, command, limit=_TINY_SECONDS if args.tiny else 0.0)
+        failed = run(parts, args.out, wall, command, _TINY_SECONDS if args.tiny else 0.0, args.side_by_side)
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
     print(tables(read(args.out)[before:], parts))
