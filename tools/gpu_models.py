@@ -27,7 +27,7 @@ from ditkit_core.adapters.inject import inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.memory import release_memory
-from ditkit_core.models.precision import Precision
+from ditkit_core.models.precision import Precision, PrecisionConfig, set_precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, gpus_here, parse_gpus
 from ditkit_core.planner.memory import Budget, Partition, Workload, compose
@@ -61,10 +61,18 @@ class Mode:
     """`train.checkpointing`."""
     kernels: str = "triton"
     cuda_graphs: str = "off"
+    preset: str = "default"
+    """`precision.preset`."""
 
     def __str__(self) -> str:
+        fast = "" if self.preset == "default" else f", {self.preset}"
         replayed = {"off": "", "on": ", replayed"}[self.cuda_graphs]
-        return f"{self.policy}, kernels = {self.kernels}{replayed}"
+        return f"{self.policy}{fast}, kernels = {self.kernels}{replayed}"
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of its step, whose matmuls are in bf16."""
+        return PrecisionConfig(preset=self.preset).precision(torch.bfloat16, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +88,8 @@ class Case:
     theirs: tuple[str, ...] = ()
     """Policies of diffusers that are timed next to it."""
     method: str = "lora"
+    blocks: int = 0
+    """Number of blocks of Wan; 0 for all."""
     repeats: int = 3
     with_launches: bool = False
     """Whether kernels are counted, which takes the profiler seconds."""
@@ -88,6 +98,9 @@ class Case:
 def modes(*policies: str, kernels: tuple[str, ...] = ("triton",)) -> tuple[Mode, ...]:
     """All combinations, each policy with all kernels."""
     return tuple(Mode(policy=policy, kernels=name) for policy in policies for name in kernels)
+
+
+FAST = Mode(policy="full", preset="fast")
 
 
 ALL_MODES = modes("none", "full", "attn_only", kernels=("triton", "torch"))
@@ -106,8 +119,8 @@ CASES = {
              theirs=("full",)),
     ],
     "wan14b": [
-        Case(name="Wan 14B 480x832x49", family="wan", preset="t2v-14b", size=CLIP, modes=modes("full", "attn_only"), theirs=("full",),
-             repeats=2),
+        Case(name="Wan 14B 480x832x49", family="wan", preset="t2v-14b", size=CLIP, modes=(*modes("full", "attn_only"), FAST),
+             theirs=("full",), repeats=2),
     ],
     "klein9b": [
         Case(name="klein 9B 512x512", family="flux2", preset="klein-base-9b", size=(1, 512, 512), modes=modes("none", "full"),
@@ -116,6 +129,8 @@ CASES = {
              theirs=("none", "full"), repeats=3),
     ],
     "wan1_3b": [
+        Case(name="Wan 1.3B full fine-tune 480x832x77", family="wan", preset="t2v-1.3b", size=(77, 480, 832), method="full",
+             modes=(*modes("full", "attn_only"), FAST), repeats=2),
         Case(name="Wan 1.3B full fine-tune 720x1280x77", family="wan", preset="t2v-1.3b", size=LONG_CLIP, method="full",
              modes=modes("full", "attn_only(self)", "attn_only"), repeats=1),
     ],
@@ -125,9 +140,13 @@ CASES = {
 
 def models(part: str, device: torch.device, tiny: bool) -> Rows:
     """The cases of a part, ours and diffusers'."""
-    cases = [small(case) for case in CASES[part]] if tiny else CASES[part]
+    yield from steps_of_cases(CASES[part], device, tiny)
+
+
+def steps_of_cases(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
+    """Steps of cases with the same model, ours and diffusers'."""
     if tiny:
-        cases = cases[:1]  # the others differ in their sizes alone
+        cases = [small(cases[0])]  # the others differ in their sizes alone
     gpu = gpus_here([device])[0] if device.type == "cuda" else parse_gpus("h100")[0]
     with planner(device) as plans:
         planned = {
@@ -178,6 +197,8 @@ def described(case: Case, tiny: bool) -> tuple[ModelSpec, Any, AdapterConfig, di
         from ditkit_flux2.spec import FLUX2 as spec
 
         arch = FLUX2_PRESETS[case.preset]
+    if case.blocks:
+        arch = replace(arch, layers=case.blocks)
     if tiny:
         arch = replace(arch, **SMALL[case.family])
     adapter = AdapterConfig(method="full") if case.method == "full" else AdapterConfig(rank=LORA)
@@ -197,7 +218,7 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
     """A plan of the step on a GPU."""
     spec, arch, adapter, item = described(case, tiny)
     job = StepJob(
-        spec=spec, arch=arch, adapter=adapter, precision=Precision(matmul=torch.bfloat16), batch=[item], policy=mode.policy,
+        spec=spec, arch=arch, adapter=adapter, precision=mode.precision, batch=[item], policy=mode.policy,
         kernels=mode.kernels, optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(), kind=kind,
     )  # fmt: skip
     work = Workload(kernels=mode.kernels, rounding=OptimConfig().rounding if case.method == "full" else "")
@@ -244,6 +265,7 @@ def step_of(model: Model, mode: Mode) -> Step:
     """
     if mode.cuda_graphs != "off":
         raise NotImplementedError("steps are not replayed yet")
+    set_precision(model.module, mode.precision)
     engine = BlockEngine(policy=mode.policy, kernels=mode.kernels)
     there = TrainModel(model.module, engine, model.spec, model.trained.optimizer.parameters)
     batch = prepare(model.spec, FlowConfig(), [model.batch], 0, seed=0, step=0)
@@ -366,7 +388,7 @@ def their_model(case: Case, device: torch.device, tiny: bool) -> Peer:
     torch.set_default_dtype(torch.bfloat16)  # in fp32 the weights of FLUX.2 dev take more memory than a GPU has
     try:
         with device:
-            module = _wan(arch) if case.family == "wan" else _flux2(arch)
+            module = wan_of_diffusers(arch) if case.family == "wan" else _flux2(arch)
     finally:
         torch.set_default_dtype(torch.float32)
     module.requires_grad_(False)
@@ -390,7 +412,8 @@ def _add_lora(module: Any, spec: ModelSpec, arch: Any, adapter: AdapterConfig, d
             parameter.data = 0.02 * torch.randn(parameter.shape, device=device)
 
 
-def _wan(arch: Any) -> Any:
+def wan_of_diffusers(arch: Any) -> Any:
+    """diffusers' Wan, with random weights in torch's default dtype."""
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(

@@ -362,6 +362,13 @@ def backends(device: torch.device, tiny: bool) -> Rows:
     yield from gpu_attention.backends(device, tiny)
 
 
+def seeds(device: torch.device, tiny: bool) -> Rows:
+    """`gpu_seeds.seeds`."""
+    import gpu_seeds
+
+    yield from gpu_seeds.seeds(device, tiny)
+
+
 PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
     part.__name__: part
     for part in (
@@ -376,6 +383,7 @@ PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
         passes,
         streaming,
         demos,
+        seeds,
         real,
         backends,
     )

@@ -72,6 +72,7 @@ PARTS = (
     Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
     Part(name="klein9b", seconds=120, about="Steps of FLUX.2 klein 9B, and diffusers'", is_in_tiny=False),
     Part(name="wan1_3b", seconds=120, about="Steps of a full fine-tune of Wan 1.3B", is_in_tiny=False),
+    Part(name="seeds", seconds=180, about="The reports that this project began with, measured natively"),
     Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
     Part(name="backends", seconds=150, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
 )
