@@ -131,28 +131,30 @@ def test_parts_without_a_time_run_side_by_side_and_lose_no_row(truth, tmp_path):
     assert len(out.read_text().splitlines()) == 5 * 101
 
 
-def test_parts_that_follow_each_other_are_commanded_as_they_run(truth, monkeypatch, tmp_path):
-    """A part that runs next to others knows it; `--tiny` leaves out what another part runs, too."""
+def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
+    """A part that runs next to others knows it; `--tiny` leaves out what another part runs; a trainer's part needs its checkout."""
     commands: dict[str, list[str]] = {}
 
     def noted(parts: Any, out: Path, wall: float, command: Any, limit: float, side_by_side: int) -> int:
+        commands.clear()
         commands.update({part.name: command(part) for part in parts})
         return 0
 
     monkeypatch.setattr(truth, "run", noted)
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, out = signal.getsignal(signal.SIGTERM), tmp_path / "rows.jsonl"
     try:
-        assert truth.main(["--out", str(tmp_path / "rows.jsonl"), "--side-by-side", "4"]) == 0
-        assert [name for name in commands if "--shared" in commands[name]] == [
-            part.name for part in truth.PARTS if not part.is_timed
-        ]
-        assert list(commands) == [part.name for part in truth.PARTS]
-        commands.clear()
-        truth.main(["--out", str(tmp_path / "rows.jsonl"), "--side-by-side", "1", "--tiny"])
+        truth.main(["--out", str(out), "--side-by-side", "4", "--musubi", "here"])
+        assert list(commands) == [part.name for part in truth.PARTS if part.name != "diffsynth"]
+        shared = {name for name, command in commands.items() if "--shared" in command}
+        assert shared == {part.name for part in truth.PARTS if not part.is_timed}
+        assert commands["musubi"][-2:] == ["--checkout", "here"] and "--checkout" not in commands["facts"]
+        assert truth.read(out) == [{"part": "diffsynth", "status": "skipped", "error": "--diffsynth names no checkout"}]
+        truth.main(["--out", str(out), "--side-by-side", "1", "--tiny"])
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert not any("--shared" in command for command in commands.values())
-    assert set(commands) == {part.name for part in truth.PARTS if part.is_in_tiny} < {part.name for part in truth.PARTS}
+    tiny = {part.name for part in truth.PARTS if part.is_in_tiny}
+    assert set(commands) == tiny - set(truth.PEERS) and len(tiny) < len(truth.PARTS)
 
 
 def test_without_a_device_nothing_else_runs_and_a_part_without_rows_has_failed(truth, tmp_path):
@@ -190,7 +192,7 @@ def test_what_was_measured_is_shown_after_an_interruption_and_the_part_ends(
         assert truth.main(["--out", str(out)]) == 130
     finally:
         signal.signal(signal.SIGTERM, handler)
-    (process,) = (row["value"] for row in truth.read(out))
+    (process,) = (row["value"] for row in truth.read(out) if "value" in row)
     assert not _runs(process), "it would keep memory of the GPU"
     assert f"| process | {process} |" in capsys.readouterr().out
 

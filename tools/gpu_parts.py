@@ -34,7 +34,7 @@ from ditkit_core.testing.world import ADAPTERS, largest, make_model, outcome, tr
 from gpu_bits import POLICIES, bitwise
 from gpu_late import swapped
 from gpu_speed import Rows, kinds_in_8_bits, speed, streaming
-from gpu_truth import NO_DEVICE, append
+from gpu_truth import NO_DEVICE, PEERS, append
 
 GIB = 2**30
 
@@ -362,6 +362,14 @@ def backends(device: torch.device, tiny: bool) -> Rows:
     yield from gpu_attention.backends(device, tiny)
 
 
+def peers(trainer: str, device: torch.device, tiny: bool, checkout: Path | None = None) -> Rows:
+    """`gpu_peers.peers`."""
+    import gpu_peers
+
+    assert checkout is not None, "without one the part is not run"
+    yield from gpu_peers.peers(trainer, checkout, device, tiny)
+
+
 def seeds(device: torch.device, tiny: bool) -> Rows:
     """`gpu_seeds.seeds`."""
     import gpu_seeds
@@ -387,7 +395,9 @@ PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
         real,
         backends,
     )
-} | {name: partial(gpu_models.models, name) for name in gpu_models.CASES}
+}
+PARTS |= {name: partial(gpu_models.models, name) for name in gpu_models.CASES}
+PARTS |= {name: partial(peers, name) for name in PEERS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -397,6 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--shared", action="store_true", help="other parts run meanwhile")
+    parser.add_argument("--checkout", type=Path, help="of another trainer, for its part")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
     try:
@@ -409,6 +420,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part = partial(speed, trace=str(args.out.with_suffix("")))
     if part is plan:
         part = partial(plan, is_shared=args.shared)
+    if args.part in PEERS:
+        part = partial(part, checkout=args.checkout)
     for row in part(device, args.tiny):
         append(args.out, {"part": args.part, **row})
     return 0

@@ -2,6 +2,7 @@
 
     uv run tools/gpu_truth.py                        # all parts, at most 840 seconds
     uv run tools/gpu_truth.py --only bitwise plan    # some of them
+    uv run tools/gpu_truth.py --musubi DIR --diffsynth DIR    # with steps of these trainers, from checkouts of them
     uv run tools/gpu_truth.py --device cpu --tiny    # whether everything in it runs, without a GPU: its numbers are worth nothing
 
 Parts run in order of worth (`tools/gpu_parts.py`), each in a process of its own with a time limit, so that a crash or a hang loses one
@@ -66,6 +67,8 @@ PARTS = (
         is_timed=False,
     ),
     Part(name="quantized", seconds=90, about="Codes, values and a step of a quantized base", is_timed=False),
+    Part(name="musubi", seconds=120, about="Steps of musubi-tuner, from a checkout of it"),
+    Part(name="diffsynth", seconds=120, about="Steps of DiffSynth-Studio, from a checkout of it"),
     Part(name="computed", seconds=30, about="Products in 8 bits against the CPU's, and their time against bf16"),
     Part(name="speed", seconds=180, about="A step against diffusers', and where its time goes"),
     Part(name="passes", seconds=60, about="Rates of elementwise work, its cost on the host, and where a step waits"),
@@ -77,6 +80,8 @@ PARTS = (
     Part(name="backends", seconds=150, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
 )
 """In order of worth; those without a time that follow each other run side by side."""
+PEERS = ("musubi", "diffsynth")
+"""Parts that need a checkout of another trainer."""
 _POLL_SECONDS = 0.05
 _LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0
@@ -259,11 +264,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--side-by-side", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), metavar="N",
         help="most parts without a time that run at once; default: one for three cores",
     )  # fmt: skip
+    for name in PEERS:
+        parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=f"a checkout, for the part {name}")
     parser.add_argument("--out", type=Path, default=Path("gpu_truth.jsonl"), help="file that results are appended to")
     args = parser.parse_args(arguments)
-    wanted = args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]
-    parts = [part for part in PARTS if part.name in wanted]
+    checkouts = {name: getattr(args, name) for name in PEERS}
     before = len(read(args.out))
+    wanted = args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]
+    named = [part for part in PARTS if part.name in wanted]
+    parts = [part for part in named if checkouts.get(part.name, part)]
+    for part in named:
+        if part not in parts:
+            append(args.out, {"part": part.name, "status": "skipped", "error": f"--{part.name} names no checkout"})
     script = Path(__file__).with_name("gpu_parts.py")
     # cuBLAS is only deterministic with a workspace of its own for each stream; the allocator is that of the commands.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -276,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command(part: Part) -> list[str]:
         flags = {"--tiny": args.tiny, "--shared": not part.is_timed and args.side_by_side > 1}
         options = ["--device", args.device, "--out", str(args.out), *(name for name, is_set in flags.items() if is_set)]
-        return [sys.executable, str(script), part.name, *options]
+        checkout = ["--checkout", str(checkouts[part.name])] if part.name in checkouts else []
+        return [sys.executable, str(script), part.name, *options, *checkout]
 
     wall = args.wall or (float("inf") if args.tiny else 840.0)
     signal.signal(
@@ -286,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = run(parts, args.out, wall, command, _TINY_SECONDS if args.tiny else 0.0, args.side_by_side)
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
-    print(tables(read(args.out)[before:], parts))
+    print(tables(read(args.out)[before:], named))
     return failed
 
 
