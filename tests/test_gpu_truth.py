@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Self
@@ -131,11 +132,50 @@ def test_parts_without_a_time_run_side_by_side_and_lose_no_row(truth, tmp_path):
     assert len(out.read_text().splitlines()) == 5 * 101
 
 
+AHEAD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from gpu_truth import append, read
+out, name = Path(sys.argv[2]), sys.argv[3]
+append(out, {"part": name, "name": "imported"})
+sys.stdin.readline()
+append(out, {"part": name, "name": "began"})
+if name == "second":  # waits for the next part's imports, which are done although it has not begun
+    while not any(row["part"] == "third" for row in read(out)):
+        pass
+"""
+
+
+def test_the_next_part_imports_while_one_runs_and_begins_afterwards(truth, tmp_path):
+    out, names = tmp_path / "rows.jsonl", ("first", "second", "third", "last")
+    parts = [truth.Part(name=name, seconds=100, about="") for name in names]
+
+    def command(part: Any) -> list[str]:
+        return [sys.executable, "-c", AHEAD, str(ROOT / "tools"), str(out), part.name]
+
+    assert truth.run(parts, out, 2000, command, waits=True) == 0
+    events = [(row["part"], row.get("name", "ended")) for row in truth.read(out)]
+    for before, after in pairwise(names):
+        assert events.index((before, "ended")) < events.index((after, "began"))
+    assert events.index(("third", "imported")) < events.index(("second", "ended"))
+
+
+def test_a_part_that_never_begins_ends_with_the_run(truth, tmp_path):
+    """Its process waits for its turn when the time is up."""
+    out = tmp_path / "rows.jsonl"
+    parts = [truth.Part(name=name, seconds=1, about="") for name in ("hanging", "fine")]
+    code = f"import os, time; print(os.getpid(), file=open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w')); time.sleep(6000)"
+    assert truth.run(parts, out, 1, lambda part: [sys.executable, "-c", code], waits=True) == 1
+    assert [row["status"] for row in truth.read(out)] == ["failed", "skipped"]
+    assert not any(_runs(int(file.name)) for file in tmp_path.iterdir() if file.name.isdigit())
+
+
 def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
     """A part that runs next to others knows it; `--tiny` leaves out what another part runs; a trainer's part needs its checkout."""
     commands: dict[str, list[str]] = {}
 
-    def noted(parts: Any, out: Path, wall: float, command: Any, limit: float, side_by_side: int) -> int:
+    def noted(parts: Any, out: Path, wall: float, command: Any, *given: Any, **named: Any) -> int:
         commands.clear()
         commands.update({part.name: command(part) for part in parts})
         return 0

@@ -406,10 +406,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--wait", action="store_true", help="for a line from standard input, after imports")
     parser.add_argument("--shared", action="store_true", help="other parts run meanwhile")
     parser.add_argument("--checkout", type=Path, help="of another trainer, for its part")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
+    if args.wait:
+        sys.stdin.readline()
     try:
         device = started_on(args.device)
     except UserError as error:

@@ -97,6 +97,8 @@ def run(
     command: Callable[[Part], Sequence[str]],
     limit: float = 0.0,
     side_by_side: int = 1,
+    *,
+    waits: bool = False,
 ) -> int:
     """Run parts in order, and append to a file how each ended.
 
@@ -106,33 +108,42 @@ def run(
         command: The command of a part.
         limit: Seconds for each part in place of its own.
         side_by_side: Most parts without a time that run at once.
+        waits: Whether the commands wait for a line from here before they use the device: the next one then imports while a part runs.
 
     Returns:
         The number of parts that failed. One that was skipped has not.
     """
     end, failed, lacking = time.monotonic() + wall, 0, ""
+    following, running, ahead = deque(batches(parts)), list[_Process](), dict[str, _Process]()
     with tempfile.TemporaryDirectory() as folder:
-        for batch in batches(parts):
-            waiting, running = deque(batch), list[_Running]()
-            try:
+        try:
+            while following:
+                waiting = deque(following.popleft())
                 while waiting or running:
                     left = end - time.monotonic()
                     while waiting and len(running) < side_by_side:
                         part = waiting.popleft()
+                        process = ahead.pop(part.name, None)
                         if left <= 0 or lacking:
                             append(out, {"part": part.name, "status": "skipped", "error": lacking or "no time left"})
+                            if process is not None:
+                                process.kill()
                             continue
-                        most = min(limit or part.seconds, left)
-                        running.append(_Running(part, command(part), most, out, Path(folder) / part.name))
+                        process = process or _Process(part, command(part), out, Path(folder) / part.name)
+                        process.start(min(limit or part.seconds, left))
+                        running.append(process)
+                    if waits and running and following and not (waiting or ahead):
+                        part = following[0][0]
+                        ahead[part.name] = _Process(part, command(part), out, Path(folder) / part.name)
                     for process in [process for process in running if process.is_over()]:
                         running.remove(process)
                         status, code = process.noted()
                         failed += status != "ok"
                         lacking = "no device" if code == NO_DEVICE else lacking
                     time.sleep(_POLL_SECONDS if running else 0)
-            finally:
-                for process in running:
-                    process.kill()
+        finally:
+            for process in (*running, *ahead.values()):
+                process.kill()
     return failed
 
 
@@ -143,15 +154,24 @@ def batches(parts: Sequence[Part]) -> Iterator[list[Part]]:
         yield from ([part] for part in batch) if is_timed else [batch]
 
 
-class _Running:
-    """The process of a part."""
+class _Process:
+    """The process of a part, which may wait until it is started."""
 
-    def __init__(self, part: Part, command: Sequence[str], limit: float, out: Path, messages: Path):
-        self.part, self.limit, self.out, self.messages = part, limit, out, messages
-        self.before, self.begin, self.seconds = len(read(out)), time.monotonic(), 0.0
+    def __init__(self, part: Part, command: Sequence[str], out: Path, messages: Path):
+        self.part, self.out, self.messages = part, out, messages
+        self.before, self.begin, self.seconds, self.limit = len(read(out)), time.monotonic(), 0.0, 0.0
         # A file and not a pipe, which a compiler's workers keep open after the process is gone.
         with messages.open("wb") as stderr:
-            self.child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
+            self.child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            )
+
+    def start(self, limit: float) -> None:
+        """Let it begin, for a number of seconds."""
+        self.limit, self.begin = limit, time.monotonic()
+        assert self.child.stdin is not None
+        with suppress(BrokenPipeError), self.child.stdin as stdin:  # it may have ended
+            stdin.write(b"\n")
 
     def is_over(self) -> bool:
         """Whether it ended, or its time is up."""
@@ -162,6 +182,8 @@ class _Running:
         """End it with the processes that it started, however it ended itself: they would keep memory of the GPU from the next part."""
         with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
+        if self.child.stdin is not None:
+            self.child.stdin.close()
         with suppress(subprocess.TimeoutExpired):  # a process may hang inside of a driver
             self.child.wait(_LAST_SECONDS)
 
@@ -287,7 +309,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(part: Part) -> list[str]:
         flags = {"--tiny": args.tiny, "--shared": not part.is_timed and args.side_by_side > 1}
-        options = ["--device", args.device, "--out", str(args.out), *(name for name, is_set in flags.items() if is_set)]
+        options = [
+            "--wait",
+            "--device",
+            args.device,
+            "--out",
+            str(args.out),
+            *(name for name, is_set in flags.items() if is_set),
+        ]
         checkout = ["--checkout", str(checkouts[part.name])] if part.name in checkouts else []
         return [sys.executable, str(script), part.name, *options, *checkout]
 
@@ -296,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.SIGTERM, signal.default_int_handler
     )  # a part in a session of its own would outlive this process
     try:
-        failed = run(parts, args.out, wall, command, _TINY_SECONDS if args.tiny else 0.0, args.side_by_side)
+        failed = run(parts, args.out, wall, command, _TINY_SECONDS if args.tiny else 0.0, args.side_by_side, waits=True)
     except KeyboardInterrupt:
         failed = 128 + signal.SIGINT
     print(tables(read(args.out)[before:], named))
