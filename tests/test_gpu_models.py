@@ -1,5 +1,6 @@
 """tools/gpu_models.py on small models: the same layers in both adapters, steps as the loop takes them, plans next to measurements."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def test_ours_is_timed_in_several_modes_next_to_plans_and_diffusers(
     case = models.small(models.CASES["klein4b"][0])
     steps = {row["name"]: row for row in rows if "steps" in row}
     names = [str(mode) for mode in case.modes] + [f"diffusers, {policy}" for policy in case.theirs]
-    assert list(steps) == [f"{case.name}, {name}" for name in names] and len(steps) == len(rows) - 2 >= 3
+    assert list(steps) == [f"{case.name}, {name}" for name in names] and len(steps) == len(rows) - 2 == 3
     assert all(row["ok"] and row["seconds"] >= row["fastest"] > 0 and row["launches"] > 100 for row in steps.values())
     plans = [(2.0, 3.0)] * len(case.modes) + [(None, None)] * len(case.theirs)
     assert [(row.get("planned GiB"), row.get("planned seconds")) for row in steps.values()] == plans
@@ -52,8 +53,8 @@ def test_a_step_is_that_of_the_loop(models: Any) -> None:
     plain = TrainModel(model.module, models.BlockEngine(policy="full"), model.spec, model.trained.optimizer.parameters)
     context = StepContext(step=0, seed=0, flow=FlowConfig())
     expected = training_step(plain, [model.batch], model.trained.optimizer, context, lr=0.0, clip_norm=1.0).loss
-    step = models.step_of(model, models.Mode(policy="full", kernels="torch"))
-    first, second = step(), step()
+    with models.step_of(model, models.Mode(policy="full", kernels="torch")) as step:
+        first, second = step(), step()
     assert first == expected and second != first
 
 
@@ -62,9 +63,11 @@ def test_a_plan_that_is_off_by_more_than_it_may_fails_and_a_step_that_diverges(
 ) -> None:
     from concurrent.futures import Future
 
+    allocated = [8 * models.GIB]
     for name, value in {
         "reset_peak_memory_stats": lambda device: None, "max_memory_allocated": lambda device: 10 * models.GIB,
-        "max_memory_reserved": lambda device: 12 * models.GIB,
+        "max_memory_reserved": lambda device: 12 * models.GIB, "memory_allocated": lambda device: allocated[0],
+        "mem_get_info": lambda device: (0, 80 * models.GIB),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(models, "seconds", lambda step, device: step() or 2.0)
@@ -76,7 +79,7 @@ def test_a_plan_that_is_off_by_more_than_it_may_fails_and_a_step_that_diverges(
     def row(peak: float, loss: float) -> Any:
         planned: Future[Any] = Future()
         planned.set_result(models.Planned(peak=int(peak * models.GIB), seconds=1.0))
-        (one,) = models._row("a step", lambda: lambda: loss, case, gpu, planned)
+        (one,) = models._row("a step", nullcontext(lambda: loss), case, gpu, planned)
         return one
 
     right = row(10.4, 1.0)
@@ -84,6 +87,8 @@ def test_a_plan_that_is_off_by_more_than_it_may_fails_and_a_step_that_diverges(
         right["ok"] and right["planned / measured"] == pytest.approx(1.04) and right["time planned / measured"] == 0.5
     )
     assert (right["peak GiB"], right["reserved GiB"], right["steps"]) == (10, 12, 2)
+    allocated[0] = 62 * models.GIB
+    assert row(81, 1.0)["value"] == "more than this GPU has" and "seconds" in row(10.4, 1.0)
     assert not row(10.6, 1.0)["ok"] and not row(9.4, 1.0)["ok"] and not row(10.0, float("nan"))["ok"]
 
 

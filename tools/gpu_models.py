@@ -9,11 +9,14 @@ same layers, gradient checkpointing, fused AdamW. Peaks are of all tensors, weig
 
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -35,7 +38,7 @@ from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig, TrainConfig
 from ditkit_core.training.flow_matching import prepare
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
@@ -95,45 +98,52 @@ class Case:
     """Whether kernels are counted, which takes the profiler seconds."""
 
 
-def modes(*policies: str, kernels: tuple[str, ...] = ("triton",)) -> tuple[Mode, ...]:
-    """All combinations, each policy with all kernels."""
-    return tuple(Mode(policy=policy, kernels=name) for policy in policies for name in kernels)
+def modes(
+    *policies: str, kernels: tuple[str, ...] = ("triton",), cuda_graphs: tuple[str, ...] = ("off",)
+) -> tuple[Mode, ...]:
+    """All combinations, in order of the policies."""
+    pairs = product(policies, kernels, cuda_graphs)
+    return tuple(Mode(policy=policy, kernels=name, cuda_graphs=graphs) for policy, name, graphs in pairs)
 
 
+BOTH_WAYS = ("on", "off") if find_spec("ditkit_core.training.replay") else ("off",)
+EVERY_MODE = modes("none", "full", "attn_only", kernels=("triton", "torch"), cuda_graphs=BOTH_WAYS)
 FAST = Mode(policy="full", preset="fast")
-
-
-ALL_MODES = modes("none", "full", "attn_only", kernels=("triton", "torch"))
 LORA, CLIP, LONG_CLIP = 32, (49, 480, 832), (77, 720, 1280)
+
+
+def flux2(name: str, preset: str, side: int, modes: tuple[Mode, ...], **others: Any) -> Case:
+    """A square image of FLUX.2."""
+    return Case(
+        name=f"{name} {side}x{side}", family="flux2", preset=preset, size=(1, side, side), modes=modes, **others
+    )
+
+
+KLEIN, DEV = partial(flux2, "klein 4B", "klein-base-4b"), partial(flux2, "FLUX.2 dev", "dev")
+WAN_FULL = partial(Case, family="wan", preset="t2v-1.3b", method="full")
 CASES = {
     "klein4b": [
-        Case(name="klein 4B 512x512", family="flux2", preset="klein-base-4b", size=(1, 512, 512), modes=ALL_MODES,
-             theirs=("none", "full"), repeats=7, with_launches=True),
-        Case(name="klein 4B 1024x1024", family="flux2", preset="klein-base-4b", size=(1, 1024, 1024), modes=ALL_MODES,
-             theirs=("none", "full"), repeats=5),
-    ],
-    "dev": [
-        Case(name="FLUX.2 dev 512x512", family="flux2", preset="dev", size=(1, 512, 512), modes=modes("full", "attn_only"),
-             theirs=("full",), repeats=5, with_launches=True),
-        Case(name="FLUX.2 dev 1024x1024", family="flux2", preset="dev", size=(1, 1024, 1024), modes=modes("full"),
-             theirs=("full",)),
+        KLEIN(512, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"), repeats=7, with_launches=True),
+        KLEIN(1024, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"), repeats=5),
     ],
     "wan14b": [
-        Case(name="Wan 14B 480x832x49", family="wan", preset="t2v-14b", size=CLIP, modes=(*modes("full", "attn_only"), FAST),
-             theirs=("full",), repeats=2),
+        Case(name="Wan 14B 480x832x49", family="wan", preset="t2v-14b", size=CLIP, theirs=("full",), repeats=2,
+             modes=(*modes("full", "attn_only"), FAST)),
+    ],
+    "dev": [
+        DEV(512, modes("full", "attn_only", cuda_graphs=BOTH_WAYS), theirs=("full",), repeats=5, with_launches=True),
+        DEV(1024, modes("full", cuda_graphs=BOTH_WAYS), theirs=("full",)),
     ],
     "klein9b": [
-        Case(name="klein 9B 512x512", family="flux2", preset="klein-base-9b", size=(1, 512, 512), modes=modes("none", "full"),
-             theirs=("none", "full"), repeats=5),
-        Case(name="klein 9B 1024x1024", family="flux2", preset="klein-base-9b", size=(1, 1024, 1024), modes=modes("none", "full"),
-             theirs=("none", "full"), repeats=3),
+        flux2("klein 9B", "klein-base-9b", side, modes("none", "full", cuda_graphs=BOTH_WAYS), theirs=("none", "full"), repeats=5)
+        for side in (512, 1024)
     ],
     "wan1_3b": [
-        Case(name="Wan 1.3B full fine-tune 480x832x77", family="wan", preset="t2v-1.3b", size=(77, 480, 832), method="full",
-             modes=(*modes("full", "attn_only"), FAST), repeats=2),
-        Case(name="Wan 1.3B full fine-tune 720x1280x77", family="wan", preset="t2v-1.3b", size=LONG_CLIP, method="full",
-             modes=modes("full", "attn_only(self)", "attn_only"), repeats=1),
+        WAN_FULL(name="Wan 1.3B full fine-tune 480x832x77", size=(77, 480, 832), modes=(*modes("full", "attn_only"), FAST), repeats=2),
+        WAN_FULL(name="Wan 1.3B full fine-tune 720x1280x77", size=LONG_CLIP, modes=modes("full", "attn_only(self)", "attn_only"), repeats=1),
     ],
+    "klein4b_modes": [KLEIN(side, EVERY_MODE, repeats=5) for side in (512, 1024)],
+    "dev_modes": [DEV(side, EVERY_MODE) for side in (512, 1024)],
 }  # fmt: skip
 """The cases of each part; those of one part with the same preset share a model."""
 
@@ -161,11 +171,10 @@ def steps_of_cases(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
 
 
 def small(case: Case) -> Case:
-    """The case without a GPU: three modes of a small clip or image show whether everything runs."""
-    few = tuple(replace(mode, kernels="torch") for mode in case.modes[:: len(case.modes) // 2])
-    return replace(
-        case, size=(min(case.size[0], 5), 64, 64), modes=tuple(dict.fromkeys(few)), theirs=case.theirs[:1], repeats=1
-    )
+    """The case without a GPU: two modes of a small clip or image, and one of diffusers', show whether everything runs."""
+    ends = (replace(mode, kernels="torch") for mode in (case.modes[0], case.modes[-1]))
+    size = (min(case.size[0], 5), 64, 64)
+    return replace(case, size=size, modes=tuple(dict.fromkeys(ends)), theirs=case.theirs[:1], repeats=1)
 
 
 @contextmanager
@@ -173,7 +182,7 @@ def planner(device: torch.device) -> Iterator[Executor]:
     """Plans steps meanwhile: next to a GPU in a process of its own, which takes none of the time in which the host launches work."""
     pool: Executor
     if device.type == "cuda":
-        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_without_gpu)
+        pool = ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=_without_gpu)
     else:
         pool = ThreadPoolExecutor(1)
     with pool:
@@ -258,13 +267,12 @@ def random_batch(outline: Mapping[str, Tensor]) -> Batch:
     return Batch(ids=["0"], items=[item])
 
 
-def step_of(model: Model, mode: Mode) -> Step:
-    """A training step as the loop takes it: the batch is prepared, and page-locked, before.
+@contextmanager
+def step_of(model: Model, mode: Mode) -> Iterator[Step]:
+    """A training step as the loop takes it: the batch is prepared, and page-locked, before. Graphs are freed behind the block.
 
     The only function that knows how a step is replayed.
     """
-    if mode.cuda_graphs != "off":
-        raise NotImplementedError("steps are not replayed yet")
     set_precision(model.module, mode.precision)
     engine = BlockEngine(policy=mode.policy, kernels=mode.kernels)
     there = TrainModel(model.module, engine, model.spec, model.trained.optimizer.parameters)
@@ -272,11 +280,22 @@ def step_of(model: Model, mode: Mode) -> Step:
     if next(model.module.parameters()).is_cuda:
         batch = batch.pinned()
     context = StepContext(step=0, seed=0, flow=FlowConfig(), prepared=lambda micro: batch)
+    replays = None
+    if mode.cuda_graphs != "off":
+        from ditkit_core.training.replay import replays_of
+
+        train = TrainConfig(checkpointing=mode.policy, kernels=mode.kernels, cuda_graphs=mode.cuda_graphs)
+        replays = replays_of(there, train, OptimConfig(), partial(print, file=sys.stderr))
+        context = replace(context, replays=replays)
 
     def step() -> float:
         return training_step(there, [model.batch], model.trained.optimizer, context, lr=1e-5, clip_norm=1.0).loss
 
-    return step
+    try:
+        yield step
+    finally:
+        if replays is not None:
+            replays.free()
 
 
 def _ours(
@@ -289,7 +308,7 @@ def _ours(
         for mode in case.modes:
             name = f"{case.name}, {mode}"
             yield from attempted(
-                name, partial(_row, name, partial(step_of, model, mode), case, device, planned[case.name][mode])
+                name, partial(_row, name, step_of(model, mode), case, device, planned[case.name][mode], _warm_up(mode))
             )
 
 
@@ -301,11 +320,23 @@ def weights(module: nn.Module) -> dict[str, Any]:
 
 
 def _row(
-    name: str, make: Callable[[], Step], case: Case, device: torch.device, planned: Future[Planned] | None = None
+    name: str,
+    making: AbstractContextManager[Step],
+    case: Case,
+    device: torch.device,
+    planned: Future[Planned] | None = None,
+    warm_up: int = 1,
 ) -> Rows:
-    """Times of a step, its peak, and what the plan says of both."""
-    step = make()
-    row = {"name": name, **measured(step, case.repeats, device)}
+    """Times of a step, its peak, and what the plan says of both; of a step that cannot fit only the plan."""
+    if planned is not None and _may_not_fit(device) and planned.result().peak > torch.cuda.mem_get_info(device)[1]:
+        yield {"name": name, "planned GiB": planned.result().peak / GIB, "value": "more than this GPU has"}
+        return
+    row: dict[str, Any] = {"name": name}
+    with making as step:
+        row |= measured(step, case.repeats, device, warm_up)
+        if case.with_launches:
+            kernels = launches(step, device)
+            row |= {"launches": len(kernels), "busy ms": busy_and_span(kernels)[0] / 1e3}
     if planned is not None:
         plan = planned.result()
         row |= {"planned GiB": plan.peak / GIB, "planned seconds": plan.seconds}
@@ -313,21 +344,29 @@ def _row(
             ratio = plan.peak / GIB / row["peak GiB"]
             row |= {"planned / measured": ratio, "time planned / measured": plan.seconds / row["seconds"]}
             row["ok"] = row["ok"] and abs(ratio - 1) <= plan_truth.TOLERANCE
-    if case.with_launches:
-        kernels = launches(step, device)
-        row |= {"launches": len(kernels), "busy ms": busy_and_span(kernels)[0] / 1e3}
     yield row
 
 
-def measured(step: Step, repeats: int, device: torch.device) -> dict[str, Any]:
-    """The first step, in which kernels are compiled, then the median of others, all of them, and the peak of all."""
+def _warm_up(mode: Mode) -> int:
+    """Steps before those that are timed: kernels are compiled in the first, graphs recorded in the second or third."""
+    return 1 if mode.cuda_graphs == "off" else 3
+
+
+def _may_not_fit(device: torch.device) -> bool:
+    """Whether weights leave so little memory that it is worth to wait for a plan."""
+    return device.type == "cuda" and torch.cuda.memory_allocated(device) > torch.cuda.mem_get_info(device)[1] / 2
+
+
+def measured(step: Step, repeats: int, device: torch.device, warm_up: int = 1) -> dict[str, Any]:
+    """The first step, then the median of those behind the warm-up and the fastest, and the peak of all."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     losses = list[float]()
-    first, *times = (seconds(lambda: losses.append(step()), device) for _ in range(1 + repeats))
+    times = [seconds(lambda: losses.append(step()), device) for _ in range(warm_up + repeats)]
+    timed = times[warm_up:]
     row: dict[str, Any] = {
-        "seconds": statistics.median(times), "fastest": min(times), "steps": len(times), "first step": first, "loss": losses[0],
+        "seconds": statistics.median(timed), "fastest": min(timed), "steps": len(timed), "first step": times[0], "loss": losses[0],
         "ok": all(map(torch.isfinite, torch.tensor(losses))),
     }  # fmt: skip
     if on_gpu:
@@ -364,8 +403,8 @@ def _theirs(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
             }
             checkpoint[policy]()
             name = f"{case.name}, diffusers, {policy}"
-            make = partial(partial, their_step, partial(peer.predict, inputs), inputs["target"], parameters, optimizer)
-            yield from attempted(name, partial(_row, name, make, case, device))
+            step = partial(their_step, partial(peer.predict, inputs), inputs["target"], parameters, optimizer)
+            yield from attempted(name, partial(_row, name, nullcontext(step), case, device))
 
 
 def their_step(

@@ -48,7 +48,7 @@ class Part:
 
 PARTS = (
     Part(name="facts", seconds=60, about="Versions, precision switches, attention kernels, memory of the context"),
-    Part(name="klein4b", seconds=150, about="Steps of FLUX.2 klein 4B in every mode, and diffusers'"),
+    Part(name="klein4b", seconds=150, about="Steps of FLUX.2 klein 4B, and diffusers'"),
     Part(name="wan14b", seconds=150, about="Steps of Wan 14B, and diffusers'"),
     Part(name="dev", seconds=120, about="Steps of FLUX.2 dev, and diffusers'", is_in_tiny=False),
     Part(name="tests", seconds=240, about="The tests for a GPU", is_timed=False),
@@ -75,6 +75,8 @@ PARTS = (
     Part(name="streaming", seconds=60, about="Copies of streamed blocks, and the share of them that is hidden"),
     Part(name="klein9b", seconds=120, about="Steps of FLUX.2 klein 9B, and diffusers'", is_in_tiny=False),
     Part(name="wan1_3b", seconds=120, about="Steps of a full fine-tune of Wan 1.3B", is_in_tiny=False),
+    Part(name="klein4b_modes", seconds=150, about="Steps of FLUX.2 klein 4B in every mode", is_in_tiny=False),
+    Part(name="dev_modes", seconds=120, about="Steps of FLUX.2 dev in every mode", is_in_tiny=False),
     Part(name="seeds", seconds=180, about="The reports that this project began with, measured natively"),
     Part(name="real", seconds=180, about="A LoRA of blocks of FLUX.2 klein 4B's size, planned, trained and resumed"),
     Part(name="backends", seconds=150, about="Rates of attention backends, and of a VAE in fp32 and TF32"),
