@@ -152,7 +152,7 @@ _BAD_MEDIA = {
     "unknown codec": media.unknown_codec,
     "transparency beside a codec that has none": media.tagged_transparent,
     "animated png": media.animated_png,
-    "png of 16 bits": media.deep_png,
+    "tif of 32 bits": media.deep_tif,
     "png cut": media.still(".png", 0.5),
     "jpg cut": media.still(".jpg", 0.5),
     "webp cut": media.still(".webp", 0.5, lossless=True),

@@ -213,9 +213,9 @@ def still(suffix: str, share: float = 1.0, **given: object) -> Callable[[Path, s
     return write
 
 
-def deep_png(folder: Path, name: str) -> str:
-    Image.fromarray(np.zeros((16, 16), np.uint16)).save(folder / f"{name}.png")
-    return f"{name}.png"
+def deep_tif(folder: Path, name: str) -> str:
+    Image.fromarray(np.zeros((16, 16), np.float32)).save(folder / f"{name}.tif")
+    return f"{name}.tif"
 
 
 def text_bomb(folder: Path, name: str) -> str:

@@ -56,10 +56,11 @@ def read_mask(
     path: Path, *, frames: int, fps: float, height: int, width: int, start_seconds: float
 ) -> Float[Tensor, "frames height width"]:
     """The mask of a clip from 0 (black) to 1 (white), with the frames, the size and the crop of `read_clip`; an image is repeated."""
+    size = {"height": height, "width": width}
     if media_kind(path) == "image":
-        pixels = read_clip(path, frames=1, fps=0.0, height=height, width=width).expand(-1, frames, -1, -1)
+        pixels = read_clip(path, frames=1, fps=0.0, **size, as_stored=True).expand(-1, frames, -1, -1)
     else:
-        pixels = read_clip(path, frames=frames, fps=fps, height=height, width=width, start_seconds=start_seconds)
+        pixels = read_clip(path, frames=frames, fps=fps, **size, start_seconds=start_seconds, as_stored=True)
     return (pixels.mean(0) / 2 + 0.5).clamp(0, 1)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, changes_since_first
 from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.encoding.claims import alone_with
 from ditkit_core.errors import UserError
@@ -254,8 +256,13 @@ class MediaHashes:
         self._inside = ExitStack()
         self._known: dict[str, list[int | str]] = json_part(self._file)
 
-    def of(self, path: Path) -> str:
+    def of(self, path: Path, *, as_stored: bool = False) -> str:
         """The content hash of a file, or of a folder's files and their names.
+
+        If the content is read otherwise than by earlier versions (`changes_since_first`), that is part of it: entries of other files stay valid.
+
+        Args:
+            as_stored: Whether an image's colours are not converted when it is read, as those of a mask.
 
         Raises:
             UserError: If the file cannot be read.
@@ -263,23 +270,31 @@ class MediaHashes:
         name = str(Path(path).resolve())
         try:
             if path.is_dir():
-                return key("folder", *(text for file in _files_in(path) for text in (file.name, self.of(file))))
+                parts = ((file.name, self.of(file, as_stored=as_stored)) for file in _files_in(path))
+                return key("folder", *chain.from_iterable(parts))
             stat = Path(path).stat()
             state: list[int | str] = [stat.st_size, stat.st_mtime_ns]
             match self._known.get(name):
-                case [size, modified, str(digest)] if [size, modified] == state:
-                    return digest
-            digest = file_hash(path)
+                case [size, modified, str(digest), str(changes)] if [size, modified] == state:
+                    pass
+                case _:
+                    digest, changes = self._hashed(path, name, state)
         except OSError as error:
             refuse_shortage(path, error)
             raise UserError(f"cannot read {path}: {error.strerror}; correct the path or its permissions") from error
+        is_as_ever = not changes or (as_stored and path.suffix.lower() in IMAGE_SUFFIXES)
+        return digest if is_as_ever else f"{digest} {changes}"
+
+    def _hashed(self, path: Path, name: str, state: list[int | str]) -> tuple[str, str]:
+        """Read a file, and remember its hash and its `changes_since_first`."""
+        digest, changes = file_hash(path), changes_since_first(path)
         # A file can change twice within the resolution of modification times. So a very recent file is hashed, but not remembered.
-        if time.time_ns() - stat.st_mtime_ns > _SETTLED_NANOSECONDS:
-            self._known[name] = [*state, digest]
+        if time.time_ns() - int(state[1]) > _SETTLED_NANOSECONDS:
+            self._known[name] = [*state, digest, changes]
             self._unsaved += 1
             if self._unsaved >= _SAVE_EVERY:
                 self.save()
-        return digest
+        return digest, changes
 
     def bytes_to_read(self, path: Path) -> int:
         """Number of bytes that `of` would read: 0 if the hash is remembered or the file does not exist."""
@@ -290,7 +305,7 @@ class MediaHashes:
         except OSError:
             return 0
         match self._known.get(str(Path(path).resolve())):
-            case [size, modified, str()] if [size, modified] == [stat.st_size, stat.st_mtime_ns]:
+            case [size, modified, str(), str()] if [size, modified] == [stat.st_size, stat.st_mtime_ns]:
                 return 0
         return stat.st_size
 

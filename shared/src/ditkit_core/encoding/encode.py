@@ -281,7 +281,8 @@ class Conditioning:
                 contents.append(f"{column}: {controls.files[column]}")
             else:
                 path = Path(controls.files[column]) if column else controls.clip  # "" stands for the clip itself
-                contents.append(f"{column}= {hashes.of(path) if path else 'nothing'}")
+                content = hashes.of(path, as_stored=column == MASK.name) if path else "nothing"
+                contents.append(f"{column}= {content}")
         return key(conditioner.kind, conditioner.identity, json.dumps(transform, sort_keys=True), *contents)
 
 

@@ -44,7 +44,7 @@ def dump(
         for column in [each for each in sample.controls if kinds.get(each) == "video"]:
             _write(folder, f"{name}.{column}", Path(sample.controls[column]), sample, fps)
         if sample.mask is not None:
-            _write(folder, f"{name}.{MASK.name}", sample.mask, sample, fps)
+            _write(folder, f"{name}.{MASK.name}", sample.mask, sample, fps, as_stored=True)
         sizes = encoded_sizes(sample.references, reference_size) if reference_size and sample.references else []
         for number, (path, (height, width)) in enumerate(zip(sample.references, sizes, strict=True)):
             image = read_clip(path, frames=1, fps=0.0, height=height, width=width)
@@ -53,14 +53,16 @@ def dump(
     return written
 
 
-def _write(folder: Path, name: str, path: Path, sample: Sample, fps: float) -> Path:
-    """Write the sample's window of a file: of its own clip, or of a control video."""
+def _write(folder: Path, name: str, path: Path, sample: Sample, fps: float, *, as_stored: bool = False) -> Path:
+    """Write the sample's window of a file: of its own clip, of a control video, or of its mask."""
     size = {"height": sample.height, "width": sample.width}
     if media_kind(path) == "image":
-        pixels = read_clip(path, frames=1, fps=0.0, **size)
+        pixels = read_clip(path, frames=1, fps=0.0, **size, as_stored=as_stored)
         write_image(target := folder / f"{name}.png", (pixels[:, 0] + 1) / 2)
         return target
-    pixels = read_clip(path, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds, **size)
+    pixels = read_clip(
+        path, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds, **size, as_stored=as_stored
+    )
     write_video(target := folder / f"{name}.mp4", (pixels + 1) / 2, fps)
     return target
 

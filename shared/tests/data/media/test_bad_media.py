@@ -93,7 +93,7 @@ def another_format(path: Path) -> None:
 
 
 def deep(path: Path) -> None:
-    Image.fromarray(np.zeros((16, 16), np.uint16)).save(path)
+    Image.fromarray(np.zeros((16, 16), np.float32)).save(path, format="TIFF")
 
 
 def animated(path: Path) -> None:

@@ -349,14 +349,14 @@ def test_odd_sizes_are_read_whole(tmp_path: Path) -> None:
     assert clip.shape == (3, 3, 47, 63) and clip.min() == clip.max()
 
 
-@pytest.mark.parametrize("name", ["animated.png", "animated.webp", "pages.tif", "deep.png"])
-def test_images_that_are_not_one_of_8_bits_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["animated.png", "animated.webp", "pages.tif", "deep.tif"])
+def test_images_that_are_not_one_of_8_or_16_bits_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    if name == "deep.png":
-        Image.fromarray(np.full((48, 64), 1000, np.uint16)).save(path)
+    if name == "deep.tif":
+        Image.fromarray(np.full((48, 64), 1000, np.float32)).save(path)
     else:
         one, other = (Image.new("RGB", (64, 48), shade) for shade in ("red", "blue"))
         one.save(path, save_all=True, append_images=[other])
-    said = "more than 8 bits" if name == "deep.png" else "animated or has several pages"
+    said = "numbers of 32 bits" if name == "deep.tif" else "animated or has several pages"
     with pytest.raises(UserError, match=said):
         read_clip(path, frames=1, fps=24.0, height=16, width=16)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from colour_profiles import P3, rgb_profile, srgb_curve
 from doctor_codes import codes, error, errors
 from huggingface_hub.errors import LocalEntryNotFoundError
+from PIL import Image
 from safetensors.torch import save_file
 from toy_world import World
 from two_experts import TwoExperts
@@ -62,6 +64,27 @@ def test_clips_that_the_model_is_conditioned_on_as_a_whole_are_warned_of(
     capsys.readouterr()
     assert world.train("a", 1) == 0
     assert f"D28 {warned['where']}: they have fewer than 5 frames" in capsys.readouterr().err
+
+
+def test_colours_that_are_converted_are_counted_and_others_are_named(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert not {"D30", "D31"} & {each["code"] for each in check(world)[1]["findings"]}
+    profile = rgb_profile(P3, srgb_curve(), "Display P3")
+    for name, options in {
+        "p": {"icc_profile": profile},
+        "q": {"icc_profile": profile},
+        "r": {"icc_profile": b"torn"},
+    }.items():
+        (tmp_path / "clips" / f"{name}.txt").write_text(f"a picture {name}")
+        Image.new("RGB", (16, 16), (len(name), 60, 40 * ord(name) % 251)).save(
+            tmp_path / "clips" / f"{name}.png", **options
+        )
+    status, found = check(world)
+    (note,) = [each for each in found["findings"] if each["code"] == "D30"]
+    (warning,) = [each for each in found["findings"] if each["code"] == "D31"]
+    assert status == 0 and (note["severity"], warning["severity"]) == ("note", "warning")
+    assert note["where"].startswith("2 files (") and "(Display P3: 2)" in note["what"]
+    assert warning["where"].endswith("r.png") and "a colour profile that cannot be used" in warning["what"]
 
 
 class Hub:

@@ -22,7 +22,7 @@ from ditkit_core.data.media.files import is_folder, is_regular
 from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
-from ditkit_core.errors import UserError
+from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.files import atomic_write
 
 Kind = Literal["video", "image"]
@@ -37,7 +37,9 @@ _KEPT_OF_LONG = 4.0
 """Length that is kept then, in lengths of the part that is left at the end; the rest is a margin for the filter."""
 
 TRANSFORM_VERSION = 2
-"""Part of the cache key. Increase it when a change makes the same file give other pixels than before."""
+"""Part of the cache key. Increase it when a change makes every file give other pixels than before; see `changes_since_first` for some files."""
+COLOURS = "srgb"
+"""The change in files whose colours are converted to sRGB; they were read as sRGB before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,14 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
 
 
 def read_clip(
-    path: Path, *, frames: int, fps: float, height: int, width: int, start_seconds: float = 0.0
+    path: Path,
+    *,
+    frames: int,
+    fps: float,
+    height: int,
+    width: int,
+    start_seconds: float = 0.0,
+    as_stored: bool = False,
 ) -> Float[Tensor, "3 frames height width"]:
     """Read a clip: frame i is the image shown at `start_seconds + i / fps`, resized to cover the size and centre cropped.
 
@@ -152,6 +161,7 @@ def read_clip(
         height: Pixels.
         width: Pixels.
         start_seconds: Time of the first frame, counted from the file's first frame.
+        as_stored: Do not convert an image's colours to sRGB: the values mean something else, as in a mask.
 
     Returns:
         float32 pixels in [-1, 1].
@@ -160,12 +170,15 @@ def read_clip(
         UserError: If the file cannot be read, or ends before the last frame.
     """
     clip = torch.empty(3, frames, height, width)
-    for i, image in enumerate(stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds)):
+    images = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds, as_stored=as_stored)
+    for i, image in enumerate(images):
         clip[:, i] = _fit(image, height, width)
     return clip
 
 
-def stored_images(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> Iterator[RgbImage]:
+def stored_images(
+    path: Path, *, frames: int, fps: float, start_seconds: float = 0.0, as_stored: bool = False
+) -> Iterator[RgbImage]:
     """The images of a clip at their stored size; if an image stays on screen, the same object is yielded again.
 
     Args, and the errors raised, are those of `read_clip`.
@@ -173,10 +186,54 @@ def stored_images(path: Path, *, frames: int, fps: float, start_seconds: float =
     if _checked(path) == "image":
         if frames != 1:
             raise UserError(f"{path} is a still image, but {frames} frames were requested; request 1")
-        yield still.read_image(path)
+        yield still.read_image(path, as_stored=as_stored)
         return
     times = [start_seconds + i / fps for i in range(frames)]
-    yield from open_folder(path).at(times, fps) if path.is_dir() else video.frames_at(path, times)
+    if path.is_dir():
+        yield from open_folder(path).at(times, fps, as_stored=as_stored)
+    else:
+        yield from video.frames_at(path, times)
+
+
+class Colours(NamedTuple):
+    """Colours of a file that are not stored as sRGB."""
+
+    name: str
+    """The colour space; if they are not converted, the reason."""
+    is_converted: bool
+    """Whether they are converted to sRGB when the file is read; else its numbers are taken as sRGB."""
+
+
+def colours_of(path: Path) -> Colours | None:
+    """How a file stores its colours, by its header; None for sRGB, and for HDR videos, which are tone mapped (`video.is_hdr`).
+
+    Raises:
+        UserError: If the file cannot be read, or is not called like media.
+    """
+    if kind_by_name(path) == "image":
+        colours = still.image_colours(path)
+        return None if colours is None else Colours(colours.name, colours.to_srgb is not None)
+    primaries = video.converted_primaries(path)
+    return Colours(primaries, is_converted=True) if primaries else None
+
+
+def changes_since_first(path: Path) -> str:
+    """What is read from this content otherwise than the first versions with this `TRANSFORM_VERSION` did; "" for nothing.
+
+    Part of the cache key, so that files which were always read right keep their entries.
+
+    Args:
+        path: A file of any kind; one that cannot be read gives "".
+    """
+    if not called_like_media(path):
+        return ""
+    try:
+        colours = colours_of(path)
+    except EnvironmentFault:
+        raise
+    except UserError:  # reported by whoever uses the file
+        return ""
+    return COLOURS if colours is not None and colours.is_converted else ""
 
 
 def _checked(path: Path) -> Kind:

@@ -1,4 +1,4 @@
-"""Reading and writing still images with Pillow: upright, in 8-bit RGB."""
+"""Reading still images with Pillow: upright, in 8-bit sRGB."""
 
 import importlib.util
 import struct
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ditkit_core.data.media.colours import StoredColours, stored_colours
 from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.errors import UserError
 
@@ -54,6 +55,7 @@ _RAISED_BY_PILLOW = (
 # EXIF orientations that rotate the image by 90 degrees, so that height and width swap.
 _ROTATED = (5, 6, 7, 8)
 _ORIENTATION_TAG = 0x0112
+_PHOTOMETRIC_TAG = 262
 
 
 @contextmanager
@@ -78,8 +80,8 @@ def _opened(path: Path) -> Iterator["Image"]:
                 raise UserError(
                     f"{path} is animated or has several pages; convert it to a video (mp4) or one still image"
                 )
-            if image.mode.startswith(("I", "F")):
-                raise UserError(f"{path} has more than 8 bits per pixel (mode {image.mode}); convert it to 8-bit RGB")
+            if image.mode in ("I", "F"):  # of 32 bits or with a point: nothing says which number is white
+                raise UserError(f"{path} has numbers of 32 bits (mode {image.mode}); convert it to 8 or 16 bits")
             yield image
     except (Image.DecompressionBombError, *_RAISED_BY_PILLOW) as error:
         if isinstance(error, OSError | MemoryError):
@@ -113,8 +115,21 @@ def image_size(path: Path) -> tuple[int, int]:
     return (width, height) if rotated else (height, width)
 
 
-def read_image(path: Path) -> RgbImage:
-    """An upright image, height × width × RGB; transparency is composited on white.
+def image_colours(path: Path) -> StoredColours | None:
+    """How a file stores its colours, by its header; None for sRGB.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    with _opened(path) as image:
+        return stored_colours(image, path)
+
+
+def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
+    """An upright image in sRGB, height × width × RGB; transparency is composited on white.
+
+    Args:
+        as_stored: Do not convert colours to sRGB: the values mean something else, as in a mask.
 
     Raises:
         UserError: If the file cannot be read.
@@ -123,7 +138,25 @@ def read_image(path: Path) -> RgbImage:
 
     with _opened(path) as image:
         upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I;16"):
+            upright = _in_8_bits(upright, is_negative=getattr(image, "tag_v2", {}).get(_PHOTOMETRIC_TAG) == 0)
+        colours = None if as_stored else stored_colours(image, path)
+        if colours is not None and colours.to_srgb is not None:
+            upright = colours.to_srgb(upright)
         if upright.has_transparency_data:
             rgba = upright.convert("RGBA")
             upright = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
         return np.array(upright.convert("RGB"))
+
+
+def _in_8_bits(image: "Image", *, is_negative: bool) -> "Image":
+    """A grey image of 16 bits with 8 bits.
+
+    Args:
+        is_negative: Whether 0 is white, which Pillow inverts in images of 8 bits only.
+    """
+    from PIL import Image
+
+    levels = np.asarray(image).astype(np.uint32)
+    levels = 65535 - levels if is_negative else levels
+    return Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8))

@@ -46,12 +46,13 @@ class ImageFolder:
         """Number of frames at a frame rate."""
         return max(1, math.ceil(len(self.files) * fps / (self.fps or fps) - _ROUNDING))
 
-    def at(self, times: Sequence[float], fps: float) -> Iterator[still.RgbImage]:
+    def at(self, times: Sequence[float], fps: float, *, as_stored: bool = False) -> Iterator[still.RgbImage]:
         """The image on screen at each time.
 
         Args:
             times: Seconds since the first image.
             fps: The clip's frames per second; the folder's own rate takes precedence.
+            as_stored: As for `read_image`.
 
         Raises:
             UserError: If an image cannot be read, or the last time is after the last image.
@@ -62,7 +63,8 @@ class ImageFolder:
                 raise UserError(
                     f"{self.files[0].parent} has {len(self.files)} images, but a frame at {time:.2f} s was requested; lower data.frames"
                 )
-            yield still.read_image(self.files[min(math.floor(place + _ROUNDING), len(self.files) - 1)])
+            index = min(math.floor(place + _ROUNDING), len(self.files) - 1)
+            yield still.read_image(self.files[index], as_stored=as_stored)
 
 
 def numbered(names: Sequence[str]) -> dict[int, str]:

@@ -16,6 +16,7 @@ import numpy as np
 from ditkit_core.data.media import files
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import tonemap as hdr
+from ditkit_core.data.media.colours import wide_primaries
 from ditkit_core.data.media.decoder import decoder
 from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.keyframes import SeekPoint, find_entry
@@ -146,6 +147,18 @@ def is_hdr(path: Path) -> bool:
         return stream.codec_context.color_trc in (hdr.PQ, hdr.HLG)
 
 
+def converted_primaries(path: Path) -> str:
+    """The primaries from which the colours of a video's frames are converted to sRGB, by its header; "" if they are not converted.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    with _opened(path) as (_, stream):
+        context = stream.codec_context
+        wide = wide_primaries(int(context.color_primaries), int(context.color_trc))
+        return wide.name if wide else ""
+
+
 def frames_at(path: Path, times: Sequence[float]) -> Iterator[RgbImage]:
     """The image on screen at each time; bitwise identical wherever the times begin.
 
@@ -213,17 +226,21 @@ def _shown(
 
 
 def _upright(frame: "VideoFrame", stream: "VideoStream") -> RgbImage:
-    """The frame as a player shows it: square pixels, the container's rotation applied, transparency on white, HDR as SDR."""
+    """The frame as a player shows it: square pixels, the container's rotation applied, transparency on white, HDR and wide colours as sRGB."""
     width = round(frame.width * (stream.sample_aspect_ratio or 1))
+    wide = wide_primaries(int(frame.color_primaries), int(frame.color_trc))
+    in_srgb = wide.to_srgb if wide else lambda pixels: pixels
     if any(part.is_alpha for part in frame.format.components):
-        rgba = frame.reformat(width=width, height=frame.height, format="rgba").to_ndarray().astype(np.uint16)
-        opacity = rgba[..., 3:]
-        image = ((rgba[..., :3] * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
+        rgba = np.asarray(frame.reformat(width=width, height=frame.height, format="rgba").to_ndarray(), np.uint8)
+        opacity = rgba[..., 3:].astype(np.uint16)
+        image = ((in_srgb(rgba[..., :3]) * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
     elif frame.color_trc in (hdr.PQ, hdr.HLG):
-        wide = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb48le").to_ndarray(), np.uint16)
-        image = hdr.to_sdr(wide, int(frame.color_trc))
+        deep = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb48le").to_ndarray(), np.uint16)
+        image = hdr.to_sdr(deep, int(frame.color_trc))
     else:
-        image = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray(), np.uint8)
+        image = in_srgb(
+            np.asarray(frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray(), np.uint8)
+        )
     return np.rot90(image, _quarter_turns(frame))
 
 

@@ -16,7 +16,16 @@ from torch import Tensor
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, NothingToTrain, Sample
 from ditkit_core.data.masks import read_mask
-from ditkit_core.data.media.clip import MediaInfo, available, media_kind, probe, stored_images
+from ditkit_core.data.media.clip import (
+    Colours,
+    MediaInfo,
+    available,
+    colours_of,
+    media_kind,
+    probe,
+    stored_images,
+)
+from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.video import is_hdr
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
@@ -35,6 +44,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_boundary_images,
     check_buckets,
     check_captions,
+    check_colours,
     check_control_videos,
     check_coverage,
     check_damaged_rest,
@@ -111,6 +121,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         *check_buckets(data_batches.rows),
         *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
         *check_coverage([row for row, _ in files]),
+        *check_colours(_stored_colours(run, everything)),
         *(finding for looks in both for finding in looks.findings),
         *map(refusal, dict.fromkeys([*own.lacking, *prior.lacking, *_prompt_errors(run, samples)])),
         *check_duplicates(same, alike),
@@ -288,6 +299,18 @@ def _hashes(run: RunContext, samples: Sequence[Sample]) -> dict[str, tuple[str, 
     """Content hash and path of each sample that is one file. Encoding needs the same hashes, and they are remembered for it."""
     with MediaHashes(run.data.cache.folder) as hashes:
         return {each.id: (hashes.of(each.media), each.media) for each in samples if each.media.is_file()}
+
+
+def _stored_colours(run: RunContext, samples: Sequence[Sample]) -> dict[str, Colours]:
+    """The colours of all images and videos that are read as such and do not store sRGB, by file; masks are read as they are stored."""
+    visual = [column.name for column in run.auxiliary.columns if column.kind in ("image", "video")]
+    files: dict[Path, None] = {}  # without values an ordered set
+    for sample in samples:
+        controls = [Path(sample.controls[name]) for name in visual if name in sample.controls]
+        for path in (sample.media, *sample.references, *controls):
+            files |= dict.fromkeys(open_folder(path).files if path.is_dir() else [path])
+    stored = ((str(path), colours_of(path)) for path in files)
+    return {name: colours for name, colours in stored if colours is not None}
 
 
 def _cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption] | None:

@@ -48,6 +48,8 @@ CODES: Mapping[str, str] = {
     "D27": "a video that is damaged after the part that is trained",
     "D28": "clips so short that the model is conditioned on all their frames",
     "D29": "a loss mask that is black or white everywhere",
+    "D30": "files whose colours are converted to sRGB",
+    "D31": "colours that cannot be converted",
 }
 """The subject of each code."""
 

@@ -5,13 +5,13 @@ trained on, but the model would learn from conditions and clips that do not belo
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.masks import MASK
-from ditkit_core.data.media.clip import MediaInfo, media_kind, probe, read_clip
+from ditkit_core.data.media.clip import Colours, MediaInfo, media_kind, probe, read_clip
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
@@ -107,6 +107,26 @@ def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
         )
         lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, if the model allows it"
         yield Finding.warning("D12", row.file, what, f"use another original, or {lower}")
+
+
+def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
+    """One note about all files whose colours are converted, and a warning about each whose colours cannot be.
+
+    Args:
+        stored: The colours of each file that does not store sRGB.
+    """
+    for file, colours in stored.items():
+        if not colours.is_converted:
+            what = f"its colours are read as sRGB, but it has {colours.name}"
+            yield Finding.warning("D31", file, what, "convert it to sRGB, so that it is trained as you see it")
+    spaces = Counter(colours.name for colours in stored.values() if colours.is_converted)
+    if spaces:
+        names = ", ".join(f"{name}: {count}" for name, count in spaces.most_common())
+        what = f"their colours are converted to sRGB, as a viewer shows them ({names})"
+        first = next(file for file, colours in stored.items() if colours.is_converted)
+        others = spaces.total() - 1
+        where = f"{spaces.total()} files ({first}, …)" if others else first
+        yield Finding.note("D30", where, what, "nothing to do; --dump shows them as they are trained")
 
 
 def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
