@@ -38,8 +38,10 @@ _KEPT_OF_LONG = 4.0
 
 TRANSFORM_VERSION = 2
 """Part of the cache key. Increase it when a change makes every file give other pixels than before; see `changes_since_first` for some files."""
-COLOURS = "srgb"
+_COLOURS = "srgb"
 """The change in files whose colours are converted to sRGB; they were read as sRGB before."""
+_TURNS = "mirrored"
+"""The change in videos whose display matrix mirrors them, or is empty; they were turned by its angle before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class MediaInfo:
     """Average frames per second; 0 in the same cases as `seconds`."""
     rotation: int
     """Anticlockwise rotation in degrees (0, 90, 180, 270) that the file asks a player for; 0 for an image."""
+    is_mirrored: bool = False
+    """Whether it asks to exchange left and right after that."""
 
 
 def media_kind(path: Path) -> Kind:
@@ -108,7 +112,8 @@ def probe(path: Path) -> MediaInfo:
         height=found.height,
         seconds=found.timeline.seconds,
         fps=found.timeline.count / max(found.timeline.seconds, SLACK_SECONDS),
-        rotation=90 * found.quarter_turns,
+        rotation=90 * found.orientation.quarter_turns,
+        is_mirrored=found.orientation.is_mirrored,
     )
 
 
@@ -229,11 +234,13 @@ def changes_since_first(path: Path) -> str:
         return ""
     try:
         colours = colours_of(path)
+        changes = [_COLOURS] if colours is not None and colours.is_converted else []
+        changes += [_TURNS] if kind_by_name(path) == "video" and video.is_turned_otherwise(path) else []
     except EnvironmentFault:
         raise
     except UserError:  # reported by whoever uses the file
         return ""
-    return COLOURS if colours is not None and colours.is_converted else ""
+    return " ".join(changes)
 
 
 def _checked(path: Path) -> Kind:

@@ -20,6 +20,7 @@ from ditkit_core.data.media.colours import wide_primaries
 from ditkit_core.data.media.decoder import decoder
 from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.keyframes import SeekPoint, find_entry
+from ditkit_core.data.media.orientation import Orientation, orientation_of, was_read_otherwise
 from ditkit_core.data.media.timestamps import SLACK_SECONDS, Timeline
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write
@@ -104,8 +105,8 @@ class Survey(NamedTuple):
     """Pixels, upright and square."""
     width: int
     """Pixels, upright and square."""
-    quarter_turns: int
-    """Anticlockwise quarter turns (0 to 3) that brought it upright."""
+    orientation: Orientation
+    """What brought it upright."""
 
 
 def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
@@ -128,13 +129,14 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
                 break
         if first is None:
             raise UserError(f"{path} has no frame that can be decoded; replace it or remove it")
-        height, width, _ = _upright(first, stream).shape
+        orientation = orientation_of(first, path)
+        height, width, _ = _upright(first, stream, orientation).shape
     if timeline.seconds > _LONGEST_SHOWN * timeline.count:
         raise UserError(
             f"{path} has implausible timestamps ({timeline.count} frames in {timeline.seconds:.0f} s); "
             "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
         )
-    return Survey(timeline, height, width, _quarter_turns(first))
+    return Survey(timeline, height, width, orientation)
 
 
 def is_hdr(path: Path) -> bool:
@@ -145,6 +147,18 @@ def is_hdr(path: Path) -> bool:
     """
     with _opened(path) as (_, stream):
         return stream.codec_context.color_trc in (hdr.PQ, hdr.HLG)
+
+
+def is_turned_otherwise(path: Path) -> bool:
+    """Whether earlier versions, which knew no mirrored clips, turned a video's first frame in another way.
+
+    Raises:
+        UserError: If its first frame cannot be decoded, or cannot be shown upright.
+    """
+    with _opened(path) as (container, stream):
+        decode = decoder(path, stream)
+        first = next((frame for packet in container.demux(stream) for frame in decode(packet)), None)
+        return first is not None and was_read_otherwise(first, orientation_of(first, path))
 
 
 def converted_primaries(path: Path) -> str:
@@ -190,7 +204,7 @@ def _on_screen(
         image: RgbImage | None = None
         while pending and pending[0] + SLACK_SECONDS < stop:
             if image is None:  # converted only if some time falls into this frame
-                image = _upright(frame, stream)
+                image = _upright(frame, stream, orientation_of(frame, path))
             pending.popleft()
             yield image
         if not pending:
@@ -225,8 +239,8 @@ def _shown(
     yield shown, timeline.end - origin
 
 
-def _upright(frame: "VideoFrame", stream: "VideoStream") -> RgbImage:
-    """The frame as a player shows it: square pixels, the container's rotation applied, transparency on white, HDR and wide colours as sRGB."""
+def _upright(frame: "VideoFrame", stream: "VideoStream", orientation: Orientation) -> RgbImage:
+    """The frame as a player shows it: square pixels, turned and mirrored, transparency on white, HDR and wide colours as sRGB."""
     width = round(frame.width * (stream.sample_aspect_ratio or 1))
     wide = wide_primaries(int(frame.color_primaries), int(frame.color_trc))
     in_srgb = wide.to_srgb if wide else lambda pixels: pixels
@@ -241,11 +255,7 @@ def _upright(frame: "VideoFrame", stream: "VideoStream") -> RgbImage:
         image = in_srgb(
             np.asarray(frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray(), np.uint8)
         )
-    return np.rot90(image, _quarter_turns(frame))
-
-
-def _quarter_turns(frame: "VideoFrame") -> int:
-    return round(frame.rotation / 90) % 4
+    return orientation.applied(image)
 
 
 def write_h264(path: Path, images: Sequence[RgbImage], *, fps: float) -> None:
