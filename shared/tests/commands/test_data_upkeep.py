@@ -48,6 +48,31 @@ def test_a_damaged_entry_is_found_removed_and_encoded_again(world: World, capsys
     assert entries(world) == before and victim.read_bytes() != bytes(data)
 
 
+def test_verifying_reads_the_files_that_entries_were_made_of(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that tells nothing but the size, content that changes between the samples is found by reading all of it."""
+    unseen = classmethod(lambda cls, path: cls(path.stat().st_size, 10**18, 10**18))
+    monkeypatch.setattr("ditkit_core.encoding.cache._FileState.of", unseen)
+    photo = world.folder / "clips" / "photo.bmp"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (200, 200, 3), np.uint8)).save(photo)
+    photo.with_suffix(".txt").write_text("a photograph")
+    assert encode(world) == 0
+    before = entries(world)
+    data = bytearray(photo.read_bytes())
+    data[len(data) // 4] ^= 128
+    photo.write_bytes(data)
+    assert encode(world) == 0 and entries(world) == before, "a start does not read what it need not"
+    capsys.readouterr()
+    assert encode(world, "--verify-cache") == 0
+    said = capsys.readouterr()
+    assert f"{photo.resolve()} has other content than when it was encoded" in said.err
+    assert said.err.count("has other content") == 1 and "6 files that entries were made of read, 1 changed" in said.out
+    assert len(entries(world) - before) == 1 and before < entries(world)
+    capsys.readouterr()
+    assert encode(world, "--verify-cache") == 0 and "read, 0 changed" in capsys.readouterr().out
+
+
 def test_what_no_run_needs_is_pruned(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

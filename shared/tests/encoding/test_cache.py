@@ -1,16 +1,19 @@
 """The store of encoded tensors, and the memory of file contents."""
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.encoding import cache as cache_module
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.errors import EnvironmentFault, UserError
+from ditkit_core.io.files import file_hash
 
 TENSORS = {"latents": torch.arange(24.0).reshape(2, 3, 4), "mask": torch.tensor([True, False])}
 KEY = key("something")
@@ -126,6 +129,92 @@ def test_a_change_of_size_or_time_is_hashed_again(tmp_path: Path, hashed: list[s
     assert hashed == ["a"] * 3
 
 
+def exchanged(one: Path, other: Path) -> None:
+    spare = one.with_name("spare")
+    one.rename(spare)
+    other.rename(one)
+    spare.rename(other)
+
+
+def test_files_of_one_size_and_time_that_change_places_change_hashes(tmp_path: Path, hashed: list[str]) -> None:
+    """Uncompressed images of one archive: only their names are exchanged, or those of their folders."""
+    files = []
+    for folder, colour in (("a", "red"), ("b", "blue")):
+        (tmp_path / folder).mkdir()
+        files.append(tmp_path / folder / "x.bmp")
+        Image.new("RGB", (64, 64), colour).save(files[-1])
+        os.utime(files[-1], (1.6e9, 1.6e9))
+
+    def hashes() -> list[str]:
+        with MediaHashes(tmp_path / "cache") as found:
+            return [found.of(file) for file in files]
+
+    before = hashes()
+    exchanged(*files)
+    assert hashes() == before[::-1]
+    exchanged(tmp_path / "a", tmp_path / "b")
+    assert hashes() == before
+    assert hashes() == before and len(hashed) == 6
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows tells when a file was created, not when it was changed")
+def test_another_content_under_old_size_and_time_is_hashed_again(tmp_path: Path, hashed: list[str]) -> None:
+    path, content = tmp_path / "a", b"x" * 500_000
+    for change in (b"y", b"z"):  # where no sample is taken
+        path.write_bytes(content[:100_000] + change + content[100_000:])
+        os.utime(path, ns=(10**18, 10**18))
+        time.sleep(0.05)  # longer than a tick of the file system's clock
+        with MediaHashes(tmp_path / "cache") as hashes:
+            assert hashes.of(path) == hashes.of(path) == file_hash(path)
+    assert hashed == ["a", "a"]
+
+
+@pytest.fixture
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system on which nothing but its size tells that a file has changed."""
+    unseen = classmethod(lambda cls, path: cls(path.stat().st_size, 10**18, 10**18))
+    monkeypatch.setattr(cache_module._FileState, "of", unseen)
+
+
+@pytest.mark.usefixtures("deaf")
+@pytest.mark.parametrize(
+    ("size", "place"), [(5, 2), (40_000, 30_000), (500_000, 3), (500_000, 250_001), (500_000, 499_999)]
+)
+def test_a_sample_tells_where_no_time_does(tmp_path: Path, size: int, place: int) -> None:
+    path, content = tmp_path / "a", bytearray(size)
+    path.write_bytes(content)
+    with MediaHashes(tmp_path / "cache") as hashes:
+        before = hashes.of(path)
+    content[place] = 1
+    path.write_bytes(content)
+    with MediaHashes(tmp_path / "cache") as hashes:
+        assert hashes.bytes_to_read(path) == size
+        assert hashes.of(path) == file_hash(path) != before
+
+
+def test_hashes_of_earlier_versions_are_taken_once_more(tmp_path: Path, hashed: list[str]) -> None:
+    path = old_file(tmp_path / "a")
+    known = {str(path.resolve()): [path.stat().st_size, path.stat().st_mtime_ns, "0" * 32]}
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "hashes.json").write_text(json.dumps(known))
+    for _ in range(2):
+        with MediaHashes(tmp_path / "cache") as hashes:
+            assert hashes.of(path) == file_hash(path)
+    assert hashed == ["a"]
+
+
+def test_windows_of_a_file_take_one_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = old_file(tmp_path / "a")
+    with MediaHashes(tmp_path / "cache") as hashes:
+        hashes.of(path)
+    samples: list[Path] = []
+    sample = cache_module._sample
+    monkeypatch.setattr(cache_module, "_sample", lambda path, size: samples.append(path) or sample(path, size))
+    with MediaHashes(tmp_path / "cache") as hashes:
+        assert {hashes.of(path) for _ in range(5)} == {file_hash(path)}
+    assert samples == [path]
+
+
 def test_what_is_still_to_be_read_is_counted_in_bytes(tmp_path: Path) -> None:
     path = old_file(tmp_path / "a")
     hashes = MediaHashes(tmp_path / "cache")
@@ -146,7 +235,9 @@ def test_a_file_written_a_moment_ago_is_not_remembered(tmp_path: Path, hashed: l
     assert hashed == ["new", "new"]
 
 
-@pytest.mark.parametrize("spoiled", ["", "{", "[1, 2]", '{"x": 3}', '{"PATH": [7]}', '{"PATH": [1, 2, 3]}'])
+@pytest.mark.parametrize(
+    "spoiled", ["", "{", "[1, 2]", '{"x": 3}', '{"PATH": [7]}', '{"PATH": [1, 2, 3]}', '{"PATH": [1, 2, 3, 4, 5, 6]}']
+)
 def test_an_unreadable_memory_is_an_empty_one(tmp_path: Path, hashed: list[str], spoiled: str) -> None:
     path = old_file(tmp_path / "a")
     (tmp_path / "cache").mkdir()

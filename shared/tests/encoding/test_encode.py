@@ -1,6 +1,7 @@
 """The encode stage: each thing once, one encoder at a time, nothing stale."""
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,6 +121,25 @@ def test_a_changed_clip_encodes_one_clip(world: World) -> None:
     numbered_video(world.folder / "b.mp4", frames=20)
     world.start()
     assert world.log == ["load media", "media", "unload media"]
+
+
+def test_images_that_change_places_keep_their_latents(world: World) -> None:
+    """Of one size and time, as uncompressed images of one archive are."""
+    for name, colour in (("e", "red"), ("f", "blue")):
+        picture(world.folder / f"{name}.bmp", colour=colour)
+        (world.folder / f"{name}.txt").write_text(f"caption {name}")
+        os.utime(world.folder / f"{name}.bmp", (1.6e9, 1.6e9))
+
+    def latents() -> list[torch.Tensor]:
+        return [sample.load()["latents"] for sample in world.start() if sample.id in ("e", "f")]
+
+    red, blue = latents()
+    spare = (world.folder / "e.bmp").rename(world.root / "spare")
+    (world.folder / "f.bmp").rename(world.folder / "e.bmp")
+    spare.rename(world.folder / "f.bmp")
+    now = latents()
+    assert torch.equal(now[0], blue) and torch.equal(now[1], red) and not torch.equal(red, blue)
+    assert "load media" not in world.log, "both are in the cache"
 
 
 def test_renaming_and_copying_encode_nothing(world: World) -> None:

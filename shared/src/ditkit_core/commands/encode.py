@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ditkit_core.commands.options import EncodeOptions
 from ditkit_core.diagnostics.report.words import plural
-from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, prune, verify
+from ditkit_core.encoding.cache import MediaHashes
+from ditkit_core.encoding.cache_maintenance import Rule, changed_sources, keys_in, parse_rule, prune, verify
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
 from ditkit_core.errors import UserError
@@ -48,7 +49,13 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
 
 
 def _verify_cache(run: RunContext) -> None:
-    """Compare every cache entry with its digest, and report those that were removed because they are damaged."""
+    """Compare every cache entry, and every file that entries were made of, with its digest, and report those that differ."""
+    sources = len(MediaHashes(run.data.cache.folder).files())
+    with progress("verify files", sources) as bar:
+        changed = changed_sources(run.data.cache, bar.advance)
+    for path in changed:
+        warn(f"{path} has other content than when it was encoded, with the same size and times: it is encoded again")
+    say(f"{plural(sources, 'file')} that entries were made of read, {len(changed)} changed unnoticed")
     with progress("verify cache", sum(1 for _ in run.data.cache.entries())) as bar:
         found = verify(run.data.cache, bar.advance)
     for name in found.damaged:

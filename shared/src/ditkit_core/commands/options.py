@@ -143,7 +143,8 @@ class EncodeOptions:
     dump: str = ""
     """Folder for the preprocessed samples: the pixels that the encoder receives as .mp4 or .png, the captions as .txt."""
     verify_cache: bool = False
-    """First compare every cache entry with its stored digest; damaged entries are removed, and encoded again if this data needs them."""
+    """First read every cache entry, and every file that entries were made of, and compare them with their digests. Damaged entries are
+    removed; what differs is encoded again if this data needs it."""
     prune_cache: str = ""
     """Afterwards remove cache entries: `unused` (needed by no run in this run's parent folder), `30d` (not needed for 30 days), or
     `50GB` (the least recently needed ones, down to this size). Entries of this data stay."""

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,8 @@ from ditkit_core.io.files import atomic_write, file_hash, json_part, write_text
 
 _SETTLED_NANOSECONDS = 2_000_000_000
 """Files that changed more recently may change again without another modification time (FAT stores even seconds)."""
+_BLOCK_BYTES = 2**14
+"""Bytes of a block that is sampled of a file at each start."""
 _SAVE_EVERY = 100
 """Number of new hashes after which they are saved."""
 
@@ -242,8 +244,39 @@ class Cache:
         return None
 
 
+class _FileState(NamedTuple):
+    """By what a file is recognised as unchanged, without reading all of it."""
+
+    size: int
+    modified: int
+    """Time of the last change of its content in nanoseconds; programs may set it."""
+    changed: int
+    """Time of the last change of its content, name or times in nanoseconds, which no program can set; on Windows the time of its creation."""
+    # No inode: file systems of networks and clouds number files anew at each mount, and all of a dataset would be read again.
+
+    @classmethod
+    def of(cls, path: Path) -> "_FileState":
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _sample(path: Path, size: int) -> str:
+    """Hex digest (blake2b, 64 bits) of a file's beginning, middle and end."""
+    found = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        # A small file is read as a whole; of a large one three blocks, because each costs a disk the same time as a small file.
+        for at in (0,) if size <= 3 * _BLOCK_BYTES else (0, size // 2, size - _BLOCK_BYTES):
+            file.seek(at)
+            found.update(file.read(3 * _BLOCK_BYTES if size <= 3 * _BLOCK_BYTES else _BLOCK_BYTES))
+    return found.hexdigest()
+
+
 class MediaHashes:
-    """Content hashes of files, remembered by path, size and modification time, so that a second run does not read the files again.
+    """Content hashes of files, remembered so that a second run does not read the files again.
+
+    A hash is used again if the file's size, both times (`_FileState`) and a sample of its content are what they were. On Linux and macOS no
+    program can change a file without the time of its last change. Elsewhere (Windows, some file systems of networks) the sample finds other
+    content, unless it differs between the sampled blocks only; `cache_maintenance.changed_sources` reads everything.
 
     A context manager: new hashes are saved when it ends, and occasionally before. Of several processes one is inside at a time, so that
     files that all of them need are read once.
@@ -255,6 +288,8 @@ class MediaHashes:
         self._unsaved = 0
         self._inside = ExitStack()
         self._known: dict[str, list[int | str]] = json_part(self._file)
+        self._compared: dict[str, _FileState] = {}
+        """Files whose samples were compared, and their states then: windows of a file ask for its hash again and again."""
 
     def of(self, path: Path, *, as_stored: bool = False) -> str:
         """The content hash of a file, or of a folder's files and their names.
@@ -267,30 +302,37 @@ class MediaHashes:
         Raises:
             UserError: If the file cannot be read.
         """
-        name = str(Path(path).resolve())
         try:
             if path.is_dir():
                 parts = ((file.name, self.of(file, as_stored=as_stored)) for file in _files_in(path))
                 return key("folder", *chain.from_iterable(parts))
-            stat = Path(path).stat()
-            state: list[int | str] = [stat.st_size, stat.st_mtime_ns]
-            match self._known.get(name):
-                case [size, modified, str(digest), str(changes)] if [size, modified] == state:
-                    pass
-                case _:
-                    digest, changes = self._hashed(path, name, state)
+            state = _FileState.of(path)
+            digest, changes = self._remembered(path, state) or self._hashed(path, state)
         except OSError as error:
             refuse_shortage(path, error)
             raise UserError(f"cannot read {path}: {error.strerror}; correct the path or its permissions") from error
         is_as_ever = not changes or (as_stored and path.suffix.lower() in IMAGE_SUFFIXES)
         return digest if is_as_ever else f"{digest} {changes}"
 
-    def _hashed(self, path: Path, name: str, state: list[int | str]) -> tuple[str, str]:
+    def _remembered(self, path: Path, state: _FileState) -> tuple[str, str] | None:
+        """The hash of a file and its `changes_since_first`; None if they are not known, or of other content."""
+        name = str(path.resolve())
+        match self._known.get(name):
+            case [int(size), int(modified), int(changed), str(sample), str(digest), str(changes)]:
+                if state != (size, modified, changed):
+                    return None
+                if self._compared.get(name) != state and sample != _sample(path, size):
+                    return None
+                self._compared[name] = state
+                return digest, changes
+        return None
+
+    def _hashed(self, path: Path, state: _FileState) -> tuple[str, str]:
         """Read a file, and remember its hash and its `changes_since_first`."""
-        digest, changes = file_hash(path), changes_since_first(path)
+        sample, digest, changes = _sample(path, state.size), file_hash(path), changes_since_first(path)
         # A file can change twice within the resolution of modification times. So a very recent file is hashed, but not remembered.
-        if time.time_ns() - int(state[1]) > _SETTLED_NANOSECONDS:
-            self._known[name] = [*state, digest, changes]
+        if time.time_ns() - state.modified > _SETTLED_NANOSECONDS:
+            self._known[str(path.resolve())] = [*state, sample, digest, changes]
             self._unsaved += 1
             if self._unsaved >= _SAVE_EVERY:
                 self.save()
@@ -301,13 +343,32 @@ class MediaHashes:
         try:
             if path.is_dir():
                 return sum(map(self.bytes_to_read, _files_in(path)))
-            stat = Path(path).stat()
+            state = _FileState.of(path)
+            return 0 if self._remembered(path, state) else state.size
         except OSError:
             return 0
-        match self._known.get(str(Path(path).resolve())):
-            case [size, modified, str(), str()] if [size, modified] == [stat.st_size, stat.st_mtime_ns]:
-                return 0
-        return stat.st_size
+
+    def files(self) -> list[Path]:
+        """The files whose hashes are remembered and that are still there."""
+        return [path for path in map(Path, self._known) if path.is_file()]
+
+    def has_changed_unseen(self, path: Path) -> bool:
+        """Read all of a file whose hash is remembered: whether its content is another although nothing else of it has changed.
+
+        Raises:
+            UserError: If the file cannot be read.
+        """
+        try:
+            remembered = self._remembered(path, _FileState.of(path))
+            return remembered is not None and remembered[0] != file_hash(path)
+        except OSError as error:
+            refuse_shortage(path, error)
+            raise UserError(f"cannot read {path}: {error.strerror}; correct its permissions") from error
+
+    def forget(self, path: Path) -> None:
+        """Forget the hash of a file, so that it is read again."""
+        if self._known.pop(str(path.resolve()), None) is not None:
+            self._unsaved += 1
 
     def save(self) -> None:
         """Write the hashes atomically if there are new ones; in a read-only cache they are not saved."""
