@@ -57,9 +57,31 @@ def test_buckets_are_reported_and_no_micro_batch_mixes_them(world: World, capsys
     assert sorted(sizes(world)[:3]) == [(2, 4, 4), (3, 3, 6), (3, 4, 4)]
 
 
-def test_without_buckets_every_sample_has_the_size_of_the_configuration(world: World) -> None:
-    assert world.train("run", 4, "--train.batch_size", "4", "--sample.captions", "0") == 0
+def test_without_buckets_every_sample_has_the_size_of_the_configuration(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--train.batch_size", "4", "--sample.captions", "0", "--data.buckets", "false")
+    assert world.train("run", 4, *flags) == 0
     assert sizes(world) == [(4, 4, 4)] * 4
+    said = capsys.readouterr()
+    assert "data.folder: " not in said.out
+    assert "D32" in said.err and "50% of it is cut away" in said.err and 'set data.buckets = "auto"' in said.err
+
+
+def test_mixed_shapes_are_bucketed_without_a_word_in_the_run_file(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a grid that is fine enough for these small images; a plan is that of the data."""
+    flags = ("--data.bucket_step", "4", "--sample.captions", "0", "--train.batch_size", "4")
+    assert world.train("run", 3, *flags) == 0
+    said = capsys.readouterr()
+    line = "data.folder: shapes 12 x 20: 3, 16 x 16: 5 samples; data.buckets = false crops all to 16 x 16"
+    assert line in said.out.splitlines() and "D32" not in said.err
+    assert {size[1:] for size in sizes(world)} == {(3, 5), (4, 4)}
+    assert world.run("train", "--run.folder", str(world.folder / "run"), *flags, "--check", "--train.steps", "3") == 0
+    found = json.loads((world.folder / "run" / "check.json").read_text())
+    assert {(row["height"], row["width"]) for row in found["buckets"]} == {(12, 20), (16, 16)}
+    assert world.train("run", 4, *flags, "--data.buckets", "false") == 1, "the same data in other sizes is another run"
 
 
 def test_a_run_over_buckets_in_two_parts_equals_one_in_one_part(world: World) -> None:

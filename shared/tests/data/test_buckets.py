@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ditkit_core.data.buckets import bucket_sizes, describe_sizes, nearest_size
+from ditkit_core.data.buckets import Resolution, bucket_sizes, cut_share, describe_sizes, nearest_size, sizes_within
 from ditkit_core.errors import UserError
 
 SETS = [(1024, 1024, 64, 2.0), (1024, 1024, 16, 4.0), (512, 512, 64, 2.0), (480, 832, 16, 2.5), (96, 96, 16, 1.7)]
@@ -63,3 +63,42 @@ def test_a_step_without_any_size_is_refused_in_one_line() -> None:
 
 def test_counts_are_reported_by_size() -> None:
     assert describe_sizes([(96, 96), (80, 112), (96, 96)]) == "80 x 112: 1, 96 x 96: 2"
+
+
+@pytest.mark.parametrize(("height", "width", "step", "aspect"), SETS)
+def test_sizes_of_other_shapes_have_no_more_pixels(height: int, width: int, step: int, aspect: float) -> None:
+    sizes = sizes_within(height, width, step=step, max_aspect=aspect)
+    assert {(height, width), (width, height)} <= set(sizes) == {(w, h) for h, w in sizes}
+    for h, w in set(sizes) - {(height, width), (width, height)}:
+        assert h % step == w % step == 0 and max(h, w) / min(h, w) <= aspect and h * w <= height * width
+        assert h * (w + step) > height * width or w * (h + step) > height * width, "one side is as long as it can be"
+
+
+def test_a_step_larger_than_the_picture_leaves_one_size() -> None:
+    assert sizes_within(64, 64, step=128, max_aspect=2.0) == ((64, 64),)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((1080, 1920), (480, 832)),  # 2.5 % of it is cut away
+        ((1038, 1920), (480, 832)),  # 6 %, and 448 x 832 would be nearer
+        ((1920, 1080), (832, 480)),
+        ((2000, 3000), (512, 768)),  # 13 % would be cut away
+        ((3000, 4000), (512, 704)),
+        ((1000, 1000), (576, 640)),
+        ((300, 4000), (448, 832)),
+    ],
+)
+def test_what_is_cut_little_keeps_the_configured_size(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    own = (480, 832)
+    resolution = Resolution(sizes=sizes_within(*own, step=64, max_aspect=2.0), kept=own)
+    assert resolution.of(*size) in (expected, expected[::-1] if size[0] == size[1] else expected)
+    if expected != own and size != (300, 4000):
+        assert cut_share(*size, expected) < cut_share(*size, own)
+        assert cut_share(*size, expected) <= 0.1 + 1e-9
+
+
+def test_the_share_that_is_cut_away() -> None:
+    assert cut_share(100, 100, (50, 50)) == cut_share(3, 2, (300, 200)) == 0
+    assert cut_share(1920, 1080, (480, 832)) == cut_share(1080, 1920, (832, 480)) == pytest.approx(0.6755, abs=1e-4)

@@ -194,7 +194,15 @@ def test_each_image_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> No
     def found(**settings: object) -> dict[str, tuple[int, int]]:
         return {s.id: (s.height, s.width) for s in look(tmp_path, height=96, width=96, **settings).samples}
 
-    assert set(found().values()) == {(96, 96)}
+    assert set(found(buckets=False).values()) == {(96, 96)}
+    assert found() == {
+        "square": (96, 96), "wide": (64, 128), "tall": (128, 64), "long": (64, 128), "clip": (96, 96),
+        "upright": (128, 64),
+    }  # fmt: skip
+    assert found(bucket_step=16) == {
+        "square": (96, 96), "wide": (80, 112), "tall": (112, 80), "long": (64, 128), "clip": (112, 80),
+        "upright": (112, 80),
+    }  # fmt: skip
     assert found(buckets=True, bucket_step=16, max_aspect=1.7) == {
         "square": (96, 96), "wide": (80, 128), "tall": (128, 80), "long": (80, 128), "clip": (112, 80),
         "upright": (128, 80),

@@ -3,8 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ditkit_core.errors import UserError
+
+_LITTLE = 0.1
+"""Share of a picture that may be cut away before it gets another size than the configured one: fewer sizes make fuller micro-batches."""
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -37,6 +41,46 @@ def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tu
             f"{max_aspect:g}; lower data.bucket_step or raise data.max_aspect"
         )
     return tuple(sorted(sizes))
+
+
+def sizes_within(height: int, width: int, *, step: int, max_aspect: float) -> tuple[Size, ...]:
+    """A size, the same one on its side, and sizes of other shapes that have at most as many pixels.
+
+    So a step on any of them needs no more memory than on the first.
+
+    Args:
+        height: Pixels; likewise `width`.
+        step: Both sides of other sizes are multiples of this number of pixels.
+        max_aspect: Largest ratio of their longer side to the shorter, at least 1.
+    """
+    area = height * width
+    sizes: set[Size] = {(height, width), (width, height)}
+    for side in range(step, math.isqrt(int(area * max_aspect)) + 1, step):
+        other = area // side // step * step
+        if other and max(side, other) <= min(side, other) * max_aspect:
+            sizes |= {(side, other), (other, side)}
+    return tuple(sorted(sizes))
+
+
+def cut_share(height: int, width: int, size: Size) -> float:
+    """Share of a picture that is cut away where it is resized to cover a size and cropped to it, from 0 to below 1."""
+    ratio = (height * size[1]) / (width * size[0])
+    return 1 - min(ratio, 1 / ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """The sizes that samples may have."""
+
+    sizes: tuple[Size, ...]
+    kept: Size | None = None
+    """The size of samples that it cuts little of, whichever is nearest; None if the nearest is always chosen."""
+
+    def of(self, height: int, width: int) -> Size:
+        """The size of a sample, by that of its file in pixels."""
+        if self.kept is not None and cut_share(height, width, self.kept) <= _LITTLE:
+            return self.kept
+        return nearest_size(height, width, self.sizes)
 
 
 def nearest_size(height: int, width: int, sizes: Sequence[Size]) -> Size:

@@ -52,9 +52,10 @@ class DataConfig:
     """Height of a clip in pixels; clips are resized to cover the size and cropped to the centre. 0 means the model's default."""
     width: int = setting(0, resume="refused")
     """Width of a clip in pixels. 0 means the model's default."""
-    buckets: bool = setting(False, resume="refused")
-    """Use aspect-ratio buckets: each image or clip gets the size of about height × width pixels that is nearest to its own aspect
-    ratio, instead of one size for all."""
+    buckets: bool | Literal["auto"] = setting("auto", resume="refused")
+    """Aspect-ratio buckets. `auto`: images and clips have height × width if that cuts at most a tenth of them away, otherwise the size
+    nearest to their own aspect ratio, with at most as many pixels. `true`: all have the nearest of sizes of about height × width pixels.
+    `false`: all have height × width."""
     bucket_step: int = setting(0, resume="refused")
     """Sides of buckets are multiples of this many pixels, which must be a multiple of the model's size step. 0 means four size steps."""
     max_aspect: float = setting(2.0, resume="refused")

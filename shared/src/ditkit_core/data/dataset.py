@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ditkit_core.data.buckets import Size, bucket_sizes, nearest_size
+from ditkit_core.data.buckets import Resolution, Size, bucket_sizes, sizes_within
 from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig, folder_error
 from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
@@ -39,6 +39,8 @@ class Sample:
     height: int
     """Pixels after resizing; likewise `width`."""
     width: int
+    file_size: Size | None = None
+    """Height and width of its file in pixels, upright; None if they are not known."""
     references: tuple[Path, ...] = ()
     """Reference images, in order; the caption is then the instruction that edits them into this image."""
     controls: Mapping[str, str] = field(default_factory=dict)
@@ -144,7 +146,7 @@ def scan(
             fps=config.fps or fps,
             reference_size=reference_size,
             columns=columns,
-            sizes=sizes_of(config, size_step),
+            resolution=resolution_of(config, size_step),
             prefix=prefix,
         )
         found, not_used = _scan_folder(reader, key)
@@ -252,12 +254,12 @@ def _check_folder(folder: str, key: str, config: DataConfig) -> None:
         raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")
 
 
-def sizes_of(config: DataConfig, size_step: int) -> tuple[Size, ...]:
+def resolution_of(config: DataConfig, size_step: int) -> Resolution:
     """The sizes that samples may have: one, or those of the buckets."""
-    if not config.buckets:
-        return ((config.height, config.width),)
-    step = config.bucket_step or 4 * size_step
-    return bucket_sizes(config.height, config.width, step=step, max_aspect=config.max_aspect)
+    size, step = (config.height, config.width), config.bucket_step or 4 * size_step
+    if config.buckets == "auto":
+        return Resolution(sizes=sizes_within(*size, step=step, max_aspect=config.max_aspect), kept=size)
+    return Resolution(sizes=bucket_sizes(*size, step=step, max_aspect=config.max_aspect) if config.buckets else (size,))
 
 
 def _identifier(folder: Path, entry: Record) -> str:
@@ -284,7 +286,7 @@ class _Reader:
     fps: float
     reference_size: ReferenceSize | None
     columns: Sequence[Column]
-    sizes: tuple[Size, ...]
+    resolution: Resolution
     prefix: str
     """Start of every sample id: the folder's name if there are several folders."""
 
@@ -322,7 +324,7 @@ class _Reader:
         # the first window is used, its timestamps are enough.
         whole = self.config.windows != "first"
         there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
-        height, width = nearest_size(there.height, there.width, self.sizes)
+        height, width = self.resolution.of(there.height, there.width)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)
         mask = self._control(MASK, media, entry, controls, windows)
         whole_file = Sample(
@@ -331,6 +333,7 @@ class _Reader:
             captions=captions_of(entry.captions, self.config),
             height=height,
             width=width,
+            file_size=(there.height, there.width),
             frames=1,
             references=self._references(media, entry, references),
             controls={

@@ -68,8 +68,12 @@ class RunData:
             say(
                 f"{key}: {masked} of {len(found.samples)} samples have loss masks; train.mask_weight = {outside:g} outside"
             )
-        if config.buckets:
-            say(f"{key}: buckets {describe_sizes((sample.height, sample.width) for sample in found.samples)} samples")
+        sizes = [(sample.height, sample.width) for sample in found.samples]
+        if config.buckets == "auto" and {*sizes} != {(config.height, config.width)}:
+            one = f"data.buckets = false crops all to {config.height} x {config.width}"
+            say(f"{key}: shapes {describe_sizes(sizes)} samples; {one}")
+        elif config.buckets is True:
+            say(f"{key}: buckets {describe_sizes(sizes)} samples")
         if config.frame_buckets or config.windows != "first":
             files = len({sample.media for sample in found.samples})
             lengths = describe_lengths(sample.frames for sample in found.samples)

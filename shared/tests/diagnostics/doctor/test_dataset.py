@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import MediaInfo
 from ditkit_core.diagnostics.doctor.findings import (
@@ -32,6 +33,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_buckets,
     check_captions,
     check_coverage,
+    check_crops,
     check_duplicates,
     check_excluded,
     check_file,
@@ -247,6 +249,24 @@ def test_what_a_file_says() -> None:
     assert codes(check_file(file_row("a", info(0.6, fps=15.98), [sample()], 16.0))) == []
     assert codes(check_file(file_row("a", info(0.6, height=40), [sample()], 16.0))) == ["D11"]
     assert codes(check_file(file_row("a", info(0.6), [sample()], 16.0), is_hdr=True)) == ["D10"]
+
+
+def test_what_is_cropped_by_more_than_a_quarter_is_named_once_a_file() -> None:
+    portrait = replace(sample("portrait"), file_size=(1920, 1080), height=480, width=832)
+    samples = [
+        replace(portrait, id="portrait#1"),
+        portrait,
+        sample("unknown"),
+        replace(sample("wide"), file_size=(64, 80)),
+    ]
+    (found,) = check_crops(samples, DataConfig(buckets=False))
+    assert (found.code, found.severity, found.where) == ("D32", "warning", "portrait.mp4")
+    assert found.what == "68% of it is cut away: of 1080 x 1920 pixels the middle 1080 x 623 are trained, as 832 x 480"
+    assert 'data.buckets = "auto"' in found.remedy
+    (found,) = check_crops([replace(sample("long"), file_size=(100, 300))], DataConfig())
+    assert (
+        "67% of it is cut away: of 300 x 100 pixels the middle 100 x 100" in found.what and "max_aspect" in found.remedy
+    )
 
 
 def test_what_a_look_says() -> None:

@@ -47,6 +47,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_colours,
     check_control_videos,
     check_coverage,
+    check_crops,
     check_damaged_rest,
     check_duplicates,
     check_excluded,
@@ -118,6 +119,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         *_too_few(run, samples),
         *_no_class_images(run, prior),
         *check_fewest_frames(everything, run.spec.training.fewest_frames),
+        *check_crops(everything, run.config.data),
         *check_buckets(data_batches.rows),
         *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
         *check_coverage([row for row, _ in files]),
@@ -161,6 +163,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
         keys[each.media_key].append(each.id)
     findings = [*check_duplicates([group for group in keys.values() if len(group) > 1], [])]
     findings += check_captions(samples, count_captions(samples, None))
+    findings += check_crops(samples, run.config.data)
     findings += check_fewest_frames(samples, run.spec.training.fewest_frames)
     encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):

@@ -50,6 +50,7 @@ CODES: Mapping[str, str] = {
     "D29": "a loss mask that is black or white everywhere",
     "D30": "files whose colours are converted to sRGB",
     "D31": "colours that cannot be converted",
+    "D32": "pictures of which more than a quarter is cut away",
 }
 """The subject of each code."""
 

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ditkit_core.data.buckets import cut_share
+from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import Colours, MediaInfo, media_kind, probe, read_clip
@@ -36,6 +38,8 @@ SAME_RATE = 0.95
 """Share of the trained frame rate below which a video's frame rate is too low."""
 FROZEN_SECONDS = 1.0
 """Shortest time of a frozen frame that is a finding."""
+MOSTLY_KEPT = 0.25
+"""Share of a picture that may be cut away without a finding."""
 MOSTLY_UNUSED = 0.5
 """Share of unused frames of a video above which a note is made."""
 SAME_CAPTION_SHARE = 0.5
@@ -225,6 +229,26 @@ def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Find
         remedy = f"train it on clips of {fewest} frames or more, or train a text-to-video model"
         where = f"{count} of {len(samples)} samples"
         yield Finding.warning("D28", where, f"{what}: next to nothing is left to learn", remedy)
+
+
+def check_crops(samples: Sequence[Sample], data: DataConfig) -> Iterator[Finding]:
+    """Findings about files of which more than a quarter is cut away, each once."""
+    remedy = "raise data.max_aspect, or crop it yourself" if data.buckets else 'set data.buckets = "auto"'
+    for sample in {sample.media: sample for sample in reversed(samples)}.values():
+        if sample.file_size is None:
+            continue
+        height, width = sample.file_size
+        share = cut_share(height, width, (sample.height, sample.width))
+        if share > MOSTLY_KEPT:
+            kept = (
+                min(width, round(height * sample.width / sample.height)),
+                min(height, round(width * sample.height / sample.width)),
+            )
+            what = (
+                f"{share:.0%} of it is cut away: of {width} x {height} pixels the middle {kept[0]} x {kept[1]} are trained, as "
+                f"{sample.width} x {sample.height}"
+            )
+            yield Finding.warning("D32", str(sample.media), what, remedy)
 
 
 def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
