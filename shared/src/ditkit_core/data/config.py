@@ -91,8 +91,9 @@ class DataConfig:
     """Allow paths and links that lead outside the folder."""
     on_bad: Literal["error", "skip"] = setting("error", resume="refused")
     """What to do with unusable files and captions: stop with an error, or skip and report them."""
-    short_clips: Literal["error", "skip", "shorten"] = setting("error", resume="refused")
-    """What to do with clips that have too few frames: stop with an error, skip them, or shorten the clip to the frames that exist."""
+    short_clips: Literal["auto", "error", "skip", "shorten"] = setting("auto", resume="refused")
+    """What to do with clips that have too few frames: stop with an error, skip them, or shorten the clip to the frames that exist. `auto`
+    shortens them if the number of frames is left to the model, and stops if `frames` or `frame_buckets` ask for it."""
 
     def __post_init__(self) -> None:
         bounds = {

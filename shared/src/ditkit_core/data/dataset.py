@@ -262,6 +262,12 @@ def resolution_of(config: DataConfig, size_step: int) -> Resolution:
     return Resolution(sizes=bucket_sizes(*size, step=step, max_aspect=config.max_aspect) if config.buckets else (size,))
 
 
+def shortened_clips(samples: Sequence[Sample], config: DataConfig) -> list[Sample]:
+    """The clips that have fewer frames than the configuration asks for."""
+    short = [sample for sample in samples if sample.frames < min(config.lengths)]
+    return [sample for sample in short if sample.frames > 1 or media_kind(sample.media) == "video"]
+
+
 def _identifier(folder: Path, entry: Record) -> str:
     """The sample id of a record; for a broken line of metadata, its file and line number."""
     if entry.problem is not None:
@@ -438,6 +444,6 @@ def _stop_at(config: DataConfig, problems: list[UserError]) -> None:
     if bad and config.on_bad == "error":
         others = f"and {len(bad) - 1} more; " if len(bad) > 1 else ""
         raise UserError(f'{bad[0]} ({others}data.on_bad = "skip" skips {"them" if others else "it"})') from bad[0]
-    if short and config.short_clips == "error":
+    if short and config.short_clips != "skip":
         others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
         raise UserError(f"{short[0]}{others}") from short[0]

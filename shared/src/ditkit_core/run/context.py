@@ -106,6 +106,9 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
     frames, height, width = spec.data.size
     # The longest frame bucket is the length of the data, for plans and for generated samples.
     own_frames = max(data.frame_buckets, default=data.frames) or frames
+    if data.short_clips == "auto":  # resolved here, where it is known who asked for the number of frames
+        asked = bool(data.frames or data.frame_buckets)
+        data = replace(data, short_clips="error" if asked else "shorten")
     data = replace(data, frames=own_frames, height=data.height or height, width=data.width or width)
     if train.control_dropout < 0:
         train = replace(train, control_dropout=spec.training.control_dropout)

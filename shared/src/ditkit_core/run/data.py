@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ditkit_core.data.buckets import describe_lengths, describe_sizes
 from ditkit_core.data.config import DataConfig
-from ditkit_core.data.dataset import Dataset, Sample, scan
+from ditkit_core.data.dataset import Dataset, Sample, scan, shortened_clips
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK, count_media, prior_data_config
 from ditkit_core.io.console import say, warn
@@ -74,6 +74,13 @@ class RunData:
             say(f"{key}: shapes {describe_sizes(sizes)} samples; {one}")
         elif config.buckets is True:
             say(f"{key}: buckets {describe_sizes(sizes)} samples")
+        if shortened := shortened_clips(found.samples, config):
+            seconds = f"{min(config.lengths) / found.fps:.2g} s at {found.fps:g} fps"
+            lengths = describe_lengths(sample.frames for sample in shortened)
+            say(
+                f"{key}: {len(shortened)} of {len(found.samples)} samples are shorter than {min(config.lengths)} frames ({seconds}) and are trained "
+                f'with the frames that they have ({lengths}); data.short_clips = "skip" leaves them out'
+            )
         if config.frame_buckets or config.windows != "first":
             files = len({sample.media for sample in found.samples})
             lengths = describe_lengths(sample.frames for sample in found.samples)

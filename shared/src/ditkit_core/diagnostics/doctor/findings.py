@@ -51,6 +51,7 @@ CODES: Mapping[str, str] = {
     "D30": "files whose colours are converted to sRGB",
     "D31": "colours that cannot be converted",
     "D32": "pictures of which more than a quarter is cut away",
+    "D33": "clips that are shorter than asked for, and trained as they are",
 }
 """The subject of each code."""
 

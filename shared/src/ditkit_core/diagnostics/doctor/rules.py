@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ditkit_core.data.buckets import cut_share
 from ditkit_core.data.config import DataConfig
-from ditkit_core.data.dataset import Sample
+from ditkit_core.data.dataset import Sample, shortened_clips
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import Colours, MediaInfo, media_kind, probe, read_clip
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
@@ -229,6 +229,16 @@ def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Find
         remedy = f"train it on clips of {fewest} frames or more, or train a text-to-video model"
         where = f"{count} of {len(samples)} samples"
         yield Finding.warning("D28", where, f"{what}: next to nothing is left to learn", remedy)
+
+
+def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> Iterator[Finding]:
+    """One note about all clips that are shorter than the configuration asks for and are trained all the same."""
+    short = sorted(sample.frames for sample in shortened_clips(samples, data))
+    if short:
+        asked, lengths = min(data.lengths), f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}"
+        what = f"they have fewer than {asked} frames ({asked / fps:.2g} s at {fps:g} fps), and are trained with what they have: {lengths}"
+        remedy = 'for clips of one length lower data.frames, or leave the others out: data.short_clips = "skip"'
+        yield Finding.note("D33", f"{len(short)} of {plural(len(samples), 'sample')}", what, remedy)
 
 
 def check_crops(samples: Sequence[Sample], data: DataConfig) -> Iterator[Finding]:
