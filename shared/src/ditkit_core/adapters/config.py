@@ -13,6 +13,8 @@ from ditkit_core.models.adapter_formats import set_forms
 
 METHOD_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
 """Names of the methods of adapters, for messages."""
+_LARGEST_RANK = 2**20
+"""Larger than any side of a layer; beyond it a rank is a typing error."""
 FP8_SCALED = "fp8_scaled"
 """The dtype of an export whose matrices have 8 bits and a scale."""
 
@@ -108,6 +110,11 @@ class AdapterConfig:
             raise UserError(
                 f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
                 "set the rank to at least 1, alpha to at least 0, and dropout from 0 to below 1"
+            )
+        if (largest := max(self.rank, *self._ranks.values(), 0)) > _LARGEST_RANK:
+            raise UserError(
+                f"adapter.rank or adapter.rank_pattern has a rank of {largest:g}, and no layer has a side above {_LARGEST_RANK}; "
+                "write a smaller one"
             )
         if self.method in ("lokr", "loha") and (self.dropout or self.use_rslora or self.use_dora):
             raise UserError(

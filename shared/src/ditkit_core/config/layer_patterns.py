@@ -34,7 +34,7 @@ def parse_patterns(key: str, entries: Sequence[str], what: str, *, whole: bool =
         pattern, _, text = entry.rpartition("=")
         try:
             value = float(int(text)) if whole else float(text)
-        except ValueError:
+        except (ValueError, OverflowError):  # of a whole number above 1.8e308
             value = 0.0
         if not pattern or not 0 < value < math.inf:
             number = "a whole number of at least 1" if whole else "a number above 0"

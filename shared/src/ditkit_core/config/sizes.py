@@ -10,7 +10,7 @@ Number = TypeVar("Number", int, float)
 
 GIB = 2**30
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)")
+SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(?:gib|gb|g)")
 
 
 def parse_size(text: str, key: str) -> int:

@@ -29,6 +29,11 @@ BACKSLASH_REMEDY = (
     "in double quotes a backslash begins an escape; write the path in single quotes, or with forward slashes"
 )
 
+_LARGEST_INTEGER = 2**63 - 1
+"""Largest whole number that torch and files can store."""
+_SHOWN = 120
+"""Largest number of characters of a refused value that a message quotes."""
+
 _CLOSE = 0.65
 """Least likeness of a suggested name: `rnak` has 0.75 with `rank`. A bad guess is worse than none."""
 
@@ -109,8 +114,10 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
 
 def _wrong_value(key: str, hint: Any, raw: Any, where: str) -> UserError:
     """The error for a value that the type does not accept; it says what a value of another trainer is here."""
-    known = FOREIGN_VALUES.get(key, {}).get(str(raw).lower().replace("-", "_"), "")
-    return UserError(f"{key} {where} must be {expected(hint)}, not {_shown(raw)}{known and '; '}{known}")
+    remark = FOREIGN_VALUES.get(key, {}).get(str(raw).lower().replace("-", "_"), "")
+    if re.fullmatch(rf"-?\d{{{len(str(_LARGEST_INTEGER))},}}", str(raw)):
+        remark = "that number is too large"
+    return UserError(f"{key} {where} must be {expected(hint)}, not {_shown(raw)}{remark and '; '}{remark}")
 
 
 def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
@@ -175,16 +182,23 @@ def _convert(hint: Any, raw: Any) -> Any:
     written = hint, repr(raw)
     if written in _accepted:
         return _accepted[written]
-    value = _parser(hint).parse_object({"value": raw}, defaults=False).value
-    if isinstance(value, float) and not math.isfinite(value):  # NaN would pass checks such as `if value < 0`
-        raise argparse.ArgumentError(None, "not finite")
+    try:
+        value = _parser(hint).parse_object({"value": raw}, defaults=False).value
+    except OverflowError as error:  # of a whole number above 1.8e308 for a float
+        raise argparse.ArgumentError(None, str(error)) from error
+    for number in value if isinstance(value, list | tuple) else (value,):
+        # NaN would pass checks such as `if value < 0`.
+        is_infinite = isinstance(number, float) and not math.isfinite(number)
+        if is_infinite or isinstance(number, int) and abs(number) > _LARGEST_INTEGER:
+            raise argparse.ArgumentError(None, "not finite, or too large")
     if not isinstance(value, list | dict):  # a caller could change a cached list
         _accepted[written] = value
     return value
 
 
 def _shown(raw: Any) -> str:
-    return json.dumps(raw, ensure_ascii=False, default=str)
+    text = json.dumps(raw, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
 
 
 def unknown_key(

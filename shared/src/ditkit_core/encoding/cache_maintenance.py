@@ -115,7 +115,7 @@ def parse_rule(text: str) -> Rule:
     written = text.strip().upper()
     if written == "UNUSED":
         return Rule(unused=True)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]+)", written, re.ASCII)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([A-Z]+)", written, re.ASCII)
     if match and float(match[1]) > 0 and match[2] in {"D", *_UNITS}:
         number, unit = float(match[1]), match[2]
         return Rule(days=number) if unit == "D" else Rule(bytes=round(number * _UNITS[unit]))

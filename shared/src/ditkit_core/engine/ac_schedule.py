@@ -27,7 +27,7 @@ OFFLOAD = "offload"
 # One rule: `where=kind(arguments)+offload`, of which only the kind is required. Spaces are removed before.
 _RULE = re.compile(r"(?:(?P<where>[^=()]+)=)?(?P<kind>[^()+=]+)(?:\((?P<arguments>[^()]*)\))?(?P<offload>\+offload)?")
 # Blocks: `3`, `0-9`, or `30-` for all from block 30 on.
-_RANGE = re.compile(r"(\d+)(?:(-)(\d+)?)?")
+_RANGE = re.compile(r"(\d{1,9})(?:(-)(\d{1,9})?)?")
 # Commas separate rules, and arguments inside the parentheses of a rule.
 _NOT_INSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
 
@@ -231,7 +231,7 @@ def _rule(piece: re.Match[str], text: str) -> ACRule:
     kind, arguments, every = piece["kind"], _arguments(piece), 1
     # `every_n(2)` is `full` for every second block, written shorter, so that it has no maker of its own.
     if kind == EVERY:
-        if len(arguments) != 1 or not arguments[0].isdecimal() or int(arguments[0]) < 2:
+        if len(arguments) != 1 or not re.fullmatch(r"\d{1,9}", arguments[0]) or int(arguments[0]) < 2:
             raise UserError(f"{KEY} = {text!r}: every_n takes a number of at least 2; write every_n(2)")
         kind, every, arguments = "full", int(arguments[0]), ()
     if kind not in MAKERS:

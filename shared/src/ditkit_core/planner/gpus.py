@@ -22,7 +22,7 @@ DRIVER_SHARE = 0.005
 """Share of a GPU that the driver keeps for itself too."""
 
 _EXAMPLES = "write 24GiB, 2x24GiB,1x16GiB, rtx4090 or 2xrtx3090,a100-80"
-_ENTRY = re.compile(r"(?:(\d+)\s*[x*]\s*)?(\S.*)")
+_ENTRY = re.compile(r"(?:(\d{1,9})\s*[x*]\s*)?(\S.*)")
 _MOST_GPUS = 8
 
 
@@ -237,14 +237,13 @@ def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple
         UserError: If the number of reserves does not fit, or one leaves nothing.
     """
     reserves = per_device(reserve_gib, len(gpus), "train.reserve")
-    kept = tuple(replace(gpu, reserve=gpu.reserve + int(gib * GIB)) for gpu, gib in zip(gpus, reserves, strict=True))
-    for index, gpu in enumerate(kept):
-        if gpu.reserve >= gpu.total:
+    for index, (gpu, gib) in enumerate(zip(gpus, reserves, strict=True)):
+        if gpu.reserve + gib * GIB >= gpu.total:
             raise UserError(
                 f"train.reserve = {list(reserve_gib)} leaves nothing of {gpu.name} (number {index}), which has "
-                f"{gpu.total / GIB:.1f} GiB, of which CUDA uses {gpus[index].reserve / GIB:.1f}; lower it, or leave the device out"
+                f"{gpu.total / GIB:.1f} GiB, of which CUDA uses {gpu.reserve / GIB:.1f}; lower it, or leave the device out"
             )
-    return kept
+    return tuple(replace(gpu, reserve=gpu.reserve + int(gib * GIB)) for gpu, gib in zip(gpus, reserves, strict=True))
 
 
 _OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "nvl"}
