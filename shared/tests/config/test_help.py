@@ -93,6 +93,26 @@ def test_values_of_other_trainers_are_answered_with_keys_and_values_of_ours() ->
 
 
 @pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--train.max_epochs", "there are no epochs; set train.steps"),
+        ("--save_every_n_epochs", "there are no epochs; set save.every_steps"),
+        ("--flow.min_t", "did you mean --flow.min_sigma?"),
+        ("--max_t", "did you mean --flow.max_sigma?"),
+        ("--min_timestep", "that is flow.min_sigma, a noise level from 0 to 1: a timestep divided by 1000; one expert of two is experts.train"),
+        ("--max_timestep", "that is flow.max_sigma, a noise level from 0 to 1: a timestep divided by 1000; one expert of two is experts.train"),
+        ("--max_timestep_boundary", "each expert knows its noise levels: choose with experts.train = high_noise or low_noise"),
+        ("--min-timestep-boundary", "each expert knows its noise levels: choose with experts.train = high_noise or low_noise"),
+        ("--resume", "the same command continues a run from its newest save"),
+        ("--is_reg", "regularisation images are a folder of their own: prior.folder"),
+    ],
+)  # fmt: skip
+def test_settings_without_a_key_here_are_answered_too(flag: str, answer: str) -> None:
+    message = refusal(lambda: read_flags([flag, "1"], RunConfig, TrainOptions))
+    assert message == f"unknown key {flag} on the command line; {answer}"
+
+
+@pytest.mark.parametrize(
     ("value", "hint"),
     [
         ('"dora"', '"dora"; a DoRA is adapter.method = lora with adapter.use_dora = true'),

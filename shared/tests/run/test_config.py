@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,14 +15,10 @@ from ditkit_core.config.field import setting
 from ditkit_core.config.help import format_help
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.schema import config_fields, config_sections, config_values
-from ditkit_core.config.sizes import parse_size
 from ditkit_core.config.toml import read_config_file, to_toml
 from ditkit_core.config.validation import nearest_key
-from ditkit_core.encoding.cache_maintenance import parse_rule
-from ditkit_core.engine.ac_schedule import as_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
-from ditkit_core.planner.gpus import keeping_reserves, parse_gpus
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.testing.toy import TOY
@@ -130,7 +125,6 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) ->
         ('[shape]\nalpha = "x"', 'shape.alpha in {file} must be a number, not "x"'),
         ("[rate]\nlr = nan", "rate.lr in {file} must be a number, not NaN"),
         ("[rate]\nlr = inf", "rate.lr in {file} must be a number, not Infinity"),
-        ("[rate]\nbetas = [nan, 0.9]", "rate.betas in {file} must be a list such as [1, 2], not [NaN, 0.9]"),
         ('[rate]\nlog = "true"', 'rate.log in {file} must be true or false, not "true"'),
         ("[rate]\nlog = 1", "rate.log in {file} must be true or false, not 1"),
         ("[rate]\nnote = 1", "rate.note in {file} must be a string, not 1"),
@@ -138,7 +132,10 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) ->
         ("[shape]\nrank = 0", "shape.rank = 0 must be at least 1 (set in {file})"),
         ("[shape]\nalpha = 13", "shape: an unlucky number"),
         ('[run]\nfolder = ""', "run.folder is empty; set a folder, such as runs/run (set in {file})"),
-        ("[shape", "{file} is not TOML: Expected ']' at the end of a table declaration (at end of document)"),
+        (
+            "[shape",
+            "{file} is not TOML: Expected ']' at the end of a table declaration (at end of document), which is '[shape'",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line_that_names_key_and_file(write: Write, text: str, message: str) -> None:
@@ -174,51 +171,6 @@ def test_a_mistake_in_the_file_is_one_line_that_names_key_and_file(write: Write,
 )
 def test_a_mistake_in_a_flag_is_one_line_that_names_it(argv: list[str], message: str) -> None:
     assert refusal(lambda: flags(*argv)).startswith(message)
-
-
-@pytest.mark.parametrize("digits", ["1" + "0" * 400, "9" * 4000, f"-{'9' * 400}", str(2**63)])
-def test_a_number_that_nothing_can_store_is_refused_where_it_is_read(write: Write, digits: str) -> None:
-    for key, kind in (("shape.rank", "a whole number"), ("rate.lr", "a number"), ("shape.alpha", "a number")):
-        if key != "shape.rank" and len(digits) < 309:
-            continue  # as a float it is a number like others
-        section, name = key.split(".")
-        file = write(f"[{section}]\n{name} = {digits}")
-        message = refusal(lambda file=file: resolve(Small, file=file))
-        assert message.startswith(f"{key} in {file} must be {kind}, not {digits[:40]}") and len(message) < 400
-        assert message.endswith("that number is too large")
-        refusal(lambda key=key: flags(f"--{key}={digits}"))
-    listed = refusal(lambda: resolve(Small, file=write(f"[rate]\nbetas = [0.9, {digits.ljust(310, '0')}]")))
-    assert listed.startswith("rate.betas in ")
-    assert flags(f"--shape.rank={2**63 - 1}", "--rate.lr=1e308") == {"shape.rank": 2**63 - 1, "rate.lr": 1e308}
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--adapter.rank", str(2**62)],
-        ["--adapter.rank_pattern", f"*={2**62}"],
-        ["--adapter.rank_pattern", f"*={'9' * 400}"],
-        ["--optim.lr_pattern", f"*={'9' * 400}"],
-        ["--train.checkpointing", f"{'9' * 5000}=full"],
-        ["--train.checkpointing", f"every_n({'9' * 5000})"],
-        ["--train.reserve", "1e308"],
-    ],
-)
-def test_numbers_inside_of_texts_end_in_one_line_too(argv: list[str]) -> None:
-    def read() -> None:
-        read = read_flags(argv, RunConfig, TrainOptions)
-        config = resolve(RunConfig, flags=read.values)
-        as_schedule(config.train.checkpointing).policies([torch.device("cpu")] * 4)
-        keeping_reserves(parse_gpus("24GiB"), config.train.reserve)
-
-    refusal(read)
-
-
-@pytest.mark.parametrize("text", [f"{'9' * 400}GiB", f"{'9' * 5000}x24GiB"])
-def test_sizes_of_hundreds_of_digits_are_no_sizes(text: str) -> None:
-    refusal(lambda: parse_gpus(text))
-    refusal(lambda: parse_size(text, "--host"))
-    refusal(lambda: parse_rule(text.replace("GiB", "GB")))
 
 
 def test_a_section_that_refuses_a_flag_is_named_with_its_place(write: Write) -> None:

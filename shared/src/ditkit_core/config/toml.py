@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from ditkit_core.config.foreign_files import HEAD_BYTES, foreign_run_file, mark_of
 from ditkit_core.config.schema import config_fields, config_sections, config_values, plain, renamed_keys
 from ditkit_core.config.validation import BACKSLASH_REMEDY, unknown_key, value_from_file
 from ditkit_core.errors import UserError
@@ -23,28 +24,93 @@ def read_toml(path: Path) -> dict[str, Any]:
         UserError: If the file cannot be read or is not TOML in UTF-8; the message names file and line.
     """
     try:
+        with open(path, "rb") as file:
+            content = file.read(_MOST_BYTES)
         # utf-8-sig: some editors on Windows write a byte order mark before the text.
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = content.decode("utf-8-sig")
         return tomllib.loads(text)
     except OSError as error:
         raise UserError(f"cannot read the run file {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text; a run file is TOML, saved as UTF-8") from error
+        mark = mark_of(content[:HEAD_BYTES]).partition(";")[0] or "is not UTF-8 text"
+        raise UserError(f"{path} {mark}; a run file is TOML, saved as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(
-            f"{path} is not TOML: {' '.join(str(error).split())}{_backslash_remedy(text, error)}"
-        ) from error
+        raise _not_toml(path, text, error) from error
     except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
         raise UserError(
             f"{path} is nested too deeply or has a number with too many digits; correct the run file"
         ) from error
 
 
-def _backslash_remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
-    """What to do if the line at fault has a backslash in double quotes, as of a path of Windows; empty if it has none."""
+_MOST_BYTES = 2**24
+"""No run file is larger; a file of weights, given by mistake, may not fit into memory."""
+
+_LINE_REMEDIES = tuple(
+    (re.compile(pattern), remedy)
+    for pattern, remedy in (
+        (r'"[^"]*\\', BACKSLASH_REMEDY),
+        (r"[“”„‘’«»]", 'write straight quotes: "text"'),
+        (r"=\s*(True|False)\b", "write true or false in lower case"),
+        (r"=\s*(None|null|nil)\b", "leave a key out that has no value"),
+        (r"=\s*-?(\.\d|\d+\.(\D|$))", "write digits on both sides of the point: 0.5"),
+        (r"=\s*0\d", "write a number without zeros in front"),
+        (r"^[^\[{]*,\s*$", "leave the comma at the end out"),
+        (
+            r"^\s*--[\w.-]+",
+            "in a run file a flag is written without dashes, in its section: [train] and below it steps = 5",
+        ),
+        (r"^[^=]*==", "write one ="),
+        (r"^\s*[\w.\"'-]+\s*:", "write key = value; a colon is YAML"),
+        (r"""=\s*[A-Za-z~./\\][^"']*$""", 'write a text in quotes: folder = "clips"'),
+        (r"""^\s*[\w.-]+\s*$""", "write key = value"),
+    )
+)
+"""What to do about a line that is not TOML, by what it looks like; the first that fits counts."""
+_ERROR_REMEDIES = {
+    "Cannot declare": "put all keys of a section below its name",
+    "Unclosed array": "items are separated by commas, and the list ends with ]",
+    "Unterminated string": "a text ends with the quotes that it begins with",
+}
+"""What to do by the beginning of tomllib's message, which comes before what the line looks like."""
+
+
+def _not_toml(path: Path, text: str, error: tomllib.TOMLDecodeError) -> UserError:
+    """The error for a text that is not TOML: what it is, or the line at fault and what to write there."""
+    if mark := mark_of(text[:HEAD_BYTES].encode()) or foreign_run_file(text):
+        return UserError(
+            f"{path} {mark.partition(';')[0]}, and a run file is TOML: sections such as [train] and keys such as steps = 1000 "
+            "below them; --help names the keys that matter"
+        )
+    lines = text.splitlines()
+    if twice := _twice(lines):
+        return UserError(f"{path} {twice}")
     found = re.search(r"at line (\d+)", str(error))
-    line = text.splitlines()[int(found[1]) - 1] if found else ""
-    return f"; {BACKSLASH_REMEDY}" if re.search(r'"[^"]*\\', line) else ""
+    number = int(found[1]) if found else len(lines)
+    line = lines[number - 1].strip() if number <= len(lines) else ""
+    # Its messages have the names of sections as tuples of Python.
+    reason = re.sub(r"\('([^']*)',\)", r"[\1]", " ".join(str(error).split()))
+    remedy = next((remedy for start, remedy in _ERROR_REMEDIES.items() if reason.startswith(start)), "")
+    remedy = remedy or next((remedy for pattern, remedy in _LINE_REMEDIES if pattern.search(line)), "")
+    at = f", which is {line[:80]!r}" if line else ""
+    return UserError(f"{path} is not TOML: {reason}{at}{remedy and '; '}{remedy}")
+
+
+def _twice(lines: list[str]) -> str:
+    """A section or key that is there twice, as the end of a sentence; empty if there is none."""
+    first: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(lines, 1):
+        found = re.match(r"\s*(?:\[\s*(?P<section>[\w.-]+)\s*\]|(?P<key>[\w-]+)\s*=)", line)
+        if found is None:
+            continue
+        section = found["section"] or section
+        name = f"[{section}]" if found["section"] else f"{section}.{found['key']}".lstrip(".")
+        if name in first:
+            remedy = "put all keys below the first one" if found["section"] else "leave one of the lines out"
+            what = "section" if found["section"] else "key"
+            return f"has the {what} {name} twice, in lines {first[name]} and {number}; {remedy}"
+        first[name] = number
+    return ""
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
