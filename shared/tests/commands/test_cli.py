@@ -49,7 +49,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stages: Stages) -> Stages:
-    monkeypatch.setattr(cli, "check_paths", lambda *given: None)
+    monkeypatch.setattr(cli, "check_paths", lambda *given, **named: None)
     monkeypatch.setattr(stage, "_stage", lambda command, options: getattr(stages, command))
     return stages
 

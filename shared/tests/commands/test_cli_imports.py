@@ -55,17 +55,27 @@ ANSWERS = [
     ("train", ["no.toml"], 2, "cannot read the run file no.toml"),
     ("train", ["--run", "nowhere"], 2, "nowhere is not the folder of a run"),
     ("train", ["--train.steps", "3"], 1, "data.folder is not set"),
-    ("train", ["--model.preset", "tinny"], 1, "model.preset = 'tinny' is unknown; choose one of tiny"),
+    (
+        "train",
+        ["--model.preset", "tinny"],
+        1,
+        "model.preset = 'tinny' is unknown; did you mean tiny? Choose one of tiny",
+    ),
     ("sample", ["--steps", "20"], 2, "did you mean --sample.steps?"),
     ("train", ["--data.folder", "clipz"], 1, "data.folder clipz does not exist"),
     ("encode", ["--data.folders", '["here", "clipz"]'], 1, "data.folders clipz does not exist"),
     ("train", ["--data.folder", "here", "--model.base", "./Wan"], 1, "model.base = './Wan': there is no such file"),
-    ("train", ["--init-from", "runz", "--data.folder", "here"], 1, "--init-from runz does not exist; correct the path"),
+    (
+        "train",
+        ["--init-from", "runz", "--data.folder", "here"],
+        1,
+        "--init-from runz does not exist; did you mean run?",
+    ),
     (
         "sample",
         ["--run", "run", "--adapter", "a.safetensors"],
         1,
-        "there is no adapter file a.safetensors; check the path",
+        "there is no adapter file a.safetensors; correct the path",
     ),
     ("train", ["--run", "other"], 1, "other is a run of wan: use wan-train, or choose another run.folder"),
     (
@@ -76,7 +86,7 @@ ANSWERS = [
     ),
     ("train", ["--data.folder", "here", "--log.tracker", "wandb"], 1, 'uv pip install "ditkit-toy[wandb]"'),
     ("train", ["--log.tracker", "mlflow"], 2, "must be one of none, wandb, trackio"),
-    ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; check the path"),
+    ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; correct the path"),
     ("export", ["--inspect", "~nobody.at.all/a.safetensors"], 1, "there is no file ~nobody.at.all/a.safetensors to"),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 
 from ditkit_core.adapters.files.export_names import ExportName
 from ditkit_core.commands.options import TrainOptions
-from ditkit_core.commands.preflight import check_paths
+from ditkit_core.commands.preflight import check_paths, check_run_file
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
@@ -49,6 +49,43 @@ def test_a_name_that_no_export_could_bear_is_refused() -> None:
             said
             == f"run.folder: the name {name[:20]}... has 201 bytes, and exports get this name; rename the folder or choose one with at most 200 bytes"
         )
+
+
+def test_a_folder_next_to_the_run_file_is_named_with_the_path_that_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "project" / "clips").mkdir(parents=True)
+    config = resolve(RunConfig, flags={"data.folder": "clips", "run.folder": "run", **PARTS})
+    with pytest.raises(UserError, match=r"paths start at the working directory; did you mean project/clips\?$"):
+        check_paths("train", "", config, TrainOptions(), COMPONENTS, run_file=Path("project/run.toml"))
+
+
+def test_a_file_given_as_the_folder_of_clips_is_called_one() -> None:
+    Path("a.mp4").touch()
+    assert refusal(**{"data.folder": "a.mp4"}) == "data.folder a.mp4 is a file; name the folder that it is in"
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "answer"),
+    [
+        ("sample", "runs/cats", "runs/cats is no run file, but the folder of a run: --run runs/cats"),
+        ("train", "base", "base is no run file, but a model in diffusers layout: --model.base base"),
+        ("train", "here", "here is no run file, but a folder; a folder of clips and captions is --data.folder here"),
+        ("export", "cats.bin", "cats.bin is no run file, but a file of weights: --inspect cats.bin describes it"),
+        ("sample", "cats.bin", "--adapter cats.bin samples with a LoRA"),
+        ("train", "cats.bin", "--adapter.init cats.bin trains a LoRA further"),
+    ],
+)
+def test_what_is_given_in_place_of_a_run_file_is_answered_with_its_flag(command: str, name: str, answer: str) -> None:
+    Path("runs/cats").mkdir(parents=True)
+    Path("runs/cats/config.toml").touch()
+    Path("base").mkdir()
+    Path("base/model_index.json").touch()
+    Path("cats.bin").write_bytes(b"\x40\0\0\0\0\0\0\0{}")
+    with pytest.raises(UserError) as error:
+        check_run_file(command, Path(name))
+    assert answer in str(error.value)
+    Path("run.toml").write_text("[train]\n")
+    check_run_file(command, Path("run.toml"))
+    check_run_file(command, Path("gone.toml"))
 
 
 def test_a_run_with_a_save_does_not_need_the_run_that_it_started_from() -> None:

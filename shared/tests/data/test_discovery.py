@@ -162,7 +162,10 @@ def test_metadata_named_from_the_working_directory_is_corrected(
     assert_one_line(
         lambda: look(Path("set"), metadata="set/list.jsonl"), 'data.folder: set data.metadata = "list.jsonl"'
     )
-    assert_one_line(lambda: look(Path("set"), metadata="list2.jsonl"), "correct the path or leave data.metadata empty")
+    assert_one_line(
+        lambda: look(Path("set"), metadata="list2.jsonl"), "did you mean set/list.jsonl? Or leave data.metadata empty"
+    )
+    assert_one_line(lambda: look(Path("set"), metadata="x.csv"), "correct the path or leave data.metadata empty")
     (tmp_path / "set" / "list.jsonl").unlink()
     outside = (tmp_path / "list.jsonl").as_posix()
     assert_one_line(lambda: look(Path("set"), metadata="list.jsonl"), f'set data.metadata = "{outside}"')

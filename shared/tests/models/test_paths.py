@@ -1,12 +1,13 @@
 """Parts of a model: found here, fetched from the hub, or refused in one line."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import errors
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id
 from ditkit_core.run.prepare import arch_here
 from ditkit_core.testing.toy import TOY
 
@@ -59,6 +60,89 @@ def test_a_path_that_is_not_there_is_named(value, monkeypatch):
     with pytest.raises(UserError, match="no such file or folder") as error:
         ModelPaths(vae=value).locate("vae")
     assert "model.vae" in one_line(error)
+
+
+def test_a_typing_error_in_a_local_path_is_answered_with_the_path_and_the_hub_is_not_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HUB, lambda *args, **kwargs: pytest.fail("asked the hub"))
+    (tmp_path / "runs/demo/inputs/checkpoint").mkdir(parents=True)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/wan.safetensors").touch()
+    for value, meant in (
+        ("runs/demo/inputs/checkpointt", "runs/demo/inputs/checkpoint"),
+        ("models/wann.safetensors", "models/wan.safetensors"),
+        ("model/wan.safetensors", "models/wan.safetensors"),
+    ):
+        assert not is_hub_id(value)
+        for paths, part in ((ModelPaths(base=value), "transformer"), (ModelPaths(transformer=value), "transformer")):
+            with pytest.raises(UserError) as error:
+                paths.locate(part)
+            assert one_line(error).endswith(f"it is not a hub id (owner/name); did you mean {meant}?")
+            assert f"did you mean {meant}? Or set " in paths.not_described() + " "
+
+
+@pytest.mark.parametrize(
+    "value", ["owner/model", "owner/model/split_files/vae/vae.safetensors", "black-forest-labs/FLUX.2-klein-4B"]
+)
+def test_a_hub_id_stays_one_next_to_a_folder_with_its_owners_name(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / value.partition("/")[0]).mkdir()
+    assert is_hub_id(value)
+
+
+def test_what_is_on_no_hub_says_which_local_path_is_near(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/wan-1.3b").mkdir(parents=True)
+    for raised in (errors.LocalEntryNotFoundError("x"), errors.RepositoryNotFoundError("x", response=response(404))):
+        monkeypatch.setattr(HUB, lambda *args, raised=raised, **kwargs: (_ for _ in ()).throw(raised))
+        with pytest.raises(
+            UserError,
+            match=r"'models/wan-1.3': no such folder here \(did you mean models/wan-1.3b\?\), and no such model",
+        ):
+            ModelPaths(base="models/wan-1.3").locate("vae")
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ("https://huggingface.co/owner/model", "is an address; write the hub id owner/model"),
+        ("huggingface.co/owner/model/tree/main", "is an address; write the hub id owner/model"),
+        ("https://hf.co/owner/model/blob/main/a/b.safetensors", "is an address; write the hub id owner/model/a/b.safetensors"),
+        ("https://huggingface.co/owner/model/resolve/main/b.safetensors?download=true", "write the hub id owner/model/b.safetensors"),
+        ("https://example.org/b.safetensors", "is an address; download it, and name the file"),
+        ("C:\\models\\wan", "it is a path of Windows; write its path on this machine"),
+    ],
+)  # fmt: skip
+def test_an_address_is_answered_with_the_hub_id(value, answer):
+    with pytest.raises(UserError) as error:
+        ModelPaths(transformer=value).locate("transformer")
+    assert one_line(error).endswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("preset", "near"),
+    [("wan_t2v_14B", "t2v-14b"), ("t2v1.3b", "t2v-1.3b"), ("flux2-klein-4b", "klein-4b"), ("hunyuan", "")],
+)
+def test_an_unknown_preset_is_answered_with_the_nearest(preset, near):
+    with pytest.raises(UserError) as error:
+        check_preset(preset, ["t2v-1.3b", "t2v-14b", "klein-4b"])
+    wanted = f"did you mean {near}? Choose one of" if near else "choose one of"
+    assert one_line(error) == f"model.preset = {preset!r} is unknown; {wanted} t2v-1.3b, t2v-14b, klein-4b"
+
+
+def test_an_unknown_hub_id_is_answered_with_the_nearest_published_one(monkeypatch):
+    spec = replace(
+        TOY, architecture=replace(TOY.architecture, hub_presets={"Some-Owner/Toy2.1-T2V-1B-Diffusers": "tiny"})
+    )
+    monkeypatch.setattr(HUB, lambda *args, **kwargs: (_ for _ in ()).throw(errors.LocalEntryNotFoundError("x")))
+    for base in ("Some-Owner/Toy2.1-T2V-1B", "some-owner/toy2.1-t2v-1b-diffusers"):
+        for fetch in (False, True):
+            with pytest.raises(UserError, match=r"; did you mean Some-Owner/Toy2.1-T2V-1B-Diffusers\?$"):
+                arch_here(spec, ModelPaths(base=base), fetch=fetch)
+    with pytest.raises(UserError) as error:
+        arch_here(spec, ModelPaths(base="other/thing"))
+    assert "did you mean" not in one_line(error)
+    assert arch_here(spec, ModelPaths(base="Some-Owner/Toy2.1-T2V-1B-Diffusers"))[0] == "tiny"
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".bin", ".pt", ".ckpt", ".PTH"])
@@ -191,8 +275,11 @@ def response(status: int) -> SimpleNamespace:
             errors.RepositoryNotFoundError("x\ny", response=response(404)),
             f"no such model on the hub or no right to read it; check the path, or open {PAGE} and log in with `hf auth login`",
         ),
-        (errors.LocalEntryNotFoundError("x\ny"), "the hub cannot be reached; go online once"),
-        (errors.OfflineModeIsEnabled("x\ny"), "the hub cannot be reached; go online once"),
+        (
+            errors.LocalEntryNotFoundError("x\ny"),
+            "the hub, which cannot be reached; correct the path, or go online once",
+        ),
+        (errors.OfflineModeIsEnabled("x\ny"), "the hub, which cannot be reached; correct the path, or go online once"),
         (
             errors.HfHubHTTPError("x\ny", response=response(401)),
             f"the hub answered 401; accept its licence on {PAGE} if it has one, then log in with `hf auth login`",

@@ -270,7 +270,10 @@ def test_a_stored_run_is_the_ground_and_unknown_keys_of_it_are_passed_over(tmp_p
     (tmp_path / "config.toml").write_text('[run]\nfolder = "moved"\n[shape]\nrank = 5\ngone = 1\n[old]\nkey = 1\n')
     config = resolve(Small, stored=tmp_path, flags=flags("--rate.lr", "3"))
     assert (config.run.folder, config.shape.rank, config.rate.lr) == (str(tmp_path), 5, 3.0)
-    assert "no config.toml" in refusal(lambda: resolve(Small, stored=tmp_path / "none"))
+    assert "it does not exist; correct the path" in refusal(lambda: resolve(Small, stored=tmp_path / "none"))
+    (tmp_path / "cats").mkdir()
+    assert refusal(lambda: resolve(Small, stored=tmp_path / "cat")).endswith(f"did you mean {tmp_path}/cats?")
+    assert refusal(lambda: resolve(Small, stored=tmp_path / "cats")).endswith(f"no config.toml; name {tmp_path}")
     other = lambda: resolve(Small, stored=tmp_path, flags=flags("--run.folder", "other"))
     assert refusal(other) == f"--run {tmp_path} and --run.folder other name two folders; leave one of them out"
     assert resolve(Small, stored=tmp_path, flags=flags("--run.folder", str(tmp_path))).run.folder == str(tmp_path)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import ditkit_core
 from ditkit_core.commands.options import OPTIONS, ExportOptions, check_combination, verb_of
-from ditkit_core.commands.preflight import check_family, check_paths
+from ditkit_core.commands.preflight import check_family, check_paths, check_run_file
 from ditkit_core.config.cli_args import CommonOptions, Flags, read_flags
 from ditkit_core.config.help import format_help
 from ditkit_core.config.json_schema import json_schema
@@ -140,7 +140,8 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
     try:
         check_family(command, config.run_folder, family.name)
         check_preset(config.model.preset, family.presets)
-        check_paths(command, verb, config, flags.options, family.components)
+        run_file = local_path(flags.common.config) if flags.common.config else None
+        check_paths(command, verb, config, flags.options, family.components, run_file=run_file)
         if command == "train" and not verb:
             check_installed(config.log.tracker, f"ditkit-{family.name}")
     except UserError as error:
@@ -156,6 +157,8 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
     on_files = isinstance(flags.options, ExportOptions) and flags.options.on_files
     if not (flags.values or common.config or common.run or common.print_config or common.changed or demo or on_files):
         raise UserError(f"nothing to work on: {_STARTS[command].format(prog=prog)}")
+    if common.config:
+        check_run_file(command, local_path(common.config))
     return resolve(
         RunConfig,
         demo=family.demo if demo else None,

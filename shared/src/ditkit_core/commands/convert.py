@@ -32,6 +32,7 @@ from ditkit_core.adapters.files.write_factored import Factored, check_one_to_one
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.commands.out import check_free, check_kind
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import local_path
@@ -314,7 +315,7 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
     if options.base:
         path = local_path(options.base)
         if not path.exists() and (path.is_absolute() or path.suffix == ".safetensors" or options.base.startswith(".")):
-            raise UserError(f"--base {options.base}: there is no such file or folder; check the path")
+            raise UserError(f"--base {options.base}: there is no such file or folder; {path_remedy(options.base)}")
         is_transformer = path.is_file() or (path.is_dir() and not (path / part).is_dir())
         model = ModelPaths(
             preset=model.preset,

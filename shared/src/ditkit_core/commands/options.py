@@ -17,7 +17,7 @@ _ONE_FILE = "inspect adapter extract"
 """Options of `export` that name a file to work on instead of a run, separated by spaces."""
 
 
-_NO_ADAPTER = "there is no adapter file {path}; check the path"
+_NO_ADAPTER = "there is no adapter file {path}; {remedy}"
 
 
 def option(
@@ -34,7 +34,7 @@ def option(
         goes_with: Maps names of other options (separated by spaces) to the message for the case that none of them is given.
         excludes: Maps names of other options to the message for the case that one of them, `{other}`, is given too. The option's own
             name is printed in front of the message.
-        missing: For a file or folder that is read, the message for the case that `{path}` does not exist.
+        missing: For a file or folder that is read, the message for the case that `{path}` does not exist; `{remedy}` says what to do.
     """
     metadata = {"goes_with": goes_with or {}, "excludes": excludes or {}, "missing": missing}
     return dataclasses.field(default=default, metadata=metadata)
@@ -78,7 +78,7 @@ class TrainOptions:
 
     demo: bool = False
     """Train a generated tiny checkpoint on generated clips; both are written into the run folder."""
-    init_from: str = option("", missing="--init-from {path} does not exist; correct the path")
+    init_from: str = option("", missing="--init-from {path} does not exist; {remedy}")
     """Run folder whose trained weights initialize this new run, which starts at step 0."""
     plan: bool = option(False, excludes={"fit": "and --fit: --fit prints the memory plan of its choice as well"})
     """Print the peak memory per device and whether the run fits, then exit; needs no weights and no GPU. Exit status 0 if it fits, 3 if
@@ -201,7 +201,7 @@ class ExportOptions:
     """Save to export, by its step; best is the save with the lowest validation loss. Unset: the latest."""
     inspect: str = option(
         "",
-        missing="there is no file {path} to --inspect; check the path",
+        missing="there is no file {path} to --inspect; {remedy}",
         excludes={
             "adapter extract": "and {other}: one file can be given at a time",
             "to dtype merge out rank strength": "writes nothing, and {other} is for a file that is written",
@@ -227,7 +227,7 @@ class ExportOptions:
     module."""
     extract: str = option(
         "",
-        missing="there is no file or folder {path} to --extract from; check the path",
+        missing="there is no file or folder {path} to --extract from; {remedy}",
         goes_with={"rank": "needs the rank of the adapter: --rank 32, or --rank auto:0.95"},
     )
     """Fine-tuned whole transformer; its difference to --base becomes a low-rank adapter."""

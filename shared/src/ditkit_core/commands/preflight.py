@@ -5,9 +5,13 @@ It only finds missing files. The code that reads an existing file reports what i
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from ditkit_core.config.foreign_files import HEAD_BYTES, is_safetensors
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.config import folder_error
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import json_part, local_path
@@ -19,18 +23,27 @@ _UNUSED = {"train": (), "encode": ("transformer",), "sample": ()}
 """Keys of `[model]` whose files a command does not read. Commands that are not here read none of them in every case."""
 
 
-def check_paths(command: str, verb: str, config: RunConfig, options: Any, components: Sequence[str]) -> None:
+def check_paths(
+    command: str,
+    verb: str,
+    config: RunConfig,
+    options: Any,
+    components: Sequence[str],
+    *,
+    run_file: Path | None = None,
+) -> None:
     """Refuse a file or folder that is needed and does not exist.
 
     Args:
         command: `train`, `encode`, `sample` or `export`.
         verb: The option that selects other work of the command (`plan`, `check`, …), or empty.
         components: Keys of `[model]` whose files every architecture of the family reads.
+        run_file: The run file; people write paths as if they began at its folder.
 
     Raises:
         UserError: For the first one that is missing.
     """
-    folder = config.run_folder
+    folder, starts = config.run_folder, [] if run_file is None else [run_file.parent]
     if command == "train" and not verb:
         folder.check_name()
     # A run that has a save continues from it and does not read --init-from.
@@ -38,7 +51,7 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
     for field in fields(options):
         path, message = getattr(options, field.name), field.metadata.get("missing", "")
         if message and path and field.name not in ignored and _is_missing(path):
-            raise UserError(message.format(path=path))
+            raise UserError(message.format(path=path, remedy=path_remedy(path)))
     if verb in ("plan", "fit") and options.demo and not config.model.preset and _is_missing(config.model.base):
         raise UserError(
             f"--{verb} writes nothing, and the demo is not in {folder.inputs} yet; write it with --demo --check, or plan a run file"
@@ -48,7 +61,7 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
         return
     is_complete = command == "train" and folder.completed_step() is not None
     if command in ("train", "encode") and not is_complete:
-        _check_data(config)
+        _check_data(config, starts)
     if is_complete or command not in _UNUSED:
         return
     parts = [each for each in components if each not in _UNUSED[command]]
@@ -58,7 +71,34 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
         one_expert = part == "transformer" and config.experts.train != "both"
         path = "" if one_expert else getattr(config.model, part)
         if path and not is_hub_id(path) and _is_missing(path):
-            raise not_there(f"model.{part}", path)
+            raise not_there(f"model.{part}", path, folders=starts)
+
+
+_FOR_WEIGHTS = {
+    "train": "--adapter.init {path} trains a LoRA further, and --model.transformer {path} trains on a transformer",
+    "encode": "--model.transformer {path} names a transformer",
+    "sample": "--adapter {path} samples with a LoRA, and --model.transformer {path} with a transformer",
+    "export": "--inspect {path} describes it",
+}
+"""What a file of weights can be given as, by command."""
+
+
+def check_run_file(command: str, path: Path) -> None:
+    """Refuse what is given as the run file and is something else that a command takes, before it is read as TOML.
+
+    Raises:
+        UserError: With the flag for it.
+    """
+    refused = f"{path} is no run file"
+    if path.is_dir():
+        if RunFolder(path).config_file.is_file():
+            raise UserError(f"{refused}, but the folder of a run: --run {path}")
+        if (path / "model_index.json").is_file():
+            raise UserError(f"{refused}, but a model in diffusers layout: --model.base {path}")
+        raise UserError(f"{refused}, but a folder; a folder of clips and captions is --data.folder {path}")
+    with suppress(OSError), open(path, "rb") as file:
+        if is_safetensors(file.read(HEAD_BYTES)):
+            raise UserError(f"{refused}, but a file of weights: {_FOR_WEIGHTS[command].format(path=path)}")
 
 
 def check_family(command: str, folder: RunFolder, name: str) -> None:
@@ -79,10 +119,10 @@ def check_family(command: str, folder: RunFolder, name: str) -> None:
         raise UserError(f"{folder.path} is a run of {found}: use {found}-{command}, or choose another run.folder")
 
 
-def _check_data(config: RunConfig) -> None:
+def _check_data(config: RunConfig, starts: Sequence[Path]) -> None:
     for folder in config.data.folders or (config.data.folder,):
-        if not folder or _is_missing(folder):
-            raise folder_error(folder, "data.folders" if config.data.folders else "data.folder")
+        if not folder or _is_missing(folder) or os.path.isfile(local_path(folder)):
+            raise folder_error(folder, "data.folders" if config.data.folders else "data.folder", folders=starts)
 
 
 def _is_missing(path: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.commands.options import SampleOptions
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
@@ -46,7 +47,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     files = [file for file in (options.adapter, options.adapter_low) if file]
     for file in files:
         if not local_path(file).is_file():
-            raise UserError(f"there is no adapter file {file}; check the path")
+            raise UserError(f"there is no adapter file {file}; {path_remedy(file)}")
     if not files and not run.experts and not folder.has_save:
         raise UserError(
             f"{folder.path} has no save to sample with; name a run that was trained (--run), or give --adapter"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ditkit_core.config.cli_args import WHERE
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.config.schema import config_fields, config_sections
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.errors import UserError
@@ -94,11 +95,20 @@ def _stored_layer(tree: type, folder: Path) -> Layer:
     """A run's stored configuration, without unknown keys, which another version wrote, and without what is asked again on each machine."""
     file = folder / "config.toml"
     if not file.is_file():
-        raise UserError(
-            f"{folder} is not the folder of a run: it has no config.toml; give the folder that was set as run.folder"
-        )
+        raise UserError(f"{folder} is not the folder of a run: {_no_run(folder)}")
     values, known = read_config_file(tree, file, stored=True), config_fields(tree)
     return Layer(f"in {file}", {key: value for key, value in values.items() if value not in known[key].asked_again})
+
+
+def _no_run(folder: Path) -> str:
+    """Why a folder is not that of a run, and which one may be meant."""
+    if not folder.exists():
+        return f"it does not exist; {path_remedy(folder)}"
+    runs = sorted(file.parent for file in folder.glob("*/config.toml"))[:5] if folder.is_dir() else []
+    if (folder.parent / "config.toml").is_file():
+        runs = [folder.parent]
+    remedy = f"name {' or '.join(map(str, runs))}" if runs else "give the folder that was set as run.folder"
+    return f"it has no config.toml; {remedy}"
 
 
 def _placed(value: Any, folder: str) -> Any:

@@ -1,6 +1,5 @@
 """Configuration as TOML: reading it strictly, and writing it so that it can be read back."""
 
-import difflib
 import re
 import textwrap
 import tomllib
@@ -12,6 +11,7 @@ from typing import Any
 import tomli_w
 
 from ditkit_core.config.foreign_files import HEAD_BYTES, foreign_run_file, mark_of
+from ditkit_core.config.nearest import nearest_word, path_remedy
 from ditkit_core.config.schema import config_fields, config_sections, config_values, plain, renamed_keys
 from ditkit_core.config.validation import BACKSLASH_REMEDY, unknown_key, value_from_file
 from ditkit_core.errors import UserError
@@ -30,7 +30,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         text = content.decode("utf-8-sig")
         return tomllib.loads(text)
     except OSError as error:
-        raise UserError(f"cannot read the run file {path}: {error.strerror or error}") from error
+        remedy = f"; {path_remedy(path)}" if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"cannot read the run file {path}: {error.strerror or error}{remedy}") from error
     except UnicodeDecodeError as error:
         mark = mark_of(content[:HEAD_BYTES]).partition(";")[0] or "is not UTF-8 text"
         raise UserError(f"{path} {mark}; a run file is TOML, saved as UTF-8") from error
@@ -168,8 +169,8 @@ def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
 
 def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: str) -> UserError:
     """The error for an unknown section: it suggests a close section, or else a key close to the section's first key."""
-    if close := difflib.get_close_matches(section, config_sections(tree), n=1):
-        return UserError(f"unknown section [{section}] {where}; did you mean [{close[0]}]?")
+    if near := nearest_word(section, config_sections(tree), 0.6):
+        return UserError(f"unknown section [{section}] {where}; did you mean [{near}]?")
     if not table:
         return UserError(f"unknown section [{section}] {where}; the sections are {', '.join(config_sections(tree))}")
     return unknown_key(f"{section}.{next(iter(table))}", config_fields(tree), where)

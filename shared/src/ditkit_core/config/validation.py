@@ -4,7 +4,6 @@ jsonargparse decides what a type accepts. Its messages span several lines and na
 """
 
 import argparse
-import difflib
 import functools
 import json
 import math
@@ -18,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ArgumentParser
 
 from ditkit_core.config.foreign_words import FOREIGN_VALUES, FOREIGN_WORDS
+from ditkit_core.config.nearest import nearest_key
 from ditkit_core.config.schema import ConfigField, plain
 from ditkit_core.errors import UserError
 
@@ -33,31 +33,6 @@ _LARGEST_INTEGER = 2**63 - 1
 """Largest whole number that torch and files can store."""
 _SHOWN = 120
 """Largest number of characters of a refused value that a message quotes."""
-
-_CLOSE = 0.65
-"""Least likeness of a suggested name: `rnak` has 0.75 with `rank`. A bad guess is worse than none."""
-
-
-def nearest_key(key: str, keys: Iterable[str]) -> str:
-    """The valid key that an unknown key most likely means; empty if none is close.
-
-    The last part of the name counts twice as much as the section, so `optim.rank` finds `adapter.rank`. Initials count as the name, so
-    `learning_rate` finds `lr`.
-    """
-    section, _, name = key.rpartition(".")
-    initials = "".join(word[:1] for word in name.split("_"))
-
-    def likeness(candidate: str) -> tuple[float, float]:
-        its_section, _, its_name = candidate.rpartition(".")
-        same_name = 1.0 if its_name == initials else _likeness(name, its_name)
-        return same_name + _likeness(section, its_section) / 2, same_name
-
-    nearest = max(keys, key=likeness)
-    return nearest if likeness(nearest)[1] >= _CLOSE else ""
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:

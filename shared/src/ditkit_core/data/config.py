@@ -1,23 +1,28 @@
 """The `[data]` section of a configuration, and the checks that its settings agree."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ditkit_core.config.field import setting
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 
 Windows = Literal["first", "uniform", "random", "all"]
 
 
-def folder_error(folder: str, key: str) -> UserError:
-    """The error for a folder of data that is not set or does not exist."""
+def folder_error(folder: str, key: str, *, folders: Iterable[Path] = ()) -> UserError:
+    """The error for a folder of data that is not set or does not exist; `folders` as for `path_remedy`."""
     if not folder:
         return UserError(f"{key} is not set; name the folder of your clips and captions")
     # A run file may be elsewhere, and its relative paths start here.
     where = "" if local_path(folder).is_absolute() else f" in {Path.cwd()}"
-    return UserError(f"{key} {folder} does not exist or is not a folder{where}; correct the path")
+    if os.path.isfile(local_path(folder)):
+        return UserError(f"{key} {folder} is a file; name the folder that it is in")
+    return UserError(f"{key} {folder} does not exist or is not a folder{where}; {path_remedy(folder, folders=folders)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind
@@ -164,11 +165,13 @@ def control_folders(written: Sequence[str], columns: Sequence[Column], masks: st
         if column in found:
             raise UserError(f"data.controls names {column} twice; remove one")
         if not is_folder(Path(folder.strip())):
-            raise UserError(f"data.controls {item!r}: the path does not exist or is not a folder; correct the path")
+            raise UserError(
+                f"data.controls {item!r}: the path does not exist or is not a folder; {path_remedy(folder.strip())}"
+            )
         found[column] = Path(folder.strip())
     if masks:
         if not is_folder(Path(masks)):
-            raise UserError(f"data.masks {masks} does not exist or is not a folder; correct the path")
+            raise UserError(f"data.masks {masks} does not exist or is not a folder; {path_remedy(masks)}")
         found[MASK.name] = Path(masks)
     return found
 
@@ -260,7 +263,7 @@ def checked_control(
         raise error.at(column.name) from error
     inside(folder, name, allow_outside=allow_outside)
     if at is None:
-        raise UserError(f"{what} does not exist; correct the path")
+        raise UserError(f"{what} does not exist; {path_remedy(path)}")
     if stat.S_ISREG(at.st_mode) and at.st_size == 0:
         raise UserError(f"{what} is empty (0 bytes); copy it again")
     accepted = _SUFFIXES.get(column.kind)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.masks import MASK, clip_of_mask
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
 from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular, read_dataset_text, status, walk
@@ -93,7 +94,8 @@ def _path_remedy(folder: Path, metadata: str) -> str:
     """How to correct a `data.metadata` that does not exist; other settings name paths from the working directory, so it is looked for there."""
     meant = Path(os.path.abspath(metadata))
     if not meant.is_file():
-        return "correct the path or leave data.metadata empty"
+        remedy = path_remedy(folder / metadata)
+        return f"{remedy} {'Or' if remedy.endswith('?') else 'or'} leave data.metadata empty"
     inside = os.path.abspath(folder)
     right = meant.relative_to(inside) if meant.is_relative_to(inside) else meant
     return f'the path starts at data.folder: set data.metadata = "{right.as_posix()}"'

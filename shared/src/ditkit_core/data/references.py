@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
 from ditkit_core.data.media.clip import available, media_kind
@@ -37,7 +38,7 @@ def references_by_name(
         return {}, []
     folder = Path(config.references)
     if not is_folder(folder):
-        raise UserError(f"data.references {folder} does not exist or is not a folder; correct the path")
+        raise UserError(f"data.references {folder} does not exist or is not a folder; {path_remedy(folder)}")
     places: dict[str, dict[int | None, list[str]]] = defaultdict(lambda: defaultdict(list))
     left_over = []
     for file in media_files(folder):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, parse_json_object, read_json_object, readable, refuse_pickles
 
@@ -75,7 +76,7 @@ class SafetensorsSource:
         path = Path(path)
         with readable(path):
             if not path.exists():
-                raise UserError(f"there is no {path}; check the path")
+                raise UserError(f"there is no {path}; {path_remedy(path)}")
             refuse_pickles(path)
             files = _files_of(path)
         tensors: dict[str, StoredTensor] = {}

@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from ditkit_core.config.field import setting
+from ditkit_core.config.nearest import nearest_word, path_remedy
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import local_path, readable, refuse_pickles
+from ditkit_core.io.files import PICKLES, local_path, readable, refuse_pickles
 
 # Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -26,15 +27,33 @@ _WITH_PATHS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
 
 
+_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/[^/]+/?(.*?))?/?(?:\?.*)?"
+)
+_FILE_SUFFIXES = (*PICKLES, ".safetensors", ".gguf", ".json")
+
+
 def is_hub_id(value: str) -> bool:
-    """Whether a path is a hub id: it looks like one, and no local file has that name."""
+    """Whether a path is a hub id: it looks like one, no local file has that name, and it does not begin with a folder that is here."""
+    match = _HUB_ID.fullmatch(value)
     # os.path.exists returns False for a name that no file system accepts; Path.exists raises.
-    return _HUB_ID.fullmatch(value) is not None and not os.path.exists(value)
+    if match is None or os.path.exists(value) or _URL.fullmatch(value):
+        return False
+    # `runs/cats/inputs` with a typing error in its last part is no folder of the repository `runs/cats`, and no repository is called like a file.
+    is_local = os.path.exists(match["repository"]) if match["inner"] else value.lower().endswith(_FILE_SUFFIXES)
+    return not is_local
 
 
-def not_there(key: str, value: str) -> UserError:
-    """The error for a path of a model that neither exists nor is a hub id."""
-    return UserError(f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name)")
+def not_there(key: str, value: str, *, folders: Iterable[Path] = ()) -> UserError:
+    """The error for a path of a model that neither exists nor is a hub id; `folders` as for `path_remedy`."""
+    if match := _URL.fullmatch(value):
+        return UserError(f"{key} = {value!r} is an address; write the hub id {'/'.join(filter(None, match.groups()))}")
+    if re.match(r"\w+://", value):
+        return UserError(f"{key} = {value!r} is an address; download it, and name the file")
+    remedy = path_remedy(value, folders=folders)
+    return UserError(
+        f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name); {remedy}"
+    )
 
 
 def check_preset(preset: str, known: Iterable[str]) -> None:
@@ -44,7 +63,11 @@ def check_preset(preset: str, known: Iterable[str]) -> None:
         UserError: If a preset is set and is not one of the known ones.
     """
     if preset and preset not in (names := tuple(known)):
-        raise UserError(f"model.preset = {preset!r} is unknown; choose one of {', '.join(names)}")
+        # As other programs write them: `wan_t2v_14B`, `flux2-klein-4b`.
+        short = re.sub(r"^(wan|flux)[\d.]*[_-]", "", preset.lower().replace("_", "-"))
+        near = nearest_word(short, names)
+        remedy = f"did you mean {near}? Choose one of" if near else "choose one of"
+        raise UserError(f"model.preset = {preset!r} is unknown; {remedy} {', '.join(names)}")
 
 
 _MAY_FETCH = ContextVar("may fetch", default=True)
@@ -131,7 +154,8 @@ class ModelPaths:
             return None
         inner = (match["inner"] or "") if own else f"{match['inner'] or ''}/{part}".lstrip("/")
         wanted = [f"{inner}/config.json".lstrip("/"), _PIPELINE_INDEX]
-        folder = _snapshot(match["repository"], wanted, [], f"model.{part}" if own else "model.base") / inner
+        where = f"model.{part} = {own!r}" if own else f"model.base = {self.base!r}"
+        folder = _snapshot(match["repository"], wanted, [], where) / inner
         return folder if (folder / "config.json").is_file() else None
 
     def not_described(self) -> str:
@@ -140,7 +164,11 @@ class ModelPaths:
         if value and local_path(value).exists():
             lacks = "contains no transformer to say which architecture it is; set model.transformer to its file, and if need be"
         elif value and not is_hub_id(value):
-            lacks = "does not exist, and it is not a hub id (owner/name), so nothing says which architecture it is; check the path, or set"
+            remedy = path_remedy(value)
+            lacks = (
+                "does not exist, and it is not a hub id (owner/name), so nothing says which architecture it is; "
+                f"{remedy} {'Or' if remedy.endswith('?') else 'or'} set"
+            )
         else:
             lacks = "is not here to say which architecture it is; set"
         return f"model.{key} = {value!r} {lacks}"
@@ -186,8 +214,8 @@ class ModelPaths:
             is_local = path.exists()
         if is_local:
             path = path if own else path / part
-        elif match := _HUB_ID.fullmatch(value):
-            path = _fetch(match["repository"], match["inner"] or "", part, key, from_base=not own)
+        elif is_hub_id(value) and (match := _HUB_ID.fullmatch(value)):
+            path = _fetch(match["repository"], match["inner"] or "", part, f"{key} = {value!r}", from_base=not own)
         else:
             raise not_there(key, value)
         with readable(path):
@@ -197,7 +225,7 @@ class ModelPaths:
         return path
 
 
-def _fetch(repository: str, inner: str, part: str, key: str, *, from_base: bool) -> Path:
+def _fetch(repository: str, inner: str, part: str, where: str, *, from_base: bool) -> Path:
     """Download one part of a hub repository, or find it in the local cache.
 
     A base contains the part in a folder of its name, below `inner` if given. A part's own hub id may name a file or folder
@@ -208,17 +236,18 @@ def _fetch(repository: str, inner: str, part: str, key: str, *, from_base: bool)
         index = [f"{inner}/{_PIPELINE_INDEX}".lstrip("/")]  # describes the whole pipeline, such as its pair of experts
         inner = f"{inner}/{part}".lstrip("/")
     if inner.endswith(".safetensors"):
-        return _snapshot(repository, [inner], [], key) / inner
+        return _snapshot(repository, [inner], [], where) / inner
     if inner:
         wanted = [f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB]
-        return _snapshot(repository, [*wanted, *index], [], key) / inner
-    folder = _snapshot(repository, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], [], key) / part
+        return _snapshot(repository, [*wanted, *index], [], where) / inner
+    folder = _snapshot(repository, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], [], where) / part
     if folder.exists():
         return folder
-    return _snapshot(repository, list(_WANTED_FROM_HUB), ["*/*"], key)  # only the files at the root
+    return _snapshot(repository, list(_WANTED_FROM_HUB), ["*/*"], where)  # only the files at the root
 
 
-def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) -> Path:
+def _snapshot(repository: str, allow: list[str], ignore: list[str], where: str) -> Path:
+    """The folder of a repository with the files that patterns allow; `where` is the key with its value, for messages."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -229,7 +258,9 @@ def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) ->
         RepositoryNotFoundError,
     )
 
-    where, page = f"{key} = {repository!r}", f"https://huggingface.co/{repository}"
+    page, remedy = f"https://huggingface.co/{repository}", path_remedy(repository)
+    # Somebody who mistyped a path has never heard of the hub.
+    near = f" ({remedy})" if remedy.endswith("?") else ""
     try:
         fetched = snapshot_download if _MAY_FETCH.get() else partial(snapshot_download, local_files_only=True)
         return Path(fetched(repository, allow_patterns=allow, ignore_patterns=ignore))
@@ -237,12 +268,13 @@ def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) ->
         raise UserError(f"{where} is gated: accept its licence on {page}, then log in with `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"{where}: no such local folder, and no such model on the hub or no right to read it; check the path, "
+            f"{where}: no such folder here{near}, and no such model on the hub or no right to read it; check the path, "
             f"or open {page} and log in with `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise UserError(
-            f"{where} is not in the local cache and the hub cannot be reached; go online once, or set a local folder"
+            f"{where}: no such folder here{near}, and no such model in the local cache of the hub, which cannot be reached; correct the path, "
+            "or go online once"
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code

@@ -14,6 +14,7 @@ import torch
 
 from ditkit_core.adapters.config import BaseConfig
 from ditkit_core.adapters.files.read import parse_merge
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert, ModelSpec
@@ -93,7 +94,7 @@ def check_merges(base: BaseConfig, experts: Sequence[Expert], *, trains: Expert 
         for path, _ in (parse_merge(entry, key) for entry in entries):
             check_named(expert, key, str(path))
             if not path.exists():
-                raise UserError(f"{key}: there is no file {path}; correct the path, or leave it out")
+                raise UserError(f"{key}: there is no file {path}; {path_remedy(path)}")
     # Not taken for both: which one a file is for cannot be seen from it, and one that is merged into the wrong expert trains without a word.
     if experts and base.merge and not base.merge_low and trains != experts[0]:
         raise UserError(

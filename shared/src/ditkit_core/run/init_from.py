@@ -1,5 +1,6 @@
 """`--init-from`: start a new run from the trained weights of another."""
 
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
@@ -66,7 +67,7 @@ def start_of_expert(init_from: str, expert: Expert) -> str:
     if inside.has_save:
         return str(inside.path)
     if not whole.path.is_dir():
-        raise UserError(f"--init-from {init_from} does not exist; correct the path")
+        raise UserError(f"--init-from {init_from} does not exist; {path_remedy(init_from)}")
     if whole.has_save:
         raise UserError(
             f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "

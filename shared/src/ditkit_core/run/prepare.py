@@ -26,6 +26,7 @@ from ditkit_core.adapters.files.read import (
     parse_merge,
 )
 from ditkit_core.adapters.inject import canonical_name, initialise, inject, is_adapter_name, trainable_parameters
+from ditkit_core.config.nearest import nearest_word
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.placement import Placement
@@ -392,10 +393,17 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     named = components.transformer or components.base
     if path is None and is_hub_id(named) and (preset := spec.architecture.hub_presets.get(named)):
         return preset, spec.architecture.presets[preset]
-    path = path or (components.fetched_description("transformer") if fetch else None)
+    near = nearest_word(named, spec.architecture.hub_presets, 0.8) if is_hub_id(named) else ""
+    meant = f"; did you mean {near}?" if near and near != named else ""
+    try:
+        path = path or (components.fetched_description("transformer") if fetch else None)
+    except UserError as error:
+        raise UserError(f"{error}{meant}") from error
     path = path or components.here("transformer_2")  # enough to train the second expert alone
     if path is None:
-        raise UserError(f"{components.not_described()} model.preset to one of {', '.join(spec.architecture.presets)}")
+        raise UserError(
+            f"{components.not_described()} model.preset to one of {', '.join(spec.architecture.presets)}{meant}"
+        )
     described = _config_json(path) is not None and spec.architecture.infer_arch is not None
     # A config.json decides by itself, so the headers of the weights need not be read.
     source = SafetensorsSource(path, {}, {}) if described else open_weights(path)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ditkit_core.adapters.added import AddedAdapter
 from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
 from ditkit_core.adapters.files.read import merge_into, open_adapter, parse_merge
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import json_part
 from ditkit_core.io.run_dir import RunFolder
@@ -38,7 +39,7 @@ def check_sample_adapters(run: RunContext) -> None:
     for key, entries in _keys(run):
         for path, _ in (parse_merge(entry, key) for entry in entries):
             if not path.is_file():
-                raise UserError(f"{key}: there is no file {path}; correct the path, or leave it out")
+                raise UserError(f"{key}: there is no file {path}; {path_remedy(path)}")
     for expert, (key, entries) in zip(run.experts, _keys(run), strict=False):
         for path, _ in (parse_merge(entry, key) for entry in entries):
             check_named(expert, key, str(path))
