@@ -312,7 +312,7 @@ def test_the_pages_show_what_these_tests_look_for():
         ("wan-train run.toml --train.steps many", "must be a whole number"),
         ("wan-train mine.toml", "cannot read the run file mine.toml"),
         ("wan-train run.toml --gpus 24GiB", "add --plan or --fit"),
-        ("wan-train run.toml --plan --gpus gtx1", "is neither a size nor one of the GPUs"),
+        ("wan-train run.toml --plan --gpus gtx1", "is not known; write its memory"),
         ("wan-train run.toml --plan --gpus 24GiB --host lots", "--host"),
         ("flux2-encode run.toml --prune-cache old", "is not a rule"),
         ("wan-sample --run elsewhere", "elsewhere is no run's folder"),

@@ -5,6 +5,7 @@ import torch
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
+from ditkit_core.planner.gpu_names import SOLD_GB
 from ditkit_core.planner.gpus import (
     KNOWN_GPUS,
     default_reserve,
@@ -14,6 +15,7 @@ from ditkit_core.planner.gpus import (
     of_size,
     parse_gpus,
 )
+from ditkit_core.planner.gpus import _plain as gpu_name
 from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.step_time import assumptions
 
@@ -68,6 +70,49 @@ def test_gpus_are_known_by_name_in_any_case():
     for text in ("rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "4090"):
         assert parse_gpus(text)[0].bf16_flops == 165.2e12
     assert parse_gpus("4070 Ti Super") == parse_gpus("rtx4070tis")
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    # What torch reports of them, in GiB: at least that is planned with, and no more.
+    [
+        ("rtx5070ti", 15.5), ("5070 Ti", 15.5), ("NVIDIA GeForce RTX 5060 Ti", 15.5), ("rtx5060ti-8", 7.5), ("rtx4060", 7.6),
+        ("RTX 3070", 7.6), ("L4", 22.03), ("l40", 44.4), ("A40", 44.4), ("RTX PRO 6000", 94.9), ("b200", 178.3), ("B300", 267.6),
+        ("h100 nvl", 93.1), ("RTX 6000 Ada", 47.4), ("a10g", 22.0), ("DGX Spark", 119.6), ("4090 laptop", 15.7), ("rtx3090ti", 23.5),
+    ],
+)  # fmt: skip
+def test_gpus_without_rates_of_their_own_are_known_by_their_memory(text, gib):
+    (card,) = parse_gpus(text)
+    assert 0.97 * gib <= card.total / GIB <= gib, card.total / GIB
+    assert "assumed as of" in card.source and card.half == "bf16"
+
+
+def test_a_gpu_with_slow_memory_gets_no_rates_of_a_fast_one():
+    assert parse_gpus("gb10")[0].memory_bandwidth == parse_gpus("4060ti")[0].memory_bandwidth
+
+
+def test_no_name_is_in_both_tables():
+    known = {name for _, names in KNOWN_GPUS for name in names}
+    assert not known & {gpu_name(name) for name in SOLD_GB}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("rtx5070it", "'rtx5070it' is not known; did you mean rtx5070ti? Or write its memory, as in 2x24GiB,1x16GiB"),
+        ("2xrtx4090s", "'2xrtx4090s' is not known; did you mean rtx4090? Or write its memory"),
+        ("a100-800", "'a100-800' is not known; did you mean a100-80? Or write its memory"),
+        ("rtx2070", "'rtx2070' is not known; write its memory, as in 2x24GiB,1x16GiB"),
+        ("rtx9999", "'rtx9999' is not known; write its memory, as in 2x24GiB,1x16GiB"),
+        ("mi300x", "'mi300x' is no GPU of NVIDIA"),
+        ("RX 7900 XTX", "'rx 7900 xtx' is no GPU of NVIDIA"),
+        ("m3 max", "'m3 max' is no GPU of NVIDIA"),
+    ],
+)  # fmt: skip
+def test_an_unknown_gpu_is_answered_with_the_nearest_or_with_its_size(text, answer):
+    with pytest.raises(UserError) as refused:
+        parse_gpus(text)
+    assert answer in str(refused.value) and len(str(refused.value)) < 220
 
 
 def test_products_in_8_bits_have_the_published_rates():

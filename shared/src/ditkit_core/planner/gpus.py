@@ -9,6 +9,7 @@ import torch
 
 from ditkit_core.config.sizes import GIB, SIZE, per_device
 from ditkit_core.errors import UserError
+from ditkit_core.planner.gpu_names import RATES_OF, SOLD_GB, unknown_gpu
 from ditkit_core.planner.memory import Budget
 
 RESERVE_BYTES = 6 * GIB // 10
@@ -164,14 +165,10 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
         if not found:
             raise UserError(f"--gpus {text!r} names no GPU before or after a comma; {_EXAMPLES}")
         count = int(found[1] or 1)
-        gpu = next((gpu for gpu, names in KNOWN_GPUS if _plain(found[2]) in names), None)
-        if size := SIZE.fullmatch(found[2]):
-            gpu = as_sold(float(size[1]))
+        gpu = _gpu_called(found[2])
         if gpu is None:
-            names = ", ".join(gpu.name for gpu, _ in KNOWN_GPUS)
-            raise UserError(
-                f"--gpus {text!r}: {entry.strip()!r} is neither a size nor one of the GPUs {names}; {_EXAMPLES}"
-            )
+            remedy = unknown_gpu(found[2], (gpu.name for gpu, _ in KNOWN_GPUS))
+            raise UserError(f"--gpus {text!r}: {entry.strip()!r} {remedy}")
         if not 1 <= count <= _MOST_GPUS - len(gpus):
             raise UserError(f"--gpus {text!r}: a plan can have 1 to {_MOST_GPUS} GPUs; {_EXAMPLES}")
         if gpu.reserve >= gpu.total:
@@ -181,6 +178,27 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
             )
         gpus += [gpu] * count
     return tuple(gpus)
+
+
+def _gpu_called(name: str) -> GPU | None:
+    """The GPU of a name or a size; None if it is neither."""
+    if size := SIZE.fullmatch(name):
+        return as_sold(float(size[1]))
+    plain = _plain(name)
+    if gpu := next((gpu for gpu, names in KNOWN_GPUS if plain in names), None):
+        return gpu
+    for sold, gigabytes in SOLD_GB.items():
+        if plain in (_plain(sold), _plain(sold).removeprefix("rtx")):
+            gpu = replace(as_sold(gigabytes), name=sold)
+            return gpu if sold not in RATES_OF else _with_rates_of(gpu, RATES_OF[sold])
+    return None
+
+
+def _with_rates_of(gpu: GPU, known: str) -> GPU:
+    """A GPU with the rates of a known one."""
+    like = next(each for each, _ in KNOWN_GPUS if each.name == known)
+    source = f"rates assumed as of {known} ({like.source})"
+    return replace(like, name=gpu.name, total=gpu.total, reserve=gpu.reserve, source=source)
 
 
 def as_sold(size: float) -> GPU:
