@@ -22,14 +22,20 @@ from ditkit_core.testing.denied import denied
         (b'{"a": 1', "not readable JSON"),
         ('{"a": "é"}'.encode("latin-1"), "not readable JSON"),
         ('{"a": 1}'.encode("utf-16"), "not readable JSON"),
-        (b"", "not readable JSON"),
+        (b"", "is empty"),
+        (b"\n<!doctype html><html>", "is a web page"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 5\n",
+            "is a pointer of Git LFS, three lines of text",
+        ),
+        (b"GGUF\x03\0\0\0", "is a GGUF file"),
     ],
     ids=lambda value: str(value[:12]),
 )
 def test_any_other_json_than_an_object_is_one_line(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=f"config.json.*{said}.*; fetch it again") as error:
+    with pytest.raises(UserError, match=f"config.json.*{said}.*(fetch it again|get the same model)") as error:
         read_json_object(path)
     assert len(str(error.value)) < 1000
     with pytest.raises(UserError, match=f"the header .*{said}.*; write it again"):

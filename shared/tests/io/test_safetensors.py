@@ -110,3 +110,42 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "x.safetensors"):
         with pytest.raises(UserError, match="is not a regular file"):
             SafetensorsSource.open(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "answer"),
+    [
+        ("v.safetensors", b"GGUF\x03\0\0\0" + bytes(64), "is a GGUF file; its quantized blocks are not read; get the same model as .safetensors"),
+        ("v.gguf", b"GGUF\x03\0\0\0" + bytes(64), "is a GGUF file; its quantized blocks are not read; get the same model as .safetensors"),
+        ("v.safetensors", b"version https://git-lfs.github.com/spec/v1\noid", "is a pointer of Git LFS, three lines of text in place of the file; run `git lfs pull`"),
+        ("v.safetensors", b"<!DOCTYPE html>" + bytes(99), "is a web page; the download needs a login or another address"),
+        ("v.safetensors", b"PK\x03\x04" + b"x" * 26 + b"archive/data.pkl", "is a pickle of PyTorch; reading one runs the code in it"),
+        ("v.safetensors", b"Entry not found", "contains only the text 'Entry not found'; fetch it again"),
+        ("v.safetensors", bytes(4096), "contains zeros from its first byte on; the download has not ended"),
+        ("v.safetensors", b"", "is empty; fetch it again"),
+        ("v.safetensors.part", b"\xff" * 64, "is a download that has not ended; wait for it"),
+        ("v.safetensors", b"\x40\0\0\0\0\0\0\0{", "is not a safetensors file, or is truncated in its header; fetch it again"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_something_else_is_called_by_its_name(
+    tmp_path: Path, name: str, content: bytes, answer: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        SafetensorsSource.open(path)
+    assert str(error.value).startswith(f"{path} {answer}") and "\n" not in str(error.value)
+    if name != "v.safetensors":
+        with pytest.raises(UserError) as error:
+            SafetensorsSource.open(tmp_path)
+        assert str(error.value).startswith(f"{tmp_path} contains no .safetensors file; {name} {answer}")
+
+
+def test_a_header_of_a_million_tensors_ends_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    path = write(tmp_path / "many.safetensors", b"{" + b",".join(entry % i for i in range(1_200_000)) + b"}", 0)
+    monkeypatch.setattr("ditkit_core.io.safetensors.parse_json_object", lambda *given: pytest.fail("parsed"))
+    with pytest.raises(UserError, match="has 1200000 tensors in its header, and files of models have at most 100000"):
+        SafetensorsSource.open(path)

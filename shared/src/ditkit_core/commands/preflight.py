@@ -5,16 +5,15 @@ It only finds missing files. The code that reads an existing file reports what i
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ditkit_core.config.foreign_files import HEAD_BYTES, is_safetensors
+from ditkit_core.config.foreign_files import is_safetensors
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.config import folder_error
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import json_part, local_path
+from ditkit_core.io.files import head_of, json_part, local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import is_hub_id, not_there
 from ditkit_core.run.config import RunConfig
@@ -96,9 +95,8 @@ def check_run_file(command: str, path: Path) -> None:
         if (path / "model_index.json").is_file():
             raise UserError(f"{refused}, but a model in diffusers layout: --model.base {path}")
         raise UserError(f"{refused}, but a folder; a folder of clips and captions is --data.folder {path}")
-    with suppress(OSError), open(path, "rb") as file:
-        if is_safetensors(file.read(HEAD_BYTES)):
-            raise UserError(f"{refused}, but a file of weights: {_FOR_WEIGHTS[command].format(path=path)}")
+    if is_safetensors(head_of(path)):
+        raise UserError(f"{refused}, but a file of weights: {_FOR_WEIGHTS[command].format(path=path)}")
 
 
 def check_family(command: str, folder: RunFolder, name: str) -> None:

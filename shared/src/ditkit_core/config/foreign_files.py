@@ -2,11 +2,12 @@
 trainers. Nothing here reads a file."""
 
 import re
+from pathlib import Path
 
 HEAD_BYTES = 512
 """Bytes of a file by which it is recognised."""
 
-_FETCH = "fetch the file again, with `hf download REPOSITORY FILE` if it is on the hub"
+_FETCH = "fetch it again, with `hf download REPOSITORY FILE` if it is on the hub"
 _SAFE = "get the same weights as .safetensors"
 _NO_PICKLES = f"reading one runs the code in it; {_SAFE}"
 _ARCHIVE = "unpack it and name the file inside"
@@ -64,6 +65,11 @@ def mark_of(head: bytes, name: str = "", *, size: int | None = None) -> str:
     if size is not None and size <= _LONGEST_ANSWER and (text := _line_of(head)):
         return f"contains only the text {text!r}; {_FETCH}"
     return ""
+
+
+def is_other_weights(path: Path) -> bool:
+    """Whether a file has the ending of weights in another format, or of a download that has not ended."""
+    return path.name.lower().endswith((*_UNFINISHED, ".gguf", ".onnx", ".h5", ".npz", ".msgpack"))
 
 
 def is_safetensors(head: bytes) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ditkit_core.config.foreign_files import HEAD_BYTES, mark_of
 from ditkit_core.errors import UserError
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -146,6 +147,13 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions or remove it") from error
 
 
+def head_of(path: Path) -> bytes:
+    """The first bytes of a file, by which it is recognised; empty if it cannot be read."""
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(HEAD_BYTES)
+    return b""
+
+
 def file_hash(path: Path) -> str:
     """Hex digest (blake2b, 128 bits) of a file's bytes."""
     with open(path, "rb") as file:
@@ -221,7 +229,10 @@ def readable(path: Path) -> Iterator[None]:
         raise UserError(f"{error.filename or path} cannot be read ({error.strerror or error}); {remedy}") from error
 
 
-def parse_json_object(content: str | bytes, where: object, remedy: str = "fetch it again") -> dict[str, Any]:
+_FETCH_AGAIN = "fetch it again"
+
+
+def parse_json_object(content: str | bytes, where: object, remedy: str = _FETCH_AGAIN) -> dict[str, Any]:
     """Parse JSON of unknown origin that must be an object.
 
     Args:
@@ -238,7 +249,10 @@ def parse_json_object(content: str | bytes, where: object, remedy: str = "fetch 
     # RecursionError: the parser calls itself once per bracket.
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
-        raise UserError(f"{where} is not readable JSON ({reason}); {remedy}") from error
+        head = content[:HEAD_BYTES]
+        kind, _, fetch = mark_of(head.encode() if isinstance(head, str) else head).partition("; ")
+        remedy = fetch if fetch and remedy == _FETCH_AGAIN else remedy
+        raise UserError(f"{where} {kind or f'is not readable JSON ({reason})'}; {remedy}") from error
     if not isinstance(found, dict):
         raise UserError(f"{where} is not a JSON object; {remedy}")
     return found
@@ -253,7 +267,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_json_object(path: Path, remedy: str = "fetch it again", problem: str = "") -> dict[str, Any]:
+def read_json_object(path: Path, remedy: str = _FETCH_AGAIN, problem: str = "") -> dict[str, Any]:
     """Read a JSON file of unknown origin that must contain an object.
 
     Args:

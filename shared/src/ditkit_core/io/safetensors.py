@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ditkit_core.config.foreign_files import HEAD_BYTES, is_other_weights, is_safetensors, mark_of
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import atomic_write, parse_json_object, read_json_object, readable, refuse_pickles
+from ditkit_core.io.files import atomic_write, head_of, parse_json_object, read_json_object, readable, refuse_pickles
 
 _DTYPES = {
     "F64": torch.float64,
@@ -39,6 +40,7 @@ _NOT_READ = ("U16", "U32", "U64", "C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", 
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's own limit
+_MOST_TENSORS = 100_000
 _SCALED_AT_ONCE = 2**20
 
 
@@ -186,6 +188,9 @@ def _files_of(path: Path) -> list[Path]:
                 f"{path} has {len(indices)} indices ({', '.join(index.name for index in indices)}); name one of them"
             )
         files = _files_of(indices[0]) if indices else [file for file in inside if file.suffix == ".safetensors"]
+        if not files and (other := next(filter(is_other_weights, inside), None)) is not None:
+            mark = mark_of(head_of(other), other.name) or "is not read; get the same weights as .safetensors"
+            raise UserError(f"{path} contains no .safetensors file; {other.name} {mark}")
         if not files:
             below = [folder for folder in inside if folder.is_dir() and any(folder.glob("*.safetensors"))]
             remedy = f"name {' or '.join(map(str, below[:3]))}" if below else "name the folder or file with the weights"
@@ -216,10 +221,20 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         if not stat.S_ISREG(about.st_mode):
             raise UserError(f"{path} is not a regular file; name a .safetensors file or a folder of them")
         with open(path, "rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
+            head = file.read(HEAD_BYTES)
+            header_bytes = int.from_bytes(head[:8], "little")
             if about.st_size < 8 or not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, about.st_size - 8):
-                raise UserError(f"{path} is not a safetensors file, or is truncated in its header; fetch it again")
+                mark = "" if is_safetensors(head) else mark_of(head, path.name, size=about.st_size)
+                raise UserError(
+                    f"{path} {mark or 'is not a safetensors file, or is truncated in its header; fetch it again'}"
+                )
+            file.seek(8)
             raw = file.read(header_bytes)
+    # Before the header is parsed, which takes seconds and gigabytes for a million of them. The largest models have some thousands.
+    if (count := raw.count(b'"data_offsets"')) > _MOST_TENSORS:
+        raise UserError(
+            f"{path} has {count} tensors in its header, and files of models have at most {_MOST_TENSORS}; fetch it again"
+        )
     header = parse_json_object(raw, f"{path}: the header")
     metadata = header.pop("__metadata__", None) or {}
     try:
