@@ -78,6 +78,44 @@ def test_a_bad_video_is_one_line(
     assert capfd.readouterr() == ("", "")  # libav keeps quiet
 
 
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.png", "a.jpg"])
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 5\n", "is a pointer of Git LFS, three lines of text"),
+        (b"<!DOCTYPE html><html>" + b"x" * 900, "is a web page; the download needs a login"),
+        (bytes(5000), "contains zeros from its first byte on; the download has not ended"),
+        (b"PK\x03\x04" + bytes(900), "is a zip archive; unpack it"),
+    ],
+)  # fmt: skip
+def test_media_that_were_not_fetched_are_called_so(tmp_path: Path, name: str, content: bytes, answer: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        probe(path)
+    assert str(error.value).startswith(f"{path} {answer}") and str(error.value).endswith(", or remove it")
+
+
+def test_an_image_called_a_video_is_an_image_and_the_other_way_round(tmp_path: Path) -> None:
+    image_called_video(tmp_path / "a.mp4")
+    video_called_image(tmp_path / "b.png")
+    for name, kind in (("a.mp4", "an image"), ("b.png", "a video")):
+        with pytest.raises(UserError, match=f"{name} is {kind} by its content; rename it so that its ending says so"):
+            probe(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "text", ["version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 5\n", "<html>\n<p>a cat"]
+)
+def test_a_pointer_is_no_caption(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(UserError, match=r"a\.txt is a (pointer of Git LFS|web page)"):
+        files.read_dataset_text(tmp_path, "a.txt")
+    for caption in ("", "GGUF", "a cat", "Rar! it said"):
+        (tmp_path / "a.txt").write_text(caption)
+        assert files.read_dataset_text(tmp_path, "a.txt") == caption
+
+
 def cut_image(path: Path) -> None:
     noisy = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
     Image.fromarray(noisy).save(path)

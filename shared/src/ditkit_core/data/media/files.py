@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ditkit_core.config.foreign_files import HEAD_BYTES, mark_of
 from ditkit_core.errors import EnvironmentFault, UserError
-from ditkit_core.io.files import inside, read_text
+from ditkit_core.io.files import head_of, inside, read_text
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -35,6 +36,23 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
         raise EnvironmentFault(
             f"{path} cannot be read because {what} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
         ) from error
+
+
+def refuse_foreign(path: Path, kind: str) -> None:
+    """Raise an error of its own if a file that cannot be read is recognised as something else.
+
+    Args:
+        kind: What its ending says: `image` or `video`.
+
+    Raises:
+        UserError: With what it is.
+    """
+    mark = mark_of(head_of(path), path.name)
+    other = {"image": "is a video", "video": "is an image"}[kind]
+    if mark == other:
+        raise UserError(f"{path} {other} by its content; rename it so that its ending says so, or remove it")
+    if mark not in ("", f"is an {kind}", f"is a {kind}"):
+        raise UserError(f"{path} {mark}, or remove it")
 
 
 def open_container(path: Path, formats: str) -> "InputContainer":
@@ -133,8 +151,12 @@ def read_dataset_text(
     if (size := path.stat().st_size) > most_bytes:
         raise UserError(f"{path} has {size} bytes, more than the {most_bytes} of such a text; replace it or remove it")
     try:
-        return read_text(path)
+        text = read_text(path)
     except UserError as error:
         if isinstance(error.__cause__, OSError):
             refuse_shortage(path, error.__cause__)
         raise
+    # A clone without Git LFS has such files in place of captions and lists, which would be read as if somebody had written them.
+    if (mark := mark_of(text[:HEAD_BYTES].encode())).startswith(("is a pointer of Git LFS", "is a web page")):
+        raise UserError(f"{path} {mark}")
+    return text

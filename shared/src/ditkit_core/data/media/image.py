@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ditkit_core.data.media.colours import StoredColours, stored_colours
-from ditkit_core.data.media.files import refuse_shortage
+from ditkit_core.data.media.files import refuse_foreign, refuse_shortage
 from ditkit_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def _opened(path: Path) -> Iterator["Image"]:
     except (Image.DecompressionBombError, *_RAISED_BY_PILLOW) as error:
         if isinstance(error, OSError | MemoryError):
             refuse_shortage(path, error)
+        refuse_foreign(path, "image")
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "unknown or damaged content" if unknown else " ".join(str(error).split())
         raise UserError(f"{path} cannot be read as an image ({reason}); convert it again or remove it") from error

@@ -67,6 +67,7 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
         # libav says the same of a count in the file that fits in no memory: it allocates at most 2 GiB at once.
         if isinstance(error, OSError) or (isinstance(error, MemoryError) and not files.can_allocate(_LIBAV_BYTES)):
             files.refuse_shortage(path, error)
+        files.refuse_foreign(path, "video")
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
         raise UserError(f"{path} {reason}; re-encode it (ffmpeg -i IN OUT.mp4) or remove it") from error
 
