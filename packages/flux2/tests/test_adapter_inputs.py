@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from tiny_flux2 import tiny_model
 from torch import Tensor, nn
 
-from ditkit_core.adapters.files.read import merge_into, open_adapter
+from ditkit_core.adapters.files.merge import merge_into
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_flux2.state_dict import NAMES
 
 RANK = 4

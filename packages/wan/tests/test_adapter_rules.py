@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_adapter, read_by
-from ditkit_core.adapters.files.identify import find_adapter, layers_of
+from ditkit_core.adapters.files.identify import find_adapter, layers_of, parameters_of
+from ditkit_core.adapters.files.merge import merge_into
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
@@ -159,6 +160,58 @@ def test_an_adapter_of_a_published_size_is_known_by_its_shapes(tmp_path: Path) -
     assert (
         "t2v-1.3b" in presets and "vace-1.3b" in presets and not any("14b" in name or "5b" in name for name in presets)
     )
+
+
+@pytest.mark.parametrize("form", ["official", "kohya"])
+def test_differences_of_published_files_are_merged_into_the_parameters_that_they_are_of(
+    tmp_path: Path, form: str
+) -> None:
+    """Keys as distilled LoRAs for Wan have them: differences of biases, norms, modulations and the patch embedding."""
+    architecture, arch = WAN.architecture, PRESETS["t2v-1.3b"]
+    parameters, layers = parameters_of(architecture.build, arch), layers_of(architecture.build, arch)
+    wanted = {
+        "blocks.0.self_attn.q.diff_b": "layers.0.self_attn.q.bias",
+        "blocks.0.self_attn.norm_q.diff": "layers.0.self_attn.norm_q.weight",
+        "blocks.0.norm3.diff": "layers.0.norm3.weight",
+        "blocks.0.norm3.diff_b": "layers.0.norm3.bias",
+        "blocks.0.diff_m": "layers.0.modulation",
+        "patch_embedding.diff": "embed.patch_embedding.weight",
+        "head.diff_m": "head.modulation",
+    }
+    named = {
+        official: next(name for name in parameters if name.endswith(ours.rpartition("embed.")[2]))
+        for official, ours in wanted.items()
+    }
+    tensors = {
+        "blocks.0.ffn.0.lora_A.weight": torch.ones(2, arch.dim),
+        "blocks.0.ffn.0.lora_B.weight": torch.ones(arch.ffn_dim, 2),
+    }
+    tensors |= {official: torch.ones(parameters[ours]) for official, ours in named.items()}
+    if form == "kohya":
+        tensors = {
+            key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): tensor for key, tensor in tensors.items()
+        }
+        stems = {
+            key: next(
+                end
+                for end in (".lora_down.weight", ".lora_up.weight", ".diff_b", ".diff_m", ".diff")
+                if key.endswith(end)
+            )
+            for key in tensors
+        }
+        tensors = {
+            f"lora_unet_{key.removesuffix(stems[key]).replace('.', '_')}{stems[key]}": tensor
+            for key, tensor in tensors.items()
+        }
+    else:
+        tensors = {f"diffusion_model.{key}": tensor for key, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    file = open_adapter(tmp_path / "x.safetensors", architecture.names, layers, parameters=parameters)
+    assert set(file.differences) == set(named.values()) and list(file.modules) == ["layers.0.ffn.0"]
+    modulation = torch.zeros(parameters["layers.0.modulation"])
+    merge_into([(file, 0.5)])["layers.0.modulation"](modulation)
+    assert torch.equal(modulation, torch.full_like(modulation, 0.5))
+    assert "t2v-1.3b" in find_adapter(tmp_path / "x.safetensors", WAN).presets
 
 
 def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:

@@ -264,8 +264,8 @@ def broken(path: Path, what: str) -> Path:
         save_file({"diffusion_model.somewhere.lora_A.weight": torch.ones(2, 2)}, path)
     elif what == "lokr":
         save_file({"lora_unet_blocks_0_out.lokr_w1": torch.ones(2, 2)}, path)
-    elif what == "differences":
-        adapter(path, **{"lora_unet_blocks_0_out.diff_b": torch.ones(32)})
+    elif what == "whole weights":
+        adapter(path, **{"lora_unet_blocks_0_out.set_weight": torch.ones(32, 32)})
     elif what == "half a module":
         save_file({"lora_unet_blocks_0_out.lora_down.weight": torch.ones(4, 32)}, path)
     elif what == "another module":
@@ -293,13 +293,13 @@ BROKEN = {
     "pickle": "is a pickle, and reading a pickle runs the code in it",
     "missing": "there is no",
     "half written": "is truncated or damaged",
-    "text": "is not a safetensors file",
+    "text": "contains only the text 'not a safetensors file at all'",
     "empty": "is empty; name a LoRA file",
     "transformer": "is a whole transformer, not an adapter; extract its difference",
     "another model": "is a LoRA of another model (its names look like Bloom's)",
     "unknown model": "is a LoRA of another model: diffusion_model.somewhere",
     "lokr": "lokr_w1 [2, 2] are not a LoKr or LoHa of the layer's [1, 1]",
-    "differences": "contains differences of whole weights besides low-rank matrices",
+    "whole weights": "contains whole weights besides low-rank matrices",
     "half a module": "but no up matrix for layers.0.out",
     "another module": "1 of 7 keys fit no adapter of this model",
     "other ranks": "do not fit the layer's",

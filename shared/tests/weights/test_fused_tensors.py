@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import check_adapted, export_adapter
-from ditkit_core.adapters.files.read import AdapterFile, config_from_file, merge_into, open_adapter
+from ditkit_core.adapters.files.merge import merge_into
+from ditkit_core.adapters.files.read import AdapterFile, config_from_file, open_adapter
 from ditkit_core.adapters.files.write import Scaled, write_adapter
 from ditkit_core.adapters.inject import adapter_layers, initialise, inject, trainable_parameters
 from ditkit_core.errors import UserError

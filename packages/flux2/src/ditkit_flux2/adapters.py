@@ -73,7 +73,7 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
 
 
 def _comfyui(layout: AdapterLayout) -> str:
-    if layout.form in ("videox", "onetrainer", "peft", "prefixed"):
+    if layout.form in ("videox", "onetrainer", "peft", "lycoris", "prefixed"):
         return "is not known to load these names; write it with --to official"
     if layout.use_dora and not layout.dora_over_base:
         return "generates other images with magnitudes over another norm; write it with --to official"

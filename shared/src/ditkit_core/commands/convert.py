@@ -23,10 +23,12 @@ from ditkit_core.adapters.files.convert import (
     reduce_rank,
     write_converted,
 )
+from ditkit_core.adapters.files.differences import described, not_applied
 from ditkit_core.adapters.files.export import export_merged, loaded_by, readers_of, whole_forms, with_forms_of
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
 from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
-from ditkit_core.adapters.files.read import MAX_STRENGTH, merge_into
+from ditkit_core.adapters.files.merge import MAX_STRENGTH, merge_into
+from ditkit_core.adapters.files.read import with_differences
 from ditkit_core.adapters.files.write import Scaled, check_form
 from ditkit_core.adapters.files.write_factored import Factored, check_one_to_one, read_factors, write_factored
 from ditkit_core.adapters.inject import target_modules
@@ -76,6 +78,8 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     path = local_path(options.adapter)
     spec, layers = _layers(spec, config, options)
     found = find_adapter(path, spec, part=options.part, layers=layers)
+    if found.differences:
+        raise not_applied(path, found.differences)
     if layers is not None:
         _check_fits(found, layers)
     # Some forms are only read (peft, OneTrainer …); their files are written in the form that most programs read.
@@ -222,7 +226,9 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     found = find_adapter(path, spec, part=options.part, layers=layers)
     _check_fits(found, layers)
     check_finite(found)  # before gigabytes are written
-    merged = replace(_stored(spec, arch, source), edits=merge_into([(found.file, strength)]))
+    names, parameters = spec.architecture.names, parameters_of(spec.architecture.build, arch)
+    file = with_differences(found.file, found.file.source, found.differences, names, parameters)
+    merged = replace(_stored(spec, arch, source), edits=merge_into([(file, strength)]))
     description = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
     folders = export_merged(
         build_on_meta(spec, arch, Precision()),
@@ -234,10 +240,9 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         config_json=description if description.is_file() else None,
     )
     for each in folders:
-        worst = _difference(
-            _stored(spec, arch, open_weights(each)), merged, [f"{name}.weight" for name in found.shapes]
-        )
-        what = f"{len(found.shapes)} modules merged at strength {strength:g}"
+        worst = _difference(_stored(spec, arch, open_weights(each)), merged, list(merged.edits))
+        also = f" and differences of {described(list(file.differences))}" if file.differences else ""
+        what = f"{len(found.shapes)} modules{also} merged at strength {strength:g}"
         say(f"{each}: {what}; the written weights differ by {worst:.1e} (rounding)")
 
 

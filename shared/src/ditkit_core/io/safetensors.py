@@ -7,6 +7,7 @@ process as long as any tensor of the file exists, so the host's peak would be tw
 import hashlib
 import json
 import math
+import re
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -237,6 +238,8 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         )
     header = parse_json_object(raw, f"{path}: the header")
     metadata = header.pop("__metadata__", None) or {}
+    if any(mark in raw for mark in (b"_orig_mod", b"_wrapped_module", b'"module.')):
+        header = _without_wrappers(path, header)
     try:
         # Half of a character, as JSON can escape it, cannot be written to any file.
         "".join((*header, *metadata, *metadata.values())).encode()
@@ -258,6 +261,25 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             f"{path} is truncated or damaged: it has {about.st_size} bytes, but its header describes {end}; fetch it again"
         )
     return stored, metadata
+
+
+_WRAPPERS = re.compile(r"^module\.|(?:^|(?<=[._]))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]")
+"""Parts of names that torch's wrappers add: DataParallel in front; compiled, sharded and checkpointed modules anywhere. kohya's form has underscores."""
+
+
+def _without_wrappers(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    """A header with the names that its tensors have without torch's wrappers.
+
+    Raises:
+        UserError: If two names are then one.
+    """
+    plain: dict[str, Any] = {}
+    for name, about in header.items():
+        short = _WRAPPERS.sub("", name)
+        if short in plain:
+            raise UserError(f"{path} has {short!r} twice, with and without the marks of a wrapper; remove one of them")
+        plain[short] = about
+    return plain
 
 
 def _stored(path: Path, start: int, about: Mapping[str, Any]) -> StoredTensor:

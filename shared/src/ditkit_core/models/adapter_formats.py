@@ -19,7 +19,7 @@ class AdapterLayout:
     """The layout of an adapter file that was read."""
 
     form: str
-    """One of `ADAPTER_FORMS`, or `videox`, `onetrainer`, `peft`; `bare` has no prefix and no `.default`, `prefixed` has a model's own prefix."""
+    """One of `ADAPTER_FORMS`, or `videox`, `onetrainer`, `peft`, `lycoris`; `bare` has no prefix and no `.default`, `prefixed` has a model's own prefix."""
     naming: str = "official"
     """Form of the module names, a key of `StateDictNames.from_native`; empty for our names."""
     alpha: bool = False
@@ -112,6 +112,7 @@ FORM_OF_PREFIX: Mapping[str, str] = {
     "lora_unet_": "musubi",
     "lora_transformer_": "onetrainer",
     "base_model.model.": "peft",
+    "lycoris_": "lycoris",
 }
 """The forms that ditkit reads, by the prefix of their keys; longer prefixes first, because `lora_unet_` also matches `lora_unet__`."""
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ditkit_core.adapters.assistant import ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.identify import layers_of
-from ditkit_core.adapters.files.read import config_from_file, open_adapter, parse_merge
+from ditkit_core.adapters.files.merge import parse_merge
+from ditkit_core.adapters.files.read import config_from_file, open_adapter
 from ditkit_core.adapters.inject import chosen_of
 from ditkit_core.data.dataset import Sample, resolution_of
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS

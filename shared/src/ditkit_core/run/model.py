@@ -10,7 +10,7 @@ from torch import nn
 
 import ditkit_core
 from ditkit_core.adapters.files.export import check_adapted
-from ditkit_core.adapters.files.read import parse_merge
+from ditkit_core.adapters.files.merge import parse_merge
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name, module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml

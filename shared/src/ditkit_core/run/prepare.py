@@ -16,15 +16,10 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.assistant import load_assistant, put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.files.differences import described
 from ditkit_core.adapters.files.identify import layers_of, parameters_of, presets_of
-from ditkit_core.adapters.files.read import (
-    AdapterFile,
-    config_from_file,
-    initial_adapter,
-    merge_into,
-    open_adapter,
-    parse_merge,
-)
+from ditkit_core.adapters.files.merge import merge_into, parse_merge
+from ditkit_core.adapters.files.read import AdapterFile, config_from_file, initial_adapter, open_adapter
 from ditkit_core.adapters.inject import canonical_name, initialise, inject, is_adapter_name, trainable_parameters
 from ditkit_core.config.nearest import nearest_word
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
@@ -173,7 +168,12 @@ def build_meta_model(
     # All files are opened before anything slow, so that a wrong one fails at once: importing peft alone takes seconds.
     mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
     open_file = partial(open_adapter, names=spec.architecture.names, modules=layers_of(spec.architecture.build, arch))
-    merged = [(open_file(file), strength) for file, strength in (parse_merge(entry, key) for key, entry in files)]
+    merged = []
+    for key, entry in files:
+        file, strength = parse_merge(entry, key)
+        # An assistant is taken out again for samples, which differences of whole parameters cannot be.
+        opened = open_file(file, parameters=None if key == base.assistant_key(component) else shapes)
+        merged.append((opened, strength))
     adapter, start = _started_from_file(adapter, open_file, base.merge_key(component), say)
     if keeps_codes:
         _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merged, say=say)
@@ -182,7 +182,8 @@ def build_meta_model(
     # after quantization, so that the adapters are added to the layers that the model ends up with
     adapted = inject(model, adapter, spec.adapters.targets)
     for (key, _), (file, strength) in zip(files, merged, strict=True):
-        say(f"{key}: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
+        also = f" and differences of {described(list(file.differences))}" if file.differences else ""
+        say(f"{key}: {len(file.modules)} modules{also} of {file.source.path} at strength {strength:g}")
     assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else "")
     return MetaModel(
         spec=spec,

@@ -270,7 +270,7 @@ def find_cache(
     merges = [
         (file.source.fingerprint(), strength, [(name, m.rank, m.scale, m.use_dora) for name, m in file.modules.items()])
         for file, strength in merged
-        if strength and file.modules
+        if strength and (file.modules or file.differences)
     ]
     layers = [
         (name, entry.shape, str(entry.dtype), getattr(entry.owner, "kind", ""))

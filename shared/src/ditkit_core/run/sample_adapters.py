@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter
 from ditkit_core.adapters.files.identify import Shapes, layers_of, parameters_of
-from ditkit_core.adapters.files.read import merge_into, open_adapter, parse_merge
+from ditkit_core.adapters.files.merge import merge_into, parse_merge
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import json_part

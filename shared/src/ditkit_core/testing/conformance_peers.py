@@ -19,7 +19,8 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.diffusers_model import DiffusersModel
 from ditkit_core.adapters.extract import as_lokr, extract
 from ditkit_core.adapters.files.export import base_tensors
-from ditkit_core.adapters.files.read import merge_into, open_adapter
+from ditkit_core.adapters.files.merge import merge_into
+from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.data.masks import at_latent_size

@@ -13,6 +13,7 @@ from torch import nn
 
 from ditkit_core.adapters.dora import is_over_base
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
+from ditkit_core.adapters.files.differences import split_differences
 from ditkit_core.adapters.files.keys import KnownNames, has_adapter_keys, shapes_in
 from ditkit_core.adapters.files.read import AdapterFile, understand_adapter
 from ditkit_core.errors import UserError
@@ -35,7 +36,7 @@ _OTHER_METHODS = {
     "OFT": re.compile(r"\.oft_|\.boft"),
     "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
     "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
-    "differences of whole weights": re.compile(r"\.diff(_b)?$|\.(set_weight|reshape_weight)$"),
+    "whole weights": re.compile(r"\.(set_weight|reshape_weight)$"),
 }
 """Other methods, by the keys that they have besides or in place of low-rank matrices."""
 
@@ -58,6 +59,8 @@ class FoundAdapter:
     """Shapes of the layers that it adapts, according to its matrices."""
     presets: tuple[str, ...]
     """Presets with all these layers in these shapes."""
+    differences: tuple[str, ...] = ()
+    """Keys of differences that are added to whole parameters."""
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +106,8 @@ def adapter_in(
     Raises:
         UserError: If the file is not an adapter of this family, or has two adapters and none was chosen.
     """
-    source, path = part_of(whole, part), whole.path
+    complete, path = part_of(whole, part), whole.path
+    source, differences = split_differences(complete)
     # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.
     presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
     known = KnownNames.of(
@@ -127,11 +131,11 @@ def adapter_in(
             f"{first_ten(unknown)}; name a LoRA of this model"
         )
     shapes = shapes_in(source, known)
-    file, layout = understand_adapter(source, known, shapes), known.layout(keys)
+    file, layout = replace(understand_adapter(source, known, shapes), source=complete), known.layout(keys)
     layout = replace(layout, dora_over_base=layout.use_dora and is_over_base(source.metadata))
     # A subset, because an adapter need not adapt every layer.
     fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
-    return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting)
+    return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting, differences=differences)
 
 
 def parts_in(source: SafetensorsSource) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ _FORMS = {
     "videox": "VideoX-Fun (lora_unet__)",
     "onetrainer": "OneTrainer (lora_transformer_)",
     "peft": "peft (base_model.model.)",
+    "lycoris": "LyCORIS' wrapper, SimpleTuner (lycoris_)",
     "prefixed": "a whole model's own prefix",
     "bare": "names without a prefix",
 }
@@ -103,6 +104,7 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
         "changes_nothing": [name for name, norm in norms.items() if norm == 0],
         "not_finite": [name for name in modules if name not in norms],
         "presets": list(found.presets),
+        "differences": len(found.differences),
         "readers": dict(spec.adapters.rules.readers(found.layout, list(modules))),
     }
     if base is not None:
@@ -222,6 +224,11 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
     rows = [[kind, str(found["shape"]), *_shown(found["norm"])] for kind, found in kinds.items()]
     blocks = [f"blocks {found['blocks']}" if found["blocks"] else "" for found in kinds.values()]
     lines += _indented([[*row, text] for row, text in zip(rows, blocks, strict=True)])
+    if about["differences"]:
+        lines.append(
+            f"  also adds differences to whole weights, biases or norms, by {about['differences']} keys: base.merge and --merge apply them, and "
+            "nothing else does"
+        )
     if about["changes_nothing"]:
         lines.append(f"  {len(about['changes_nothing'])} modules change nothing: {about['changes_nothing'][0]} …")
     if damaged:

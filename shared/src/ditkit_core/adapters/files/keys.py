@@ -77,9 +77,14 @@ class KnownNames:
             if match := pattern.search(key):
                 stem = key[: match.start()]
                 for prefix in self.prefixes:
-                    # A prefix counts only if a known name follows: `transformer.` may begin a name of the model's own.
-                    if stem.startswith(prefix) and (parts := self.parts.get(stem.removeprefix(prefix))):
-                        return AdapterKey(parts, kind, prefix, stem.removeprefix(prefix), match[0])
+                    if not stem.startswith(prefix):
+                        continue
+                    name = stem.removeprefix(prefix)
+                    # Some programs write kohya's prefix and only some of its underscores: `lora_unet_blocks_0.self_attn.q`.
+                    for module in (name, name.replace(".", "_")):
+                        # A prefix counts only if a known name follows: `transformer.` may begin a name of the model's own.
+                        if parts := self.parts.get(module):
+                            return AdapterKey(parts, kind, prefix, module, match[0])
         return None
 
     def layout(self, keys: Iterable[AdapterKey]) -> AdapterLayout:

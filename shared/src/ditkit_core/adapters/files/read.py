@@ -9,6 +9,7 @@ list (`keys.py`).
 | diffusers | `transformer.` + diffusers name + `.lora_A.weight`, alpha in the header |
 | kohya, musubi | `lora_unet_` + official name with underscores + `.lora_down.weight`, `.alpha` |
 | OneTrainer | as kohya, or `lora_transformer_` + diffusers name with underscores |
+| LyCORIS' wrapper | `lycoris_` + name with underscores |
 | peft | `base_model.model.` + official or diffusers name + `.lora_A.weight`, alpha in `adapter_config.json` next to the file |
 | DiffSynth | official name + `.lora_A.default.weight` |
 
@@ -20,7 +21,7 @@ The scale alpha / rank belongs to a module here, never to a file: `scale`.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,11 +30,17 @@ from torch import Tensor
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import row_factors
 from ditkit_core.adapters.files.alpha import AlphaHeader
+from ditkit_core.adapters.files.differences import (
+    Difference,
+    add_difference,
+    find_differences,
+    not_applied,
+    split_differences,
+)
 from ditkit_core.adapters.files.factored import factored_config, mixed_adapter, understand_factored
 from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.adapters.files.keys import KnownNames
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.factored import METHOD_OF_PART, FactoredMatrices
@@ -84,6 +91,12 @@ class AdapterFile:
     source: SafetensorsSource
     modules: Mapping[str, FileModule]
     """Its modules, by our name."""
+    differences: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
+    """What is added to whole parameters, by our name."""
+
+    def add_differences(self, name: str, parameter: Tensor, strength: float) -> None:
+        """Add the differences of a parameter at a strength to its fp32 values, in place; nothing where the file has none."""
+        add_difference(self.source, self.differences.get(name, ()), parameter, strength)
 
     def read_factored(self, module: str) -> FactoredMatrices:
         """Read a module's LoKr or LoHa.
@@ -158,13 +171,20 @@ def refuse_damaged(path: Path, modules: Iterable[tuple[str, Sequence[Tensor]]]) 
         )
 
 
-def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[int, ...]]) -> AdapterFile:
+def open_adapter(
+    path: Path,
+    names: StateDictNames,
+    modules: Mapping[str, tuple[int, ...]],
+    *,
+    parameters: Mapping[str, tuple[int, ...]] | None = None,
+) -> AdapterFile:
     """Open an adapter file and find each of its keys in the model, with rank and scale.
 
     Matrices are read only where the form fuses modules that the model has apart: their columns of zeros in B tell modules apart.
 
     Args:
         modules: Weight shapes [out, in] of the model's Linear layers, by our name.
+        parameters: Shapes of all its parameters, by our name, for what is merged: only merging can use a file's differences.
 
     Raises:
         UserError: If this is not a safetensors file, has no adapter, or has keys that do not fit the model; with the first ten.
@@ -179,7 +199,27 @@ def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[
             f"{path} is a whole transformer, not an adapter; name the file that the export command's --extract {path} --base BASE --rank 64 "
             "makes of its difference to the base"
         )
-    return understand_adapter(source, KnownNames.of(names, modules), modules)
+    plain, keys = split_differences(source)
+    if keys and parameters is None:
+        raise not_applied(path, keys)
+    file = understand_adapter(plain, KnownNames.of(names, modules), modules)
+    return file if parameters is None else with_differences(file, source, keys, names, parameters)
+
+
+def with_differences(
+    file: AdapterFile,
+    source: SafetensorsSource,
+    keys: Sequence[str],
+    names: StateDictNames,
+    parameters: Mapping[str, tuple[int, ...]],
+) -> AdapterFile:
+    """A file with its differences; arguments and errors as of `find_differences`."""
+
+    def scale_of(module: str) -> float:
+        pieces = file.modules[module].pieces if module in file.modules else ()
+        return next((piece.adapter.scale for piece in pieces if piece is not None), 1.0)
+
+    return replace(file, source=source, differences=find_differences(source, keys, names, parameters, scale_of))
 
 
 def understand_adapter(
@@ -313,44 +353,6 @@ def _understand(
     # Without any alpha the scale is 1, as for every reader of such files.
     scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys else header.scale(rank, names)
     return FileAdapter(names[0], keys, parts, rank, scale)
-
-
-MAX_STRENGTH = 100
-"""Largest magnitude of a strength in `base.merge`. Beyond it no adapter makes sense; it is a typing error."""
-
-
-def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
-    """Parse `FILE@strength`, or `FILE` with a strength of 1, of a setting.
-
-    Raises:
-        UserError: If the text behind the last @ is not a number, and the complete entry is not a file.
-    """
-    # A file whose own name has an @ counts as a file.
-    file, at, strength = entry.rpartition("@")
-    if not at or Path(entry).is_file():
-        return local_path(entry), 1.0
-    try:
-        value = float(strength)
-    except ValueError as error:
-        raise UserError(f"{key}: {entry!r} is not FILE@strength; write a number after the @") from error
-    if not abs(value) <= MAX_STRENGTH:
-        raise UserError(f"{key}: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
-    return local_path(file), value
-
-
-def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable[[Tensor], None]]:
-    """The `edits` of `load_into` that merge adapter files, each at a strength, into the base's weights; none for a strength of 0."""
-    modules = {module for file, strength in files if strength for module in file.modules}
-
-    def edit(module: str) -> Callable[[Tensor], None]:
-        def change(weight: Tensor) -> None:
-            for file, strength in files:
-                if module in file.modules:
-                    file.change(module, weight, strength)
-
-        return change
-
-    return {f"{module}.weight": edit(module) for module in modules}
 
 
 def config_from_file(
