@@ -1,5 +1,6 @@
 """What is said of programs that read FLUX.2's adapter files, held against the diffusers that is installed."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,14 @@ from adapted_flux2 import ADALN, Adapted
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.adapters.files import identify
+from ditkit_core.adapters.files.identify import Shapes, find_adapter
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.run.prepare import arch_here
 from ditkit_flux2.adapters import RULES
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.state_dict import NAMES
@@ -116,5 +120,44 @@ def test_diffsynths_names_are_diffusers_without_a_prefix(tmp_path: Path) -> None
 def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.ones(2, 2)}, path)
-    with pytest.raises(UserError, match=r"is a LoRA of another model \(its names look like Wan's\)"):
+    told = r"is a LoRA of another model \(its names look like those of Wan\): .* …; use the wan commands$"
+    with pytest.raises(UserError, match=told):
         find_adapter(path, FLUX2)
+    with pytest.raises(UserError, match=told):  # as adapter.init and base.merge open it
+        open_adapter(path, FLUX2.architecture.names, layers_of_preset("klein-4b"))
+
+
+def layers_of_preset(name: str) -> Shapes:
+    return identify.layers_of(FLUX2.architecture.build, FLUX2.architecture.presets[name])
+
+
+@pytest.mark.parametrize(
+    ("config", "answer"),
+    [
+        ({"_class_name": "WanTransformer3DModel", "num_layers": 30}, "describes Wan (WanTransformer3DModel), and no model of flux2; use the wan commands"),
+        ({"_class_name": "FluxTransformer2DModel"}, "describes FLUX.1 (FluxTransformer2DModel), and no model of flux2; name a model of flux2"),
+        ({"_class_name": "AutoencoderKLFlux2"}, "describes a VAE (AutoencoderKLFlux2), and no model of flux2"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "describes a text encoder (Qwen3ForCausalLM), and no model of flux2"),
+        ({"_class_name": "KandinskyTransformer"}, "does not describe this model of flux2 (KandinskyTransformer: it has no "),
+        ({"_class_name": "Flux2Transformer2DModel"}, "does not describe this model of flux2 (Flux2Transformer2DModel: it has no "),
+    ],
+)  # fmt: skip
+def test_a_base_of_another_family_is_answered_with_its_commands(
+    tmp_path: Path, config: dict[str, object], answer: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        arch_here(FLUX2, ModelPaths(transformer=str(tmp_path)))
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'} {answer}") and "Error" not in str(error.value)
+    assert ("set model.preset to one of" in str(error.value)) == answer.startswith("does not")
+
+
+def test_a_single_file_of_another_family_is_answered_with_its_commands(tmp_path: Path) -> None:
+    save_file(
+        {"blocks.0.self_attn.q.weight": torch.ones(2, 2), "head.head.weight": torch.ones(2, 2)},
+        tmp_path / "x.safetensors",
+    )
+    with pytest.raises(
+        UserError, match=r"no preset fits the weights in .* \(its names look like those of Wan\); use the wan commands$"
+    ):
+        arch_here(FLUX2, ModelPaths(transformer=str(tmp_path / "x.safetensors")))

@@ -23,7 +23,7 @@ from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build_meta_model, load_weights
+from ditkit_core.run.prepare import arch_here, build_meta_model, load_weights
 from ditkit_wan.adapters import RULES, fillers
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
@@ -216,8 +216,30 @@ def test_differences_of_published_files_are_merged_into_the_parameters_that_they
 
 def test_a_lora_of_another_family_is_reported(tmp_path: Path) -> None:
     save_file({"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=r"is a LoRA of another model \(its names look like FLUX's or HunyuanVideo's\)"):
+    told = r"is a LoRA of another model \(its names look like those of FLUX or HunyuanVideo\): .* or use the flux2 commands for FLUX.2$"
+    with pytest.raises(UserError, match=told):
         find_adapter(tmp_path / "x.safetensors", WAN)
+    layers = layers_of(WAN.architecture.build, PRESETS["t2v-1.3b"])
+    with pytest.raises(UserError, match=told):  # as adapter.init and base.merge open it
+        open_adapter(tmp_path / "x.safetensors", WAN.architecture.names, layers)
+
+
+@pytest.mark.parametrize(
+    ("config", "answer"),
+    [
+        ({"_class_name": "Flux2Transformer2DModel"}, "describes FLUX.2 (Flux2Transformer2DModel), and no model of wan; use the flux2 commands"),
+        ({"_class_name": "QwenImageTransformer2DModel"}, "describes Qwen-Image (QwenImageTransformer2DModel), and no model of wan"),
+        ({"architectures": ["UMT5EncoderModel"]}, "describes a text encoder (UMT5EncoderModel), and no model of wan"),
+        ({"_class_name": "WanTransformer3DModel"}, "does not describe this model of wan (WanTransformer3DModel: it has no out_channels); set model.preset"),
+    ],
+)  # fmt: skip
+def test_a_base_of_another_family_is_answered_with_its_commands(
+    tmp_path: Path, config: dict[str, object], answer: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        arch_here(WAN, ModelPaths(transformer=str(tmp_path)))
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'} {answer}")
 
 
 def test_diffusers_loads_nothing_of_an_architecture_that_it_has_no_model_of() -> None:
@@ -227,7 +249,7 @@ def test_diffusers_loads_nothing_of_an_architecture_that_it_has_no_model_of() ->
         rules = WAN.for_arch(arch).adapters.rules
         has_none = preset.startswith(("fun-", "wantodance"))
         assert ("has no such model" in rules.readers(official, blocks)["diffusers"]) == has_none, preset
-        assert not rules.readers(official, blocks)["ComfyUI"] and rules.strangers == WAN.adapters.rules.strangers
+        assert not rules.readers(official, blocks)["ComfyUI"]
     for name in ("layers.4.music.v", "embed.img_emb_refimage.proj.1", "head.head_global.head"):
         assert "has no such model" in RULES.readers(official, [*blocks, name])["diffusers"]
 

@@ -1,6 +1,7 @@
 """What the export command says of files: what they are, and what is wrong with them or with the flags."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import AdapterRules
+from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import Expert
 from ditkit_core.testing.specs import altered
@@ -21,9 +23,12 @@ from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 RULES = AdapterRules(
     readers=lambda layout, modules: {"one": "", "other": f"rejects {layout.form}"},
-    strangers={"double_blocks": "Bloom's"},
 )
-SPEC = altered(TOY, presets={"small": ToyArch(), "deep": ToyArch(depth=3), "wide": ToyArch(dim=64)}, rules=RULES)
+BLOOM = OtherModel(name="Bloom", keys="double_blocks")
+NAMES = replace(TOY.architecture.names, others=(BLOOM, *OTHER_MODELS))
+SPEC = altered(
+    TOY, names=NAMES, presets={"small": ToyArch(), "deep": ToyArch(depth=3), "wide": ToyArch(dim=64)}, rules=RULES
+)
 
 
 @pytest.fixture
@@ -296,7 +301,7 @@ BROKEN = {
     "text": "contains only the text 'not a safetensors file at all'",
     "empty": "is empty; name a LoRA file",
     "transformer": "is a whole transformer, not an adapter; extract its difference",
-    "another model": "is a LoRA of another model (its names look like Bloom's)",
+    "another model": "is a LoRA of another model (its names look like those of Bloom)",
     "unknown model": "is a LoRA of another model: diffusion_model.somewhere",
     "lokr": "lokr_w1 [2, 2] are not a LoKr or LoHa of the layer's [1, 1]",
     "whole weights": "contains whole weights besides low-rank matrices",
@@ -304,8 +309,8 @@ BROKEN = {
     "another module": "1 of 7 keys fit no adapter of this model",
     "other ranks": "do not fit the layer's",
     "no matrices": "do not fit the layer's",
-    "no vae": "is not a LoRA (its names look like a VAE's)",
-    "a text encoder": "is not a LoRA (its names look like a text encoder's)",
+    "no vae": "is not a LoRA (its names look like those of a VAE)",
+    "a text encoder": "is not a LoRA (its names look like those of a text encoder)",
 }
 
 

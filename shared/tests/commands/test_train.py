@@ -203,7 +203,7 @@ def test_what_cannot_be_sampled_with_is_said_before_anything_is_encoded(
     cases = {
         "no save to sample with; name a run that was trained": (),
         "there is no adapter file": ("--adapter", str(world.folder / "nothing.safetensors")),
-        "fit no adapter of this model": ("--adapter", str(world.folder / "strange.safetensors")),
+        "is a LoRA of another model": ("--adapter", str(world.folder / "strange.safetensors")),
     }
     for words, flags in cases.items():
         assert world.run("sample", "--prompt", "a", "--run.folder", str(world.folder / "none"), *flags) == 1

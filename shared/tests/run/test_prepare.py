@@ -232,7 +232,9 @@ def test_a_config_json_that_would_take_all_time_or_memory_is_one_line(base, cont
 
 def test_the_config_json_of_another_family_is_named_by_its_class(base):
     (base / "transformer" / "config.json").write_text('{"_class_name": "WanTransformer3DModel"}')
-    with pytest.raises(UserError, match=r"does not describe this model of toy \(WanTransformer3DModel; "):
+    with pytest.raises(
+        UserError, match=r"does not describe this model of toy \(WanTransformer3DModel: it has no depth\)"
+    ):
         prepared(base)
 
 

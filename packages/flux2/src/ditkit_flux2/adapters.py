@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import (
     NO_FACTORED,
-    STRANGERS,
     AdapterLayout,
     AdapterRules,
     readers_by_program,
@@ -83,10 +82,5 @@ def _comfyui(layout: AdapterLayout) -> str:
 RULES = AdapterRules(
     readers=readers_by_program(_diffusers, _comfyui, "diffusers"),
     one_to_one="diffusers",  # the official names have q, k and v in one
-    strangers={
-        r"(^|[._])(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)": "Wan's",
-        **STRANGERS,
-        r"(img|txt)_mod[._]|norm1(_context)?[._]linear|single_blocks[._]\d+[._]modulation": "FLUX.1's",
-    },
 )
-"""Rules for FLUX.2's adapter files: which programs load them, and which names belong to other models."""
+"""Rules for FLUX.2's adapter files: which programs load them."""

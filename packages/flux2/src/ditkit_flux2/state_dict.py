@@ -10,6 +10,7 @@ official double blocks stack q, k and v in one tensor, and diffusers has the hea
 import re
 from collections.abc import Mapping
 
+from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 
 # ours -> diffusers, before and after the blocks; the official names follow by rules, in `_official`
@@ -138,4 +139,18 @@ NAMES = StateDictNames(
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_diffusers},
     bare="diffusers",
+    others=(
+        OtherModel(
+            name="Wan",
+            keys=r"(^|[._])(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)",
+            classes=r"^Wan",
+            remedy="use the wan commands",
+        ),
+        *OTHER_MODELS,
+        OtherModel(
+            name="FLUX.1",
+            keys=r"(img|txt)_mod[._]|norm1(_context)?[._]linear|single_blocks[._]\d+[._]modulation",
+            classes=r"^FluxTransformer",
+        ),
+    ),
 )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from ditkit_core.models.adapter_formats import NO_FACTORED, STRANGERS, AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.adapter_formats import NO_FACTORED, AdapterLayout, AdapterRules, readers_by_program
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 _KINDS = (
@@ -86,13 +86,8 @@ def _comfyui(layout: AdapterLayout) -> str:
 RULES = AdapterRules(
     readers=readers_by_program(_diffusers, _comfyui, "official"),
     fillers=fillers,
-    strangers={
-        r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks": "FLUX's or HunyuanVideo's",
-        **STRANGERS,
-        r"transformer_blocks": "another transformer's in diffusers",
-    },
 )
-"""Rules for Wan's adapter files: which programs load them, and which names belong to other models."""
+"""Rules for Wan's adapter files: which programs load them."""
 
 RULES_WITHOUT_DIFFUSERS = replace(
     RULES, readers=readers_by_program(lambda layout, modules: _NO_MODEL, _comfyui, "official")

@@ -11,6 +11,7 @@ The forms differ only in names of modules, so one table serves both directions.
 import re
 from collections.abc import Mapping
 
+from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_wan.presets import MUSIC_LAYERS
 
@@ -144,4 +145,15 @@ NAMES = StateDictNames.renaming(
     prefixes=("model.diffusion_model.", "diffusion_model.", "model."),
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_diffusers},
+    others=(
+        OtherModel(name="FLUX.2", classes=r"^Flux2", remedy="use the flux2 commands"),
+        OtherModel(
+            name="FLUX or HunyuanVideo",
+            keys=r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks",
+            classes=r"^Flux",
+            remedy="name a file of Wan, or use the flux2 commands for FLUX.2",
+        ),
+        *OTHER_MODELS,
+        OtherModel(name="another transformer of diffusers", keys=r"transformer_blocks"),
+    ),
 )

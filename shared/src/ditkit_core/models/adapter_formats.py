@@ -10,7 +10,7 @@
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -143,14 +143,6 @@ def nearest_form(name: str) -> str:
     return known[close[0]] if close else ""
 
 
-STRANGERS: Mapping[str, str] = {
-    r"joint_(transformer_)?blocks": "Stable Diffusion 3's",
-    r"(down|up|mid|input|output|middle)_block": "those of a U-Net, as Stable Diffusion has one",
-    r"lora_te\d?_|text_model|text_encoder": "a text encoder's",
-}
-"""Patterns of names in files of models that are no family's, for `AdapterRules.strangers`."""
-
-
 NO_FACTORED = "has no reader of LoKr or LoHa; merge it"
 """What diffusers does with these."""
 
@@ -202,5 +194,3 @@ class AdapterRules:
     """(form to write, adapted modules by our names) to further modules that readers of the form require; they are written as zeros."""
     one_to_one: str = "official"
     """The form for ComfyUI whose names are each for one of our layers, as a LoKr or LoHa needs it."""
-    strangers: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of names in other models' files, to the model that such a file is for."""

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
+
 
 @dataclass(frozen=True)
 class TensorSlice:
@@ -32,6 +34,9 @@ class StateDictNames:
     from_native: Mapping[str, Callable[[str], tuple[TensorSlice, ...]]]
     """By form (`official`, `diffusers`): from our parameter's name to the slices of that form's tensors that its rows are, in order."""
 
+    others: tuple[OtherModel, ...] = OTHER_MODELS
+    """Other models whose files are given by mistake, the likeliest first."""
+
     bare: str = "official"
     """Form of the names in an adapter file without prefixes, as DiffSynth writes it for this family."""
 
@@ -42,6 +47,7 @@ class StateDictNames:
         prefixes: tuple[str, ...] = (),
         to_native: Callable[[str], str | None],
         from_native: Mapping[str, Callable[[str], str]] = MappingProxyType({}),
+        others: tuple[OtherModel, ...] = OTHER_MODELS,
     ) -> "StateDictNames":
         """The mapping for files in which every tensor is exactly one parameter."""
 
@@ -56,4 +62,5 @@ class StateDictNames:
             prefixes=prefixes,
             to_native=native,
             from_native={form: foreign(rename) for form, rename in from_native.items()},
+            others=others,
         )

@@ -28,6 +28,7 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.other_models import looks_like, wrong_config
 from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
@@ -352,10 +353,10 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
             source, spec.architecture.names, parameters_of(spec.architecture.build, arch)
         ):
             return "", arch
+        likeness, remedy = looks_like(() if fitting else source.tensors, spec.architecture.names.others)
         what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
-        raise UserError(
-            f"{what} the weights in {source.path}; set model.preset to one of {', '.join(fitting or spec.architecture.presets)}"
-        )
+        remedy = remedy or f"set model.preset to one of {', '.join(fitting or spec.architecture.presets)}"
+        raise UserError(f"{what} the weights in {source.path}{likeness}; {remedy}")
     return fitting[0], spec.architecture.presets[fitting[0]]
 
 
@@ -371,9 +372,8 @@ def _described(spec: ModelSpec, path: Path) -> Any:
             with at_most_parameters(_MAX_PARAMETERS):
                 build_on_meta(spec, arch, Precision())
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
-        kind = config.get("_class_name")  # the one of another family says which command is meant
-        of = f"{kind}; " if isinstance(kind, str) else ""
-        raise UserError(f"{path} does not describe this model of {spec.name} ({of}{error!r}); {remedy}") from error
+        wrong = wrong_config(config, error, spec.name, spec.architecture.names.others)
+        raise UserError(f"{path} {wrong}{'' if ';' in wrong else f'; {remedy}'}") from error
     return arch
 
 

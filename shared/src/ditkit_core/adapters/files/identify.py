@@ -14,12 +14,13 @@ from torch import nn
 from ditkit_core.adapters.dora import is_over_base
 from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.files.differences import split_differences
-from ditkit_core.adapters.files.keys import KnownNames, has_adapter_keys, shapes_in
+from ditkit_core.adapters.files.keys import KnownNames, another_model, shapes_in
 from ditkit_core.adapters.files.read import AdapterFile, understand_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import parse_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.factored import METHOD_OF_PART
@@ -39,13 +40,6 @@ _OTHER_METHODS = {
     "whole weights": re.compile(r"\.(set_weight|reshape_weight)$"),
 }
 """Other methods, by the keys that they have besides or in place of low-rank matrices."""
-
-_OTHER_PARTS = {
-    r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|(post_)?quant_conv)\.": "a VAE's",
-    r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.": "a text encoder's",
-    r"^(vision_model\.)?embeddings\.(class|patch|position)_embedding|^visual\.": "an image encoder's",
-}
-"""A model's other files, by the names in them. Users give them by mistake, because they are in folders next to the transformer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +120,10 @@ def adapter_in(
             "the program that made it"
         )
     if unknown:
+        likeness, remedy = looks_like(unknown, spec.architecture.names.others)
         raise UserError(
-            f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this model{_likeness(unknown, spec)}: "
-            f"{first_ten(unknown)}; name a LoRA of this model"
+            f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this model{likeness}: "
+            f"{first_ten(unknown)}; {remedy or 'name a LoRA of this model'}"
         )
     shapes = shapes_in(source, known)
     file, layout = replace(understand_adapter(source, known, shapes), source=complete), known.layout(keys)
@@ -197,20 +192,11 @@ def _not_an_adapter(source: SafetensorsSource, spec: ModelSpec) -> UserError:
         return UserError(
             f"{path} is a whole transformer, not an adapter; extract its difference to another with --extract {path} --base BASE --rank N"
         )
-    likeness = _likeness(source.tensors, spec)
+    likeness, remedy = looks_like(source.tensors, spec.architecture.names.others)
     methods = _other_methods(source.tensors)
     # A file of another model is that first, whatever its method.
     if not likeness and methods:
         return UserError(
             f"{path} contains {' and '.join(methods)}, which is not supported; merge it with the program that made it"
         )
-    what = "a LoRA of another model" if has_adapter_keys(source) else "not a LoRA"
-    return UserError(f"{path} is {what}{likeness}: {first_ten(list(source.tensors)[:3])} …; name a LoRA of this model")
-
-
-def _likeness(names: Collection[str], spec: ModelSpec) -> str:
-    """The other model that names look like, as the end of a sentence; empty if they look like none that is known."""
-    for pattern, what in {**_OTHER_PARTS, **spec.adapters.rules.strangers}.items():
-        if any(re.search(pattern, name) for name in names):
-            return f" (its names look like {what})"
-    return ""
+    return another_model(source, likeness, remedy)

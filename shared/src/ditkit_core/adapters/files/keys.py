@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import FORM_OF_PREFIX, AdapterLayout
+from ditkit_core.models.other_models import OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.factored import METHOD_OF_PART, is_complete, shape_of_parts
 from ditkit_core.weights.fused_tensors import FusedTensors
@@ -49,6 +51,7 @@ class KnownNames:
     forms: Mapping[tuple[TensorSlice, ...], list[str]]
     """The dotted names, by the parts that they stand for."""
     prefixes: tuple[str, ...]
+    others: tuple[OtherModel, ...]
     naming: Mapping[str, str]
     """By name: the first form of `StateDictNames.from_native` that has it; empty for names that only our model has."""
 
@@ -69,7 +72,7 @@ class KnownNames:
                     assert parts.setdefault(alias, meant) == meant, f"{alias} is {parts[alias]} and {meant}"
                     naming.setdefault(alias, form)
                 forms.setdefault(meant, []).append(name)
-        return cls(parts, forms, (*names.prefixes, *FORM_OF_PREFIX, ""), naming)
+        return cls(parts, forms, (*names.prefixes, *FORM_OF_PREFIX, ""), names.others, naming)
 
     def parse(self, key: str) -> AdapterKey | None:
         """Parse a file's key; None if it belongs to no adapter of this model."""
@@ -128,6 +131,13 @@ def tensors_in_form(names: Iterable[str], from_native: Callable[[str], Sequence[
 def has_adapter_keys(source: SafetensorsSource) -> bool:
     """Whether a file has a key of a low-rank adapter, for whatever model."""
     return any(pattern.search(key) for key in source.tensors for kind, pattern in _PARTS.items() if kind != "alpha")
+
+
+def another_model(source: SafetensorsSource, likeness: str, remedy: str) -> UserError:
+    """The error for a file in which nothing is an adapter of this model; the texts are those of `looks_like`."""
+    what = "a LoRA of another model" if has_adapter_keys(source) else "not a LoRA"
+    shown = ", ".join(list(source.tensors)[:3])
+    return UserError(f"{source.path} is {what}{likeness}: {shown} …; {remedy or 'name a LoRA of this model'}")
 
 
 def shapes_in(source: SafetensorsSource, known: KnownNames) -> dict[str, tuple[int, ...]]:

@@ -39,9 +39,10 @@ from ditkit_core.adapters.files.differences import (
 )
 from ditkit_core.adapters.files.factored import factored_config, mixed_adapter, understand_factored
 from ditkit_core.adapters.files.file_adapter import FileAdapter
-from ditkit_core.adapters.files.keys import KnownNames
+from ditkit_core.adapters.files.keys import KnownNames, another_model
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.factored import METHOD_OF_PART, FactoredMatrices
 from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
@@ -252,9 +253,12 @@ def understand_adapter(
         key for parts, name in file_names.items() if not fused.add(name, parts) for key in keys[parts].values()
     ]
     if unmatched:
+        likeness, remedy = looks_like(unmatched, known.others)
+        if len(unmatched) == len(source.tensors):
+            raise another_model(source, likeness, remedy)
         raise UserError(
-            f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this model: "
-            f"{first_ten(unmatched)}; name a LoRA of this model"
+            f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this model{likeness}: "
+            f"{first_ten(unmatched)}; {remedy or 'name a LoRA of this model'}"
         )
     # Only now, because an unreadable header of a file of another model is not the problem to report.
     header = AlphaHeader.of(source)
