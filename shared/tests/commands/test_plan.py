@@ -73,6 +73,14 @@ def test_json_is_all_of_stdout_and_says_that_it_fits(tmp_path, capsys):
     assert device["blocks"] == [0, 1] and found["flops_per_step"] > 0 < found["seconds_per_step"]
 
 
+def test_the_row_of_trained_weights_is_called_so_where_there_is_no_adapter(tmp_path, capsys):
+    for method, wanted in (("lora", ["weights", "adapters"]), ("full", ["trained weights"])):
+        flags = ("--adapter.method", method, "--model.dtype", "fp32", "--gpus", "24GiB")
+        rows = [line.rpartition(" ")[0].strip() for line in plan(tmp_path, capsys, *flags)[1].splitlines()]
+        first = rows.index("gradients")
+        assert rows[first - len(wanted) - 1 : first] == ["GiB", *wanted]
+
+
 def test_a_gpu_that_is_too_small_is_status_3_and_says_what_lacks(tmp_path, capsys):
     status, out, _ = plan(
         tmp_path, capsys, "--gpus", "1.5GiB", "--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024"

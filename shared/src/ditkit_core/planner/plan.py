@@ -97,6 +97,7 @@ def report_of(
         policy=str(solution.placement.checkpointing),
         chosen=solution.chosen,
         bucket=step.bucket.described(),
+        trains_all=run.config.adapter.method == "full",
         tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
         work=work,
         devices=plans,

@@ -52,6 +52,8 @@ class PlanReport:
     """Differences between the plan and the configuration, line by line."""
     chosen: str = ""
     """The choice of a checkpointing budget, in one line."""
+    trains_all: bool = False
+    """Whether all weights are trained, so that what the purpose `adapters` counts are these."""
     ranks: RanksPlan | None = None
     """For several ranks: what they exchange. All other figures are those of one rank."""
 
@@ -249,6 +251,10 @@ def _of(row: AuxiliaryRow) -> str:
 def _rows(report: PlanReport) -> list[list[str]]:
     plans, division = report.devices, report.division
     rows = [[purpose, *(gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
+    if report.trains_all:
+        # There is no adapter, and what the other row counts beside the trained weights is mostly nothing.
+        rows[1][0], rows[0][0] = "trained weights", "other weights"
+        rows = rows if any(plan.purposes["weights"] for plan in plans) else rows[1:]
     rows.append(["peak", *(gib(plan.peak) for plan in plans)])
     rows.append(["reserve", *(gib(plan.budget.reserve) for plan in plans)])
     rows.append(["total", *(gib(plan.budget.total) for plan in plans)])
