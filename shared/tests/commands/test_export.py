@@ -275,3 +275,35 @@ def test_what_out_names_is_not_replaced(world: World, capsys: pytest.CaptureFixt
         SafetensorsSource.open(Path("merged"))
     assert "has the name of a file, and several are written" in refused("sample", "--prompt", "x", "--out", "a.mp4")
     assert not Path("a.mp4").exists()
+
+
+def test_the_same_export_again_changes_nothing_and_another_content_is_refused(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 1) == 0
+    again = ("--run", "run", "--to", "musubi")
+    assert world.run("export", *again) == 0
+    (file,) = Path("run/exports").glob("run-export-*_musubi.safetensors")
+    before, content = file.stat(), file.read_bytes()
+    assert world.run("export", *again) == 0
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    assert str(file) in capsys.readouterr().out
+    assert (
+        world.run("export", *again, "--dtype", "bf16" if "F32" in content[:2000].decode(errors="replace") else "fp32")
+        == 1
+    )
+    said = capsys.readouterr().err
+    assert f"{file} exists with another content, such as of another dtype; name another one with --out" in said
+    assert file.read_bytes() == content and not [
+        path for path in Path("run/exports").iterdir() if path.name.startswith(".")
+    ]
+
+
+def test_a_merged_transformer_is_not_replaced_either(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train("run", 1) == 0
+    assert world.run("export", "--run", "run", "--merge", "--dtype", "fp32") == 0
+    (file,) = Path("run/exports").rglob("run-export-*/transformer_official/*.safetensors")
+    before = file.stat().st_mtime_ns
+    assert world.run("export", "--run", "run", "--merge", "--dtype", "fp32") == 0 and file.stat().st_mtime_ns == before
+    assert world.run("export", "--run", "run", "--merge", "--dtype", "bf16") == 1
+    assert f"{file} exists with another content" in capsys.readouterr().err and file.stat().st_mtime_ns == before

@@ -3,7 +3,7 @@
 import filecmp
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from ditkit_core.adapters.files.export_names import (
     rename_adapters,
 )
 from ditkit_core.commands.options import ExportOptions
-from ditkit_core.commands.out import check_free, check_kind
+from ditkit_core.commands.out import check_free, check_kind, put_into
 from ditkit_core.config.toml import read_stored_file
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.verification.verifier import Verifier
@@ -118,19 +118,20 @@ def _export(
     step = load_trained(prepared, config.run_folder, options.step)
     out = own or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     metadata = export_metadata(run, prepared, step, data="")
-    if whole:
-        target = own or out.with_suffix("")
-        files = _export_transformer(prepared, spec, target, wanted, metadata)
-        for form in whole_forms(spec, wanted):
-            if limit := why_unverified(spec, wanted, form, prepared.model, whole=True):
-                say(f"{target / f'transformer_{form}'}: diffusers {limit}")
-    else:
-        stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
-        with prepared.readable():
-            files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
-        for form, file in zip(wanted.forms, files, strict=True):
-            if read := read_by(spec, form, prepared.model):
-                say(f"{file}: {loaded_by(read)}")
+    with nullcontext(out.parent) if own is not None else put_into(out.parent) as target:
+        if whole:
+            name = out.name if own is not None else out.stem
+            written = _export_transformer(prepared, spec, target / name, wanted, metadata)
+        else:
+            exact = bool(options.out) and len(wanted.forms) == 1
+            with prepared.readable():
+                written = export_adapter(prepared.model, spec, target, out.stem, wanted, metadata=metadata, exact=exact)
+    files = [out.parent / path.relative_to(target) for path in written]
+    for form, file in zip(whole_forms(spec, wanted) if whole else wanted.forms, files, strict=True):
+        if not whole and (read := read_by(spec, form, prepared.model)):
+            say(f"{file}: {loaded_by(read)}")
+        if whole and (limit := why_unverified(spec, wanted, form, prepared.model, whole=True)):
+            say(f"{file}: diffusers {limit}")
     say("\n".join(str(file) for file in files))
     return files
 
