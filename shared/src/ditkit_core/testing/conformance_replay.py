@@ -5,6 +5,7 @@ Replays run in the stand-in of `recorded_graph.py`, without the model's Python.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,8 +51,26 @@ def _is_allowed(case: tuple[Any, ...]) -> bool:
 CASES = pairwise(LEVERS, _is_allowed)
 
 
+ON_A_GPU = (
+    {"policy": "full", "adapter": "lora with dropout"},
+    {"policy": "attn_only", "dtype": "fp32"},
+    {"policy": "none", "adapter": "full"},
+)
+"""Differences from `_PLAIN` of the cases that a GPU replays."""
+_PLAIN = {
+    "policy": "full", "adapter": "lora", "quantize": "none", "dtype": "bf16", "masks": True, "accumulation": 3, "average": 0.9, "matches_base": False,
+}  # fmt: skip
+
+
 def trained_steps(
-    spec: ModelSpec, arch: Any, items: Items, case: Mapping[str, Any], replays: bool
+    spec: ModelSpec,
+    arch: Any,
+    items: Items,
+    case: Mapping[str, Any],
+    replays: bool,
+    *,
+    device: str = "cpu",
+    attention: str = "sdpa",
 ) -> tuple[list[StepResult], dict[str, Tensor], list[str], int]:
     """A few steps: their results, everything that they changed, the lines that were printed, and the number of graphs.
 
@@ -60,13 +79,16 @@ def trained_steps(
     config, dtype = ADAPTERS[case["adapter"]], DTYPES[case["dtype"]]
     make: Any = make_model(spec, arch, dtype=dtype, adapter=config) if case["quantize"] == "none" else None
     model = make_quantized(spec, arch, case["quantize"], dtype=dtype, adapter=config) if make is None else make
+    model = model.to(device)
     lines: list[str] = []
     rounding: Any = "stochastic" if config is None and dtype == torch.bfloat16 else "nearest"
     trained = TrainState(
         model, trainable_parameters(model), OptimConfig(lr=1e-2, rounding=rounding), EMAConfig(decay=case["average"])
     )
-    graphs = ReplayedMicroBatches("on", trained.parameters, torch.device("cpu"), lines.append) if replays else None
-    staged = TrainModel(model, BlockEngine(policy=case["policy"]), spec, trainable=trained.parameters)
+    graphs = ReplayedMicroBatches("on", trained.parameters, torch.device(device), lines.append) if replays else None
+    staged = TrainModel(
+        model, BlockEngine(policy=case["policy"], backend=attention), spec, trainable=trained.parameters
+    )
     items = masked(items) if case["masks"] else list(items)
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     alone = Batch(ids=whole.ids[:1], items=whole.items[:1])
@@ -100,3 +122,22 @@ class ReplayChecks(ModelChecks):
         assert differing(state, expected) == []
         assert lines == []
         assert num_graphs == min(2, named["accumulation"]) + (named["matches_base"] and named["accumulation"] > 2)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("changed", ON_A_GPU, ids=lambda case: "-".join(case.values()))
+    def test_a_gpu_replays_bit_by_bit(self, changed: Mapping[str, Any]) -> None:
+        """With attention that adds in one order: the gradients of fused kernels differ between two eager runs as well."""
+        run = partial(
+            trained_steps,
+            self.spec,
+            self.arch,
+            self.items(2, ragged=True),
+            {**_PLAIN, **changed},
+            device="cuda:0",
+            attention="sdpa_math",
+        )
+        eager, expected, *_ = run(replays=False)
+        results, state, lines, num_graphs = run(replays=True)
+        assert results == eager
+        assert differing(state, expected) == []
+        assert lines == [] and num_graphs == 2
