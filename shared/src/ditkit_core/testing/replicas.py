@@ -31,6 +31,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.ranks import joined
+from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.testing.world import ADAPTERS, Items, differing, make_model, masked
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
@@ -60,11 +61,12 @@ class Case:
     quantize: str = "none"
     """Form of the base."""
     policy: str = "full"
+    cuda_graphs: Literal["on", "off"] = "off"
 
 
 CASES = {
     "lora with dropout": Case("lora with dropout"),
-    "lora, five micro-batches": Case("lora", accumulation=5, decay=0.0),
+    "lora, five micro-batches": Case("lora", accumulation=5, decay=0.0, cuda_graphs="on"),
     "lora, eight micro-batches": Case("lora", accumulation=8, decay=0.0),
     "lora in bf16": Case("lora", dtype=torch.bfloat16),
     "dora with prior": Case("dora", prior=True, accumulation=3),
@@ -253,6 +255,7 @@ class Replicas:
         engine = BlockEngine(policy=case.policy, kernels=self.kernels, context=context)
         return TrainModel(model, engine, self.spec, trainable, shards=shards)
 
+    @recorded_graphs()
     def train(self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = "") -> dict[str, Any]:
         """Train a case until `steps`, in a folder named after the number of ranks, and return this rank's results for JSON."""
         case, made = _KNOWN[name], self.made(name, ranks)
@@ -271,6 +274,7 @@ class Replicas:
                     sentinels=2,
                     clip_norm=0.1,
                     kernels=self.kernels,
+                    cuda_graphs=case.cuda_graphs,
                 ),
                 flow=FlowConfig(weighting="bell"),
                 optim=case.optim,
