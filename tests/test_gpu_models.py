@@ -79,7 +79,7 @@ def test_a_plan_that_is_off_by_more_than_it_may_fails_and_a_step_that_diverges(
     def row(peak: float, loss: float) -> Any:
         planned: Future[Any] = Future()
         planned.set_result(models.Planned(peak=int(peak * models.GIB), seconds=1.0))
-        (one,) = models._row("a step", nullcontext(lambda: loss), case, gpu, planned)
+        (one,) = models._row({"name": "a step"}, nullcontext(lambda: loss), case, gpu, planned)
         return one
 
     right = row(10.4, 1.0)

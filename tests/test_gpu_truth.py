@@ -183,12 +183,14 @@ def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
     monkeypatch.setattr(truth, "run", noted)
     handler, out = signal.getsignal(signal.SIGTERM), tmp_path / "rows.jsonl"
     try:
-        truth.main(["--out", str(out), "--side-by-side", "4", "--musubi", "here"])
+        truth.main(["--out", str(out), "--side-by-side", "4", "--musubi", "here", "--commit", "1234"])
         assert list(commands) == [part.name for part in truth.PARTS if part.name != "diffsynth"]
         shared = {name for name, command in commands.items() if "--shared" in command}
         assert shared == {part.name for part in truth.PARTS if not part.is_timed}
         assert commands["musubi"][-2:] == ["--checkout", "here"] and "--checkout" not in commands["facts"]
-        assert truth.read(out) == [{"part": "diffsynth", "status": "skipped", "error": "--diffsynth names no checkout"}]
+        run, skipped = truth.read(out)
+        assert (run["part"], run["name"]) == ("run", "commit 1234")
+        assert skipped == {"part": "diffsynth", "status": "skipped", "error": "--diffsynth names no checkout"}
         truth.main(["--out", str(out), "--side-by-side", "1", "--tiny"])
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -232,7 +234,7 @@ def test_what_was_measured_is_shown_after_an_interruption_and_the_part_ends(
         assert truth.main(["--out", str(out)]) == 130
     finally:
         signal.signal(signal.SIGTERM, handler)
-    (process,) = (row["value"] for row in truth.read(out) if "value" in row)
+    (process,) = (row["value"] for row in truth.read(out) if row.get("name") == "process")
     assert not _runs(process), "it would keep memory of the GPU"
     assert f"| process | {process} |" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -307,8 +307,18 @@ def _ours(
         model = replace(model, batch=random_batch(described(case, tiny)[3]))
         for mode in case.modes:
             name = f"{case.name}, {mode}"
+            labels = {"case": case.name, "trainer": "ditkit", **asdict(mode)}
             yield from attempted(
-                name, partial(_row, name, step_of(model, mode), case, device, planned[case.name][mode], _warm_up(mode))
+                name,
+                partial(
+                    _row,
+                    {"name": name, **labels},
+                    step_of(model, mode),
+                    case,
+                    device,
+                    planned[case.name][mode],
+                    _warm_up(mode),
+                ),
             )
 
 
@@ -320,7 +330,7 @@ def weights(module: nn.Module) -> dict[str, Any]:
 
 
 def _row(
-    name: str,
+    labels: Mapping[str, Any],
     making: AbstractContextManager[Step],
     case: Case,
     device: torch.device,
@@ -329,9 +339,9 @@ def _row(
 ) -> Rows:
     """Times of a step, its peak, and what the plan says of both; of a step that cannot fit only the plan."""
     if planned is not None and _may_not_fit(device) and planned.result().peak > torch.cuda.mem_get_info(device)[1]:
-        yield {"name": name, "planned GiB": planned.result().peak / GIB, "value": "more than this GPU has"}
+        yield {**labels, "planned GiB": planned.result().peak / GIB, "value": "more than this GPU has"}
         return
-    row: dict[str, Any] = {"name": name}
+    row = dict(labels)
     with making as step:
         row |= measured(step, case.repeats, device, warm_up)
         if case.with_launches:
@@ -403,8 +413,9 @@ def _theirs(cases: list[Case], device: torch.device, tiny: bool) -> Rows:
             }
             checkpoint[policy]()
             name = f"{case.name}, diffusers, {policy}"
+            labels = {"case": case.name, "trainer": "diffusers", "policy": policy}
             step = partial(their_step, partial(peer.predict, inputs), inputs["target"], parameters, optimizer)
-            yield from attempted(name, partial(_row, name, nullcontext(step), case, device))
+            yield from attempted(name, partial(_row, {"name": name, **labels}, nullcontext(step), case, device))
 
 
 def their_step(

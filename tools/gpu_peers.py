@@ -27,6 +27,7 @@ from gpu_models import CASES, LORA, Case, Step, described, measured, random_batc
 Rows = Iterator[dict[str, Any]]
 POLICIES = {"klein4b": ("full", "none"), "dev": ("full",), "wan14b": ("full", "full+offload")}
 """By part of `gpu_models`, in our words: with checkpointing, without, and with the inputs of checkpointed blocks on the host."""
+NAMES = {"musubi": "musubi-tuner", "diffsynth": "DiffSynth-Studio"}
 SOURCES = {"musubi": "src", "diffsynth": "."}
 """Folder of each checkout that Python imports from."""
 
@@ -44,22 +45,25 @@ def peers(trainer: str, checkout: Path, device: torch.device, tiny: bool) -> Row
         for policy in policies:
             cases = [small(case) for case in CASES[part][:1]] if tiny else CASES[part]
             name = f"{cases[0].preset}, {policy}"
-            yield from attempted(name, partial(_steps, build, cases, policy, device, tiny))
+            yield from attempted(name, partial(_steps, NAMES[trainer], build, cases, policy, device, tiny))
             release_memory()
 
 
-def _steps(build: Callable[..., Any], cases: list[Case], policy: str, device: torch.device, tiny: bool) -> Rows:
+def _steps(
+    trainer: str, build: Callable[..., Any], cases: list[Case], policy: str, device: torch.device, tiny: bool
+) -> Rows:
     inputs_of, module = build(cases[0], policy, device, tiny)
     yield {"name": f"{cases[0].preset}, {policy}", **weights(module)}
     for case in cases:
         item = {name: tensor.to(device) for name, tensor in random_batch(described(case, tiny)[3]).items[0].items()}
         repeats = 1 if tiny or "offload" in policy else min(case.repeats, 4)
-        row = partial(_row, f"{case.name}, {policy}", partial(inputs_of, case, item), repeats, device)
+        labels = {"name": f"{case.name}, {policy}", "case": case.name, "trainer": trainer, "policy": policy}
+        row = partial(_row, labels, partial(inputs_of, case, item), repeats, device)
         yield from attempted(f"{case.name}, {policy}", row)
 
 
-def _row(name: str, make: Callable[[], Step], repeats: int, device: torch.device) -> Rows:
-    yield {"name": name, **measured(make(), repeats, device)}
+def _row(labels: Mapping[str, str], make: Callable[[], Step], repeats: int, device: torch.device) -> Rows:
+    yield {**labels, **measured(make(), repeats, device)}
 
 
 def randomised(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Any:

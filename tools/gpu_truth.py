@@ -84,6 +84,8 @@ PARTS = (
 """In order of worth; those without a time that follow each other run side by side."""
 PEERS = ("musubi", "diffsynth")
 """Parts that need a checkout of another trainer."""
+LABELS = ("part", "case", "trainer", "policy", "kernels", "cuda_graphs", "preset")
+"""Columns that the name of a row repeats."""
 _POLL_SECONDS = 0.05
 _LAST_SECONDS = 5.0
 _TINY_SECONDS = 1800.0
@@ -261,7 +263,7 @@ def _table(part: Part, rows: Sequence[Row]) -> Iterator[str]:
     took = f" in {end['seconds']:.0f} s" if "seconds" in end else ""
     error = f": {end['error']}" if end.get("error") else ""
     yield from (f"## {part.name}: {end['status']}{took}{error}", "", f"{part.about}.", "")
-    columns = list(dict.fromkeys(name for row in found for name in row if name != "part"))
+    columns = list(dict.fromkeys(name for row in found for name in row if name not in LABELS))
     if found:
         yield f"| {' | '.join(columns)} |"
         yield f"|{'---|' * len(columns)}"
@@ -273,6 +275,15 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "**no**"
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
+
+
+def _commit() -> str:
+    """The commit of the sources; an archive of them has none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -290,12 +301,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     for name in PEERS:
         parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=f"a checkout, for the part {name}")
+    parser.add_argument("--commit", default="", help="of the sources, for the rows; default: git's")
     parser.add_argument("--out", type=Path, default=Path("gpu_truth.jsonl"), help="file that results are appended to")
     args = parser.parse_args(arguments)
     checkouts = {name: getattr(args, name) for name in PEERS}
     before = len(read(args.out))
     wanted = args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]
     named = [part for part in PARTS if part.name in wanted]
+    append(args.out, {"part": "run", "name": f"commit {args.commit or _commit()}", "value": time.strftime("%Y-%m-%d")})
     parts = [part for part in named if checkouts.get(part.name, part)]
     for part in named:
         if part not in parts:
