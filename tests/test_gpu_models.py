@@ -1,11 +1,13 @@
 """tools/gpu_models.py on small models: the same layers in both adapters, steps as the loop takes them, plans next to measurements."""
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
@@ -56,6 +58,28 @@ def test_a_step_is_that_of_the_loop(models: Any) -> None:
     with models.step_of(model, models.Mode(policy="full", kernels="torch")) as step:
         first, second = step(), step()
     assert first == expected and second != first
+
+
+def test_a_replayed_step_is_recorded_behind_the_first_and_its_graph_is_freed(models: Any, capsys: Any) -> None:
+    """On a CPU a stand-in records and replays; without it the step runs eagerly, and a line says why."""
+    case = models.small(models.CASES["klein4b"][0])
+    replayed, eager = (models.Mode(policy="full", kernels="torch", cuda_graphs=way) for way in ("on", "off"))
+    losses, kept = [], []
+    for mode in (eager, replayed):
+        torch.manual_seed(0)
+        model = models.build(case, CPU, True)
+        with recorded_graphs(), models.step_of(model, mode) as step:
+            losses.append([step() for _ in range(4)])
+            replays = inspect.getclosurevars(step).nonlocals["context"].replays
+            kept.append((replays, len(replays) if replays else 0))
+    assert losses[0] == losses[1] and len(set(losses[0])) == 4
+    assert kept[0] == (None, 0) and kept[1][1] == 1 and len(kept[1][0]) == 0
+    with models.step_of(model, replayed) as step:
+        step()
+    assert (
+        "UserWarning: train.cuda_graphs = on: micro-batches run eagerly, because the device is no GPU"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_plan_that_is_off_by_more_than_it_may_fails_and_a_step_that_diverges(
