@@ -178,3 +178,51 @@ def test_they_measure_with_the_device_current_and_the_arithmetic_of_a_run(monkey
         start()
         assert current == [gpu]
         assert not torch.backends.cudnn.allow_tf32 and not matmul.allow_bf16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize(("model", "preset"), [("wan", "t2v-1.3b"), ("flux2", "dev")])
+def test_a_published_model_is_compared_with_diffusers_in_its_own_dtype(model: str, preset: str) -> None:
+    """Made in bf16, both have the values that the rounding of bf16 leaves apart, and guidance where the model embeds it."""
+    import bench_step
+
+    losses = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        args = bench_step.configured(["--tiny", "--model", model, "--preset", preset])
+        steps = bench_step.steps_of(args, bench_step.PAIRS[model](args, dtype), dtype)
+        losses[dtype] = float(steps.ours()), float(steps.theirs())
+    assert losses[torch.float32][0] == pytest.approx(losses[torch.float32][1], rel=1e-5)
+    assert losses[torch.bfloat16][0] == pytest.approx(losses[torch.bfloat16][1], rel=2e-3)
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--preset", "dev"], "none of --model wan: t2v-1.3b, t2v-14b, t2v-a14b"),
+        (["--preset", "t2v-14b", "--blocks", "4"], "leave out --width and --blocks"),
+    ],
+)
+def test_a_preset_of_another_model_or_with_another_size_is_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import bench_step
+
+    with pytest.raises(SystemExit):
+        bench_step.configured(given)
+    assert message in capsys.readouterr().err
+
+
+def test_policies_are_compared_at_a_size_with_an_adapter_or_all_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_checkpointing
+
+    small = ["--tiny", "--repeats", "1", "--blocks", "1", "--policies", "attn_only"]
+    bench_checkpointing.main([*small, "--size", "64x96", "--frames", "5", "--trained", "full"])
+    printed = capsys.readouterr().out
+    assert "1 blocks, 48 tokens, bf16, all weights trained" in printed
+    rows = [line.split("|") for line in printed.splitlines() if line.startswith("| `")]
+    assert [row[2].strip() for row in rows] == ["4", "2", "4"], "attention runs once under attn_only"
+    for wrong in (["--size", "100x96"], ["--size", "64"], ["--frames", "50"]):
+        with pytest.raises(SystemExit):
+            bench_checkpointing.main([*small, *wrong])
+    said = capsys.readouterr().err
+    assert "'100x96' is not HEIGHTxWIDTH in multiples of 16 pixels" in said and "'50' is not 1 more than" in said

@@ -6,6 +6,7 @@
     uv run tools/bench_step.py --tokens 1024 --compile           # both compiled, too, each as its users would: block by block
     uv run tools/bench_step.py --device cuda                     # 4 blocks of Wan 14B's width, 20,280 tokens
     uv run tools/bench_step.py --device cuda --model flux2       # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024
+    uv run tools/bench_step.py --device cuda --model flux2 --preset klein-base-4b     # all blocks of a published model, twice in memory
 
 A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and both layers of a single block); no
 optimizer, which is the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which is how training
@@ -18,7 +19,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,34 +58,66 @@ class Pair:
     shape: str
 
 
-def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
-    """Wan blocks; the model's text is attended to across."""
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block models are made in a dtype: in fp32 the weights of a published model may take more memory than a GPU has."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def wan_of_diffusers(arch: Any) -> Any:
+    """diffusers' Wan, with random weights."""
     from diffusers import WanTransformer3DModel
 
+    return WanTransformer3DModel(
+        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, in_channels=arch.in_channels, out_channels=arch.out_channels,
+        text_dim=arch.text_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers,
+    )  # fmt: skip
+
+
+def flux2_of_diffusers(arch: Any) -> Any:
+    """diffusers' FLUX.2, with random weights."""
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        num_layers=arch.double_layers, num_single_layers=arch.single_layers, num_attention_heads=arch.heads,
+        attention_head_dim=arch.head_dim, joint_attention_dim=arch.text_dim, guidance_embeds=arch.guidance,
+    )  # fmt: skip
+
+
+def wan_arch(args: argparse.Namespace) -> Any:
+    """The published model's architecture, or that of a slice."""
+    from ditkit_wan.presets import PRESETS, WanArch
+
+    text = {"text_dim": 128, "text_tokens": 16} if args.tiny else {}
+    if args.preset:
+        return replace(
+            PRESETS[args.preset],
+            **({"dim": args.width, "heads": args.width // 128, "layers": 1, **text} if args.tiny else {}),
+        )
+    ffn_dim = {5120: 13824}.get(args.width, 4 * args.width)
+    return WanArch(dim=args.width, ffn_dim=ffn_dim, heads=args.width // 128, layers=args.blocks, **text)
+
+
+def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
+    """Wan blocks; the model's text is attended to across."""
     from ditkit_wan.model.transformer import WanInputs, WanTransformer
-    from ditkit_wan.presets import WanArch
     from ditkit_wan.spec import WAN
 
-    size, device = WAN_SIZES[args.tokens], args.device
+    size, device, arch = WAN_SIZES[args.tokens], args.device, wan_arch(args)
     torch.manual_seed(0)
-    heads, ffn_dim = args.width // 128, {5120: 13824}.get(args.width, 4 * args.width)
-    text_dim, rows = (128, 16) if args.tiny else (4096, 512)
-    arch = WanArch(
-        dim=args.width, ffn_dim=ffn_dim, heads=heads, layers=args.blocks, text_dim=text_dim, text_tokens=rows
-    )
-    with device:
-        theirs = WanTransformer3DModel(
-            num_attention_heads=heads,
-            attention_head_dim=128,
-            ffn_dim=ffn_dim,
-            num_layers=args.blocks,
-            text_dim=text_dim,
-        )
+    with device, default_dtype(dtype if args.preset else torch.float32):
+        theirs = wan_of_diffusers(arch)
         ours = WanTransformer(arch, Precision(matmul=dtype))
     share_weights(ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, dtype)
     share_adapters(ours, theirs, WAN.architecture.names, ("q,k,v,o",), WAN.adapters.targets, args.rank)
-    latents, target = torch.randn(2, 1, 16, *size).to(device)
-    text, timestep = torch.randn(1, rows, text_dim).to(device, dtype), torch.tensor([731.25], device=device)
+    latents, target = torch.randn(2, 1, arch.out_channels, *size).to(device)
+    text = torch.randn(1, arch.text_tokens, arch.text_dim).to(device, dtype)
+    timestep = torch.tensor([731.25], device=device)
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
@@ -94,45 +127,50 @@ def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
             hidden_states=latents.to(dtype), timestep=timestep, encoder_hidden_states=text, return_dict=False
         )[0],
         target=target,
-        shape=f"blocks {args.blocks} tokens {args.tokens}",
+        shape=f"blocks {arch.layers} tokens {args.tokens}",
     )
 
 
-def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
-    """Half as many double as single blocks; 512 rows of text next to the image's tokens."""
-    from diffusers import Flux2Transformer2DModel
+def flux2_arch(args: argparse.Namespace) -> Any:
+    """The published model's architecture, or that of a slice."""
+    from ditkit_flux2.presets import PRESETS, Flux2Arch
 
+    text = {"text_tokens": 16} if args.tiny else {}
+    slice_of_it = {
+        "dim": args.width, "heads": args.width // 128, "double_layers": max(1, args.blocks // 2), "single_layers": args.blocks,
+        "text_dim": 5 * args.width // 2, **text,
+    }  # fmt: skip
+    if args.preset:
+        return replace(PRESETS[args.preset], **(slice_of_it if args.tiny else {}))
+    return Flux2Arch(**slice_of_it, guidance=False)
+
+
+def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
+    """Half as many double as single blocks, or those of a published model; 512 rows of text next to the image's tokens."""
     from ditkit_flux2.model.inputs import Flux2Inputs
     from ditkit_flux2.model.rope import token_positions
     from ditkit_flux2.model.transformer import Flux2Transformer
-    from ditkit_flux2.presets import Flux2Arch
     from ditkit_flux2.spec import FLUX2
 
-    grid, device, num_text = FLUX2_SIZES[args.tokens], args.device, 16 if args.tiny else 512
-    heads, text_dim = args.width // 128, 5 * args.width // 2
+    grid, device, arch = FLUX2_SIZES[args.tokens], args.device, flux2_arch(args)
+    num_text = arch.text_tokens
     torch.manual_seed(0)
-    arch = Flux2Arch(
-        dim=args.width, heads=heads, double_layers=max(1, args.blocks // 2), single_layers=args.blocks, text_dim=text_dim,
-        text_tokens=num_text, guidance=False,
-    )  # fmt: skip
-    with device:
-        theirs = Flux2Transformer2DModel(
-            num_layers=max(1, args.blocks // 2), num_single_layers=args.blocks, num_attention_heads=heads,
-            joint_attention_dim=text_dim, guidance_embeds=False,
-        )  # fmt: skip
+    with device, default_dtype(dtype if args.preset else torch.float32):
+        theirs = flux2_of_diffusers(arch)
         ours = Flux2Transformer(arch, Precision(matmul=dtype))
     share_weights(ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, dtype)
     targets = ("img_attn.q", "img_attn.k", "img_attn.v", "img_attn.proj", "txt_attn.q", "txt_attn.k", "txt_attn.v", "txt_attn.proj",
                "linear1", "linear2")  # fmt: skip
     share_adapters(ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank)
     latents, target = torch.randn(2, 1, 128, 1, *grid).to(device)
-    text, sigma = torch.randn(1, num_text, text_dim).to(device, dtype), torch.tensor([0.73125], device=device)
+    text, sigma = torch.randn(1, num_text, arch.text_dim).to(device, dtype), torch.tensor([0.73125], device=device)
+    guidance = torch.tensor([3.5], device=device) if arch.guidance else None
     positions = token_positions(num_text, grid, [], device)
 
     def their_predict() -> Tensor:
         rows = latents.flatten(2).transpose(1, 2).to(dtype)
         out = theirs(
-            hidden_states=rows, encoder_hidden_states=text, timestep=sigma, guidance=None, img_ids=positions[num_text:],
+            hidden_states=rows, encoder_hidden_states=text, timestep=sigma, guidance=guidance, img_ids=positions[num_text:],
             txt_ids=positions[:num_text], return_dict=False,
         )[0]  # fmt: skip
         return out.transpose(1, 2).unflatten(-1, (1, *grid))
@@ -140,7 +178,7 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     return Pair(
         ours=ours.train(),
         theirs=theirs.train(),
-        predict=lambda engine: torch.stack(ours(Flux2Inputs(list(latents), sigma, None, list(text), [[]]), engine)),
+        predict=lambda engine: torch.stack(ours(Flux2Inputs(list(latents), sigma, guidance, list(text), [[]]), engine)),
         their_predict=their_predict,
         target=target,
         shape=f"blocks {arch.double_layers}+{arch.single_layers} tokens {args.tokens}+{num_text}",
@@ -301,7 +339,8 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
     """Measure one size in one dtype, and print it."""
     dtype = parse_dtype(dtype_name)
     pair = unless_out_of_memory(lambda: PAIRS[args.model](args, dtype))
-    shape = f"{args.model} width {args.width} {pair.shape if pair else f'tokens {args.tokens}'} {dtype_name} {args.checkpointing}"
+    title = args.preset or f"{args.model} width {args.width}"
+    shape = f"{title} {pair.shape if pair else f'tokens {args.tokens}'} {dtype_name} {args.checkpointing}"
     if pair is None:
         print(f"{shape}: out of memory", flush=True)
         return
@@ -363,6 +402,24 @@ def measure_compiled(args: argparse.Namespace, pair: Pair, dtype: torch.dtype, e
     )
 
 
+def check_preset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with one line where the preset is none of the model, or has a size of its own."""
+    from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
+    from ditkit_wan.presets import PRESETS as WAN_PRESETS
+
+    archs: Mapping[str, Any] = {"wan": WAN_PRESETS, "flux2": FLUX2_PRESETS}[args.model]
+    # Others have conditions, which a step here does not make.
+    names = [
+        name
+        for name, arch in archs.items()
+        if args.model == "flux2" or (arch.in_channels == 16 and not arch.vace_layers)
+    ]
+    if args.preset not in names:
+        parser.error(f"--preset {args.preset} is none of --model {args.model}: {', '.join(names)}")
+    if args.width or args.blocks:
+        parser.error("--preset has a width and a number of blocks of its own: leave out --width and --blocks")
+
+
 def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments, with what depends on the device filled in, and lists of all `sizes` and `dtypes`; `tokens` is the first size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -378,6 +435,9 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="default: 768; on a GPU that of Wan 14B or FLUX.2 dev")
     parser.add_argument(
         "--blocks", type=int, help="FLUX.2: single blocks, and half as many double blocks; default: 2; on a GPU 4"
+    )
+    parser.add_argument(
+        "--preset", default="", help="a published model in place of width and blocks, such as klein-base-4b or t2v-1.3b"
     )
     parser.add_argument("--rank", type=int, help="default: 16; on a GPU 32")
     parser.add_argument("--checkpointing", default="full", choices=("none", "full"))
@@ -400,6 +460,8 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             args.sizes = [20280]
         args.dtypes = [args.dtype or "bf16"]
         usual = {"width": 5120 if args.model == "wan" else 6144, "blocks": 4, "rank": 32}
+    if args.preset:
+        check_preset(parser, args)
     for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import bench_step
 import plan_truth
 from device_clock import attempted, busy_and_span, launches, seconds
 from ditkit_core.adapters.config import AdapterConfig
@@ -438,12 +439,8 @@ def their_step(
 def their_model(case: Case, device: torch.device, tiny: bool) -> Peer:
     """diffusers' model in bf16 with random weights, and for a LoRA peft's on the layers that ours has."""
     spec, arch, adapter, _ = described(case, tiny)
-    torch.set_default_dtype(torch.bfloat16)  # in fp32 the weights of FLUX.2 dev take more memory than a GPU has
-    try:
-        with device:
-            module = wan_of_diffusers(arch) if case.family == "wan" else _flux2(arch)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with device, bench_step.default_dtype(torch.bfloat16):
+        module = {"wan": bench_step.wan_of_diffusers, "flux2": bench_step.flux2_of_diffusers}[case.family](arch)
     module.requires_grad_(False)
     for name, parameter in module.named_parameters():
         if set(module._keep_in_fp32_modules or ()) & set(name.split(".")):
@@ -465,29 +462,10 @@ def _add_lora(module: Any, spec: ModelSpec, arch: Any, adapter: AdapterConfig, d
             parameter.data = 0.02 * torch.randn(parameter.shape, device=device)
 
 
-def wan_of_diffusers(arch: Any) -> Any:
-    """diffusers' Wan, with random weights in torch's default dtype."""
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, in_channels=arch.in_channels, out_channels=arch.out_channels,
-        text_dim=arch.text_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers,
-    )  # fmt: skip
-
-
 def _predict_wan(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     timestep = torch.tensor([731.0], device=inputs["latents"].device)
     latents, text = (inputs[name].bfloat16()[None] for name in ("latents", "text"))
     return module(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
-
-
-def _flux2(arch: Any) -> Any:
-    from diffusers import Flux2Transformer2DModel
-
-    return Flux2Transformer2DModel(
-        num_layers=arch.double_layers, num_single_layers=arch.single_layers, num_attention_heads=arch.heads,
-        attention_head_dim=arch.head_dim, joint_attention_dim=arch.text_dim, guidance_embeds=arch.guidance,
-    )  # fmt: skip
 
 
 def _predict_flux2(module: Any, inputs: Mapping[str, Tensor]) -> Tensor:

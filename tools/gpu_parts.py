@@ -418,6 +418,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"UserError: {error}", file=sys.stderr)
         return NO_DEVICE
+    if args.shared:
+        torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     part = PARTS[args.part]
     if part is speed:
         part = partial(speed, trace=str(args.out.with_suffix("")))

@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import bench_step
 import gpu_models
 from device_clock import attempted
 from ditkit_core.io.memory import release_memory
@@ -198,7 +199,7 @@ def _fastvideo(name: str, policy: str, size: tuple[int, int, int], device: torch
     )
     _, arch, _, outline = gpu_models.described(case, tiny)
     with device:
-        model = gpu_models.wan_of_diffusers(arch).train()
+        model = bench_step.wan_of_diffusers(arch).train()
     for key, block in list(model.blocks.named_children()):
         selective = {"context_fn": _selective} if policy == "attn_only" else {}
         model.blocks.register_module(key, checkpoint_wrapper(block, preserve_rng_state=False, **selective))
