@@ -57,3 +57,62 @@ def test_clips_shorter_than_the_models_own_length_are_trained_and_said(
     assert world.train("asked", 1, "--data.frames", "5") == 1
     assert "short.mp4 has 3 frames at 8 fps, but data.frames asks for 5" in capsys.readouterr().err
     assert world.train("asked", 1, *own, "--data.short_clips", "error") == 1
+
+
+RESOLUTIONS = ("--data.height", "0", "--data.width", "0", "--data.resolutions", "[8, 16, 32]", "--sample.captions", "0")
+
+
+def test_each_image_is_trained_at_the_largest_resolution_that_it_has(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the cache, the plan, the check and the report; the smallest is enlarged."""
+    sizes = {"4": (31, 90), "5": (20, 20), "6": (15, 16), "7": (6, 7)}
+    for name, size in sizes.items():
+        add_image(world, f"{name}.png", int(name), size)
+    assert world.train("run", 1, *RESOLUTIONS) == 0
+    assert "data.folder: buckets 8 x 8: 2, 16 x 16: 2, 32 x 32: 4 samples" in capsys.readouterr().out.splitlines()
+    shapes = json.loads((world.folder / "run" / "about.json").read_text())["data"]["shapes"]
+    assert [(each["height"], each["width"], each["samples"]) for each in shapes] == [
+        (8, 8, 2),
+        (16, 16, 2),
+        (32, 32, 4),
+    ]
+    status, found = check(world, *RESOLUTIONS)
+    assert status == 0 and [(row["height"], row["width"], row["samples"]) for row in found["buckets"]] == [
+        (8, 8, 2), (16, 16, 2), (32, 32, 4)
+    ]  # fmt: skip
+    assert [Path(each["where"]).name for each in found["findings"] if each["code"] == "D11"] == ["7.png"]
+    loads = world.media.loads
+    fine = (*RESOLUTIONS, "--data.bucket_step", "4")
+    assert world.train("fine", 1, *fine) == 0 and world.media.loads > loads
+    assert "20 x 40: 1" not in capsys.readouterr().out, "its upper and lower rows would be enlarged"
+    assert world.train("run", 2, *RESOLUTIONS) == 0, "the run continues"
+    assert world.train("run", 2, *fine) == 1
+
+
+def test_a_plan_without_data_is_of_the_largest_resolution(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (*RESOLUTIONS, "--data.folder", "elsewhere")
+    assert world.run("train", *flags, "--plan", "--gpus", "24GiB") == 0
+    assert "1 x 32x32 (data.frames and resolutions)" in capsys.readouterr().out
+    assert world.run("train", *RESOLUTIONS, "--plan", "--gpus", "24GiB") == 0
+    assert "1 x 32x32 (the largest in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("resolutions", "height", "said"),
+    [
+        (
+            "[8, 16]",
+            "8",
+            "data.resolutions = [8, 16] and data.height or data.width are both set; remove data.height and",
+        ),
+        ("[8, 18]", "0", "data.resolutions has 18, which is not a multiple of 4; set 16 or 20"),
+        ("[8, 8]", "0", "data.resolutions = [8, 8] must contain different sides from 1 to 16384"),
+    ],
+)
+def test_resolutions_that_contradict_something_are_one_line(
+    world: World, capsys: pytest.CaptureFixture[str], resolutions: str, height: str, said: str
+) -> None:
+    flags = ("--data.resolutions", resolutions, "--data.height", height, "--data.width", "0")
+    assert world.train("run", 1, *flags) != 0
+    assert said in capsys.readouterr().err

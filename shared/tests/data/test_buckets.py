@@ -5,7 +5,17 @@ import math
 
 import pytest
 
-from ditkit_core.data.buckets import Resolution, bucket_sizes, cut_share, describe_sizes, nearest_size, sizes_within
+from ditkit_core.data.buckets import (
+    Resolution,
+    bucket_sizes,
+    cut_share,
+    describe_sizes,
+    nearest_size,
+    resolutions_of,
+    size_of,
+    sizes_within,
+)
+from ditkit_core.data.config import DataConfig
 from ditkit_core.errors import UserError
 
 SETS = [(1024, 1024, 64, 2.0), (1024, 1024, 16, 4.0), (512, 512, 64, 2.0), (480, 832, 16, 2.5), (96, 96, 16, 1.7)]
@@ -102,3 +112,29 @@ def test_what_is_cut_little_keeps_the_configured_size(size: tuple[int, int], exp
 def test_the_share_that_is_cut_away() -> None:
     assert cut_share(100, 100, (50, 50)) == cut_share(3, 2, (300, 200)) == 0
     assert cut_share(1920, 1080, (480, 832)) == cut_share(1080, 1920, (832, 480)) == pytest.approx(0.6755, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((4000, 3000), (1152, 896)),
+        ((1152, 896), (1152, 896)),
+        ((1151, 896), (832, 704)),
+        ((1024, 1024), (1024, 1024)),
+        ((1000, 1100), (768, 768)),
+        ((700, 768), (512, 512)),
+        ((300, 300), (512, 512)),
+    ],
+)
+def test_a_sample_has_the_largest_resolution_that_it_fills(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    config = DataConfig(folder="x", resolutions=(512, 1024, 768), height=1024, width=1024)
+    assert size_of(*size, resolutions_of(config, 16)) == expected
+
+
+def test_resolutions_without_buckets_are_squares_and_with_true_are_on_the_grid() -> None:
+    config = DataConfig(folder="x", resolutions=(512, 1024), buckets=False)
+    assert [each.sizes for each in resolutions_of(config, 16)] == [((1024, 1024),), ((512, 512),)]
+    config = DataConfig(folder="x", resolutions=(512, 1024), buckets=True)
+    assert [each.sizes for each in resolutions_of(config, 16)] == [
+        bucket_sizes(side, side, step=64, max_aspect=2.0) for side in (1024, 512)
+    ]

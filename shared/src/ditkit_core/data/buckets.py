@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ditkit_core.data.config import DataConfig
 from ditkit_core.errors import UserError
 
 _LITTLE = 0.1
@@ -70,17 +71,48 @@ def cut_share(height: int, width: int, size: Size) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
-    """The sizes that samples may have."""
+    """The sizes that samples may have at one resolution."""
 
     sizes: tuple[Size, ...]
     kept: Size | None = None
     """The size of samples that it cuts little of, whichever is nearest; None if the nearest is always chosen."""
 
     def of(self, height: int, width: int) -> Size:
-        """The size of a sample, by that of its file in pixels."""
+        """The size of a sample at this resolution, by that of its file in pixels."""
         if self.kept is not None and cut_share(height, width, self.kept) <= _LITTLE:
             return self.kept
         return nearest_size(height, width, self.sizes)
+
+
+def resolutions_of(config: DataConfig, size_step: int) -> tuple[Resolution, ...]:
+    """The sizes that samples may have, by resolution, the largest first.
+
+    Args:
+        config: The `[data]` section, with its height and width.
+        size_step: Height and width are multiples of this many pixels.
+    """
+    sides = sorted(config.resolutions, reverse=True)
+    return tuple(
+        _resolution(size, config, config.bucket_step or 4 * size_step)
+        for size in [(side, side) for side in sides] or [(config.height, config.width)]
+    )
+
+
+def _resolution(size: Size, config: DataConfig, step: int) -> Resolution:
+    if config.buckets == "auto":
+        return Resolution(sizes=sizes_within(*size, step=step, max_aspect=config.max_aspect), kept=size)
+    return Resolution(sizes=bucket_sizes(*size, step=step, max_aspect=config.max_aspect) if config.buckets else (size,))
+
+
+def size_of(height: int, width: int, resolutions: Sequence[Resolution]) -> Size:
+    """The size of a sample: that of the largest resolution at which it is not enlarged, or of the smallest resolution.
+
+    Args:
+        height: Pixels of its file; likewise `width`.
+        resolutions: From `resolutions_of`.
+    """
+    sizes = [resolution.of(height, width) for resolution in resolutions]
+    return next((size for size in sizes if size[0] <= height and size[1] <= width), sizes[-1])
 
 
 def nearest_size(height: int, width: int, sizes: Sequence[Size]) -> Size:

@@ -57,6 +57,9 @@ class DataConfig:
     """Height of a clip in pixels; clips are resized to cover the size and cropped to the centre. 0 means the model's default."""
     width: int = setting(0, resume="refused")
     """Width of a clip in pixels. 0 means the model's default."""
+    resolutions: tuple[int, ...] = setting((), resume="refused")
+    """Several resolutions in one run instead of height and width, such as [512, 768, 1024]: each image or clip gets the largest that it
+    fills without being enlarged, or the smallest. Each number is the side of a square in pixels; for other shapes see `buckets`."""
     buckets: bool | Literal["auto"] = setting("auto", resume="refused")
     """Aspect-ratio buckets. `auto`: images and clips have height × width if that cuts at most a tenth of them away, otherwise the size
     nearest to their own aspect ratio, with at most as many pixels. `true`: all have the nearest of sizes of about height × width pixels.
@@ -119,6 +122,7 @@ class DataConfig:
                 nearest = most if value > most else least
                 raise UserError(f"data.{name} = {value} is not between {least} and {most}; set {nearest}")
         self._check_folders()
+        self._check_resolutions()
         self._check_windows()
         self._check_captions()
 
@@ -145,12 +149,12 @@ class DataConfig:
             if frame_step and (frames - 1) % frame_step:
                 below = 1 + (frames - 1) // frame_step * frame_step
                 raise UserError(f"{what} is not 1 + k * {frame_step}; set {below} or {below + frame_step}")
-        for name, pixels in (("height", self.height), ("width", self.width), ("bucket_step", self.bucket_step)):
+        sides = [("resolutions", side) for side in self.resolutions] or [("height", self.height), ("width", self.width)]
+        for name, pixels in (*sides, ("bucket_step", self.bucket_step)):
             if (pixels < size_step or pixels % size_step) and not (name == "bucket_step" and pixels == 0):
                 below = max(1, pixels // size_step) * size_step
-                raise UserError(
-                    f"data.{name} = {pixels} is not a multiple of {size_step}; set {below} or {below + size_step}"
-                )
+                has = f"data.{name} has {pixels}, which" if name == "resolutions" else f"data.{name} = {pixels}"
+                raise UserError(f"{has} is not a multiple of {size_step}; set {below} or {below + size_step}")
 
     def with_home(self) -> "DataConfig":
         """The section with `~` replaced in its paths: no shell has done it for a run file."""
@@ -193,6 +197,16 @@ class DataConfig:
             raise UserError(
                 f"{name} works with one folder only; with data.folders, name the files in each folder's metadata"
             )
+
+    def _check_resolutions(self) -> None:
+        listed = f"data.resolutions = {list(self.resolutions)}"
+        if len(set(self.resolutions)) < len(self.resolutions) or any(
+            not 1 <= side <= 16384 for side in self.resolutions
+        ):
+            raise UserError(f"{listed} must contain different sides from 1 to 16384, such as [512, 768, 1024]")
+        sides = {self.height, self.width} - {0, max(self.resolutions, default=0)}
+        if self.resolutions and sides:
+            raise UserError(f"{listed} and data.height or data.width are both set; remove data.height and data.width")
 
     def _check_windows(self) -> None:
         if len(set(self.frame_buckets)) < len(self.frame_buckets) or any(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ditkit_core.data.buckets import Resolution, Size, bucket_sizes, sizes_within
+from ditkit_core.data.buckets import Resolution, Size, resolutions_of, size_of
 from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig, folder_error
 from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
@@ -146,7 +146,7 @@ def scan(
             fps=config.fps or fps,
             reference_size=reference_size,
             columns=columns,
-            resolution=resolution_of(config, size_step),
+            resolutions=resolutions_of(config, size_step),
             prefix=prefix,
         )
         found, not_used = _scan_folder(reader, key)
@@ -254,14 +254,6 @@ def _check_folder(folder: str, key: str, config: DataConfig) -> None:
         raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")
 
 
-def resolution_of(config: DataConfig, size_step: int) -> Resolution:
-    """The sizes that samples may have: one, or those of the buckets."""
-    size, step = (config.height, config.width), config.bucket_step or 4 * size_step
-    if config.buckets == "auto":
-        return Resolution(sizes=sizes_within(*size, step=step, max_aspect=config.max_aspect), kept=size)
-    return Resolution(sizes=bucket_sizes(*size, step=step, max_aspect=config.max_aspect) if config.buckets else (size,))
-
-
 def shortened_clips(samples: Sequence[Sample], config: DataConfig) -> list[Sample]:
     """The clips that have fewer frames than the configuration asks for."""
     short = [sample for sample in samples if sample.frames < min(config.lengths)]
@@ -292,7 +284,7 @@ class _Reader:
     fps: float
     reference_size: ReferenceSize | None
     columns: Sequence[Column]
-    resolution: Resolution
+    resolutions: Sequence[Resolution]
     prefix: str
     """Start of every sample id: the folder's name if there are several folders."""
 
@@ -330,7 +322,7 @@ class _Reader:
         # the first window is used, its timestamps are enough.
         whole = self.config.windows != "first"
         there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
-        height, width = self.resolution.of(there.height, there.width)
+        height, width = size_of(there.height, there.width, self.resolutions)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)
         mask = self._control(MASK, media, entry, controls, windows)
         whole_file = Sample(

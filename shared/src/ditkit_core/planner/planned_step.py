@@ -17,7 +17,8 @@ from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.merge import parse_merge
 from ditkit_core.adapters.files.read import config_from_file, open_adapter
 from ditkit_core.adapters.inject import chosen_of
-from ditkit_core.data.dataset import Sample, resolution_of
+from ditkit_core.data.buckets import resolutions_of
+from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
@@ -268,11 +269,13 @@ def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set
     data = run.config.data
     if samples is not None:
         return _shapes(run, samples), f"the largest in {', '.join(data.folders or (data.folder,))}"
-    sizes = resolution_of(data, run.spec.data.size_step)
-    if sizes.kept is not None:  # the others have no more pixels
-        return {((data.frames, *sizes.kept), ())}, "data.frames, height and width"
-    source = "the largest bucket of data.height and data.width" if data.buckets else "data.frames, height and width"
-    return {((data.frames, *size), ()) for size in sizes.sizes}, source
+    largest, *smaller = resolutions_of(data, run.spec.data.size_step)
+    named = "data.frames and resolutions" if data.resolutions else "data.frames, height and width"
+    if largest.kept is not None:  # the others have no more pixels
+        return {((data.frames, *largest.kept), ())}, named
+    source = "the largest bucket of data.height and data.width" if data.buckets else named
+    sizes = [size for resolution in (largest, *smaller) for size in resolution.sizes]
+    return {((data.frames, *size), ()) for size in sizes}, source
 
 
 def _shapes(run: RunContext, samples: Sequence[Sample]) -> set[Shape]:

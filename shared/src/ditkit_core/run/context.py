@@ -109,7 +109,9 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
     if data.short_clips == "auto":  # resolved here, where it is known who asked for the number of frames
         asked = bool(data.frames or data.frame_buckets)
         data = replace(data, short_clips="error" if asked else "shorten")
-    data = replace(data, frames=own_frames, height=data.height or height, width=data.width or width)
+    # Likewise the largest resolution is the size.
+    side = max(data.resolutions, default=0)
+    data = replace(data, frames=own_frames, height=data.height or side or height, width=data.width or side or width)
     if train.control_dropout < 0:
         train = replace(train, control_dropout=spec.training.control_dropout)
     export = with_forms_of(config.export, config.adapter, spec)

@@ -69,11 +69,11 @@ class RunData:
                 f"{key}: {masked} of {len(found.samples)} samples have loss masks; train.mask_weight = {outside:g} outside"
             )
         sizes = [(sample.height, sample.width) for sample in found.samples]
-        if config.buckets == "auto" and {*sizes} != {(config.height, config.width)}:
+        if config.buckets is True or config.resolutions:
+            say(f"{key}: buckets {describe_sizes(sizes)} samples")
+        elif {*sizes} != {(config.height, config.width)}:
             one = f"data.buckets = false crops all to {config.height} x {config.width}"
             say(f"{key}: shapes {describe_sizes(sizes)} samples; {one}")
-        elif config.buckets is True:
-            say(f"{key}: buckets {describe_sizes(sizes)} samples")
         if shortened := shortened_clips(found.samples, config):
             seconds = f"{min(config.lengths) / found.fps:.2g} s at {found.fps:g} fps"
             lengths = describe_lengths(sample.frames for sample in shortened)

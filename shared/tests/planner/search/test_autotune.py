@@ -270,6 +270,17 @@ def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
     assert (setting.quantize, setting.swap) == ("none", (0,))
 
 
+def test_of_resolutions_the_largest_are_left_out():
+    config = create_run(TOY, RunConfig(data=DataConfig(resolutions=(16, 8, 32)))).config
+    (ladder,) = (each for each in levers(TOY, config, ()) if any("resolution" in change.words for change in each))
+    assert [change.words for change in ladder] == [
+        "data.resolutions = [8, 16] (now [8, 16, 32])",
+        "data.resolutions = [8] (now [8, 16, 32])",
+    ]
+    assert [change.lost_share for change in ladder] == [0.75, 0.9375]
+    assert [create_run(TOY, change.config).config.data.height for change in ladder] == [16, 8]
+
+
 def test_of_frame_buckets_the_longest_are_left_out():
     config = create_run(TOY, RunConfig(data=DataConfig(frame_buckets=(81, 1, 33)))).config
     (ladder,) = (each for each in levers(TOY, config, ()) if any("frame" in change.words for change in each))

@@ -320,8 +320,12 @@ def _frames(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
 
 def _sizes(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
     data, step = config.data, spec.data.size_step
-    now = data.height * data.width
-    for share in (0.85, 0.7, 0.5):
+    now, sides = data.height * data.width, sorted(data.resolutions)
+    for count in range(len(sides) - 1, 0, -1):
+        kept, side = tuple(sides[:count]), sides[count - 1]
+        words = f"data.resolutions = {list(kept)} (now {sides})"
+        yield words, 1 - side * side / now, "data", {"resolutions": kept, "height": side, "width": side}
+    for share in () if sides else (0.85, 0.7, 0.5):
         height, width = (max(step, int(side * share) // step * step) for side in (data.height, data.width))
         if height * width < now:
             words = f"data.height = {height} and width = {width} (now {data.height} and {data.width})"
