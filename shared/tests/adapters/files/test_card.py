@@ -60,6 +60,23 @@ def test_it_says_how_the_adapter_was_trained_and_is_loaded() -> None:
         assert said in body, body
 
 
+def test_values_are_written_as_people_mean_them() -> None:
+    """In a configuration an alpha of 0 is the rank, and no targets are the model's first set."""
+    header = {
+        "ditkit.config": "[adapter]\nrank = 32\nalpha = 0.0\n",
+        "ditkit.versions": '{"ditkit": "0.1.0", "torch": "2.15"}',
+    }
+    _, body = card(adapter("fox.safetensors", **header))
+    for row in (
+        "| alpha | 32, as the rank |",
+        "| layers | qkv, out, query, key\\_value, mlp.0, mlp.2 |",
+        "| versions | ditkit 0.1.0, torch 2.15 |",
+    ):
+        assert row in body, body
+    _, body = card(adapter("fox.safetensors", **{"ditkit.config": CONFIG, "ditkit.versions": "of yesterday"}))
+    assert "| alpha | 8.0 |" in body and "| versions | of yesterday |" in body
+
+
 def test_each_expert_is_loaded_into_its_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(TOY, architecture=replace(TOY.architecture, experts=lambda arch: (HIGH, LOW)))
     names = [(f"fox_{each.name}{form}.safetensors", each.name) for each in (HIGH, LOW) for form in ("", "_diffusers")]

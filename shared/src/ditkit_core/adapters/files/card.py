@@ -9,6 +9,8 @@ from typing import Any
 
 from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.config.toml import flatten
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import parse_json_object
 from ditkit_core.models.paths import is_hub_id
 from ditkit_core.models.spec import ModelSpec
 
@@ -172,9 +174,11 @@ class Card:
         config, header = self._config, self._header
         rows = {
             "method": self._method,
-            "alpha": config.get("adapter.alpha") if self._is_adapter else None,
+            "alpha": self._alpha() if self._is_adapter else None,
             "ranks by layer": ", ".join(config.get("adapter.rank_pattern") or []) if self._is_adapter else None,
-            "layers": ", ".join(config.get("adapter.targets") or ["default"]) if self._is_adapter and config else None,
+            "layers": ", ".join(config.get("adapter.targets") or next(iter(self.spec.adapters.targets.values()), ()))
+            if self._is_adapter and config
+            else None,
             "steps": header.get("ditkit.step"),
             "batch size": _product(config, "train.batch_size", "train.accumulation"),
             "learning rate": f"{config['optim.lr']:g} ({config.get('optim.name')})" if "optim.lr" in config else None,
@@ -188,7 +192,7 @@ class Card:
             "dtype of the base": config.get("model.dtype"),
             "quantization": None if config.get("base.quantize") == "none" else config.get("base.quantize"),
             "seed": config.get("train.seed"),
-            "versions": header.get("ditkit.versions"),
+            "versions": self._versions(),
         }
         shown = {name: value for name, value in rows.items() if value not in (None, "")}
         table = "\n".join(
@@ -199,6 +203,18 @@ class Card:
         block = "\n".join(f"    {line}" for line in whole.splitlines())
         details = f"<details><summary>Complete configuration</summary>\n\n{block}\n\n</details>" if whole else ""
         return "\n\n".join(filter(None, ["## Training", table, details]))
+
+    def _alpha(self) -> Any:
+        """The alpha that the adapter was trained with; 0 in a configuration means that it is the rank."""
+        alpha, rank = self._config.get("adapter.alpha"), self._config.get("adapter.rank")
+        return f"{rank}, as the rank" if alpha == 0 and rank is not None else alpha
+
+    def _versions(self) -> str:
+        """The versions of the header, which are JSON, for people; as they are if they are something else."""
+        text = self._header.get("ditkit.versions", "")
+        with suppress(UserError):
+            return ", ".join(f"{name} {version}" for name, version in parse_json_object(text, "versions").items())
+        return text
 
     def _license(self) -> str:
         base = (
