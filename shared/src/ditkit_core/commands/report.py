@@ -10,6 +10,7 @@ from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change, plural
 from ditkit_core.io.console import say
+from ditkit_core.io.files import json_part
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import say_where_previews_could_be
@@ -73,7 +74,8 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
         yield f"validation loss {format_number(before)}; nothing was trained"
         return
     values = f"{format_number(before)} before training, {format_number(after)} after"
-    yield f"{judge_change(before, after, result.held_out_interval).words}: {values}"
+    clips = len(listed) if isinstance(listed := json_part(folder.about, "data").get("held_out"), list) else 0
+    yield f"{judge_change(before, after, result.held_out_interval, clips).words}: {values}"
     # The best save by validation loss, which is often not the last one: adapters overfit.
     found = best(folder.state)
     if found is None:
@@ -81,7 +83,7 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
     if found.held_out >= before:
         yield f"no save is better than before training: the best one, step {found.step}, has {format_number(found.held_out)}"
     elif found.step != result.step:
-        change = judge_change(before, found.held_out, found.values.get("held_out_interval")).words
+        change = judge_change(before, found.held_out, found.values.get("held_out_interval"), clips).words
         yield f"best save: step {found.step}, where the {change}; export it with --step best"
     else:
         yield f"best save: step {found.step}, the last one"

@@ -20,6 +20,12 @@ def test_the_verdict_says_what_the_interval_says() -> None:
     assert said(1.5, 0.9, 2.1).startswith("unclear validation loss did not change beyond chance")
     assert said(3.0, 2.5, 3.5).startswith("rose validation loss rose 50 % (95 % confidence 25–75 %)")
     assert "lowest at step 5: 1.9" in said(3.0, 2.5, 3.5)
+    few = {"held_out": Series(steps=[0, 5], values=[3.98, 0.935])}
+    few |= {"held_out_low": Series(steps=[5], values=[-2.0]), "held_out_high": Series(steps=[5], values=[4.6])}
+    words = section_verdict(Section(name="", series=few, data={"held_out": ["a", "b"]}))[0].words
+    assert words.startswith(
+        "validation loss fell 77 %, which may be chance (95 % confidence: 100 % lower to 16 % higher)"
+    )
     assert "no confidence interval" in said(1.5, None, None)
     verdict, details = section_verdict(Section(name="", series={}))
     assert verdict.kind == "unclear" and "does not show" in " ".join(details)

@@ -40,4 +40,15 @@ def test_long_times_are_minutes_and_hours(seconds: float, shown: str) -> None:
 def test_the_verdict_says_how_much_and_whether_by_chance(
     now: float, interval: tuple[float, float] | None, kind: str, words: str
 ) -> None:
-    assert judge_change(2.0, now, interval) == (words, kind)
+    assert judge_change(2.0, now, interval) == judge_change(2.0, now, interval, clips=8) == (words, kind)
+
+
+@pytest.mark.parametrize("clips", [1, 2, 3])
+def test_few_clips_that_cannot_tell_are_named_as_the_cause(clips: int) -> None:
+    said = judge_change(2.0, 0.5, (-1.0, 2.2), clips)
+    assert said.kind == "unclear" and said.words == (
+        "validation loss fell 75 %, which may be chance (95 % confidence: 100 % lower to 10 % higher): "
+        f"{clips} held-out clips are too few to tell, hold out 4 to 8 (held_out.clips)"
+    )
+    assert judge_change(2.0, 0.5, (0.2, 0.8), clips).kind == "fell"
+    assert "too few" not in judge_change(2.0, 2.0, (2.0, 2.0), clips).words

@@ -60,7 +60,8 @@ def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
     details = f"{format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
     if measured.values[place] < last:
         details += f"; lowest at step {measured.steps[place]}: {format_number(measured.values[place])}"
-    return judge_change(first, last, interval), [f"{details}."]
+    held_out = section.data.get("held_out")
+    return judge_change(first, last, interval, len(held_out) if isinstance(held_out, list) else 0), [f"{details}."]
 
 
 def _state(section: Section) -> str:

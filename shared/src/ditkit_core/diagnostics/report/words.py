@@ -31,13 +31,18 @@ class Verdict(NamedTuple):
     """`unclear` if the change may be chance, or nothing tells whether it is."""
 
 
-def judge_change(before: float, now: float, interval: Sequence[float] | None) -> Verdict:
+_ENOUGH_CLIPS = 4
+"""Held-out clips from which on an interval says something: Student's t is 12.7 for two, 4.3 for three, 3.2 for four."""
+
+
+def judge_change(before: float, now: float, interval: Sequence[float] | None, clips: int = 0) -> Verdict:
     """Compare a validation loss with the one before training.
 
     Args:
         before: The loss before training; not 0.
         now: The loss to judge.
         interval: Lower and upper end of its 95 % confidence interval; None if there is none.
+        clips: Number of held-out clips; 0 if it is not known.
     """
     fell = now <= before
     change = f"validation loss {'fell' if fell else 'rose'} {_percent(abs(now / before - 1))} %"
@@ -47,6 +52,9 @@ def judge_change(before: float, now: float, interval: Sequence[float] | None) ->
     least, most = sorted(max(end / before, 0.0) - 1 for end in interval)
     if least <= 0 <= most:
         chance = f"95 % confidence: {_percent(abs(least))} % lower to {_percent(most)} % higher"
+        if 0 < clips < _ENOUGH_CLIPS and now != before:
+            few = f"{clips} held-out clips are too few to tell, hold out 4 to 8 (held_out.clips)"
+            return Verdict(f"{change}, which may be chance ({chance}): {few}", "unclear")
         return Verdict(f"validation loss did not change beyond chance ({chance})", "unclear")
     nearest, farthest = sorted((abs(least), abs(most)))
     return Verdict(f"{change} (95 % confidence {_percent(nearest)}–{_percent(farthest)} %)", "fell" if fell else "rose")
