@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ditkit_core
-from ditkit_core.commands.options import OPTIONS, ExportOptions, check_combination, verb_of
+from ditkit_core.commands.options import OPTIONS, TYPED, ExportOptions, check_combination, verb_of
 from ditkit_core.commands.preflight import check_family, check_paths, check_run_file
 from ditkit_core.config.cli_args import CommonOptions, Flags, read_flags
 from ditkit_core.config.help import format_help
@@ -98,12 +98,16 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     if launched() is not None:
         # torch would print a page of its frames whenever a connection breaks, which hides the line that says why.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    typed = tuple(sys.argv[1:] if argv is None else argv)
+    token = TYPED.set(typed)
     try:
         with terminated_like_interrupted():
-            return _run(family, command, sys.argv[1:] if argv is None else argv)
+            return _run(family, command, typed)
     except KeyboardInterrupt:
         warn("interrupted")
         return 130
+    finally:
+        TYPED.reset(token)
 
 
 def _run(family: Family, command: str, argv: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -316,6 +317,10 @@ STAGES = {
     ("export", "on_files"): ("convert", "convert_file"),
 }
 """Maps a command and its option to the module in this folder and the function that do the work."""
+
+
+TYPED: ContextVar[tuple[str, ...]] = ContextVar("typed arguments", default=())
+"""The arguments of the command that runs, as they were typed, whichever program started it."""
 
 
 def command_line(program: str, *arguments: str) -> str:

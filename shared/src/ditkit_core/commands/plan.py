@@ -7,7 +7,7 @@ from contextlib import nullcontext, redirect_stdout
 from itertools import count, pairwise
 from pathlib import Path
 
-from ditkit_core.commands.options import TrainOptions, command_line
+from ditkit_core.commands.options import TYPED, TrainOptions, command_line
 from ditkit_core.io.console import say
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
@@ -39,27 +39,22 @@ def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         say(json.dumps(plan_json(report), indent=1, allow_nan=False))
     else:
         searched = report.is_cuda and not report.training_fits
-        print_plan(report, fit_command(f"{spec.name}-train", sys.argv, options.gpus) if searched else "")
+        print_plan(report, fit_command(f"{spec.name}-train", TYPED.get()) if searched else "")
     return 0 if report.fits else DOES_NOT_FIT
 
 
-def fit_command(program: str, typed: Sequence[str], gpus: str) -> str:
-    """The `--plan` command line as it was typed, with `--fit` in place of `--plan`; a general one if another program called.
+def fit_command(program: str, typed: Sequence[str]) -> str:
+    """The `--plan` command line as it was typed, with `--fit` in place of `--plan`.
 
     Args:
         program: Name of the train command.
-        typed: The process's arguments, the program's path first.
-        gpus: The `--gpus` of the plan.
+        typed: Its arguments, without the program.
     """
-    if Path(typed[0]).stem != program:
-        arguments = ["RUN.toml", *(["--gpus", gpus] if gpus else [])]
-    else:
-        pairs = pairwise(("", *typed[1:]))
-        arguments = [
-            text
-            for before, text in pairs
-            if text.partition("=")[0] != "--plan" and (before, text) != ("--plan", "true")
-        ]
+    arguments = [
+        text
+        for before, text in pairwise(("", *typed))
+        if text.partition("=")[0] != "--plan" and (before, text) != ("--plan", "true")
+    ]
     # --write overwrites nothing.
     out = next(path for path in _names() if not path.exists())
     return command_line(program, *arguments, "--fit", "--write", str(out))
