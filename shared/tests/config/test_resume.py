@@ -83,9 +83,20 @@ def test_a_key_that_is_no_longer_known_is_stated() -> None:
     )
 
 
-def test_the_refusal_names_each_key_with_both_values_and_the_remedy() -> None:
+def test_the_refusal_names_each_key_with_both_values_and_the_remedy(tmp_path: Path) -> None:
     message = str(refuse(compare(STORED, Tree(keys=Keys(rank=8, targets=()))).refused, Path("runs/a")))
     assert 'keys.rank 16 -> 8; keys.targets ["q"] -> []' in message
     assert "--init-from runs" in message and "--run.folder NEW" in message and "\n" not in message
+    run = tmp_path / "my cats"
+    of_adapter = [ConfigChange("adapter.rank", 32, 8)]
+    for name in ("", "my cats-step-000010", "my cats"):
+        if name:
+            (run / "exports").mkdir(parents=True, exist_ok=True)
+            (run / "exports" / f"{name}.safetensors").touch()
+        said = str(refuse(of_adapter, run))
+        assert said.endswith(
+            f"build on its adapter in a new run with --run.folder NEW --base.merge '{run}/exports/{name or 'my cats'}.safetensors'"
+        )
+    assert "--init-from" in str(refuse([ConfigChange("adapter.method", "lora", "full")], run)), "nothing to merge"
     spaced = str(refuse([], Path("my runs")))
     assert spaced.endswith("--init-from 'my runs'"), "what a shell reads as one word"

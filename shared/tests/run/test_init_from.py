@@ -40,3 +40,20 @@ def test_the_first_rank_alone_compares_the_save_with_its_digests(
     assert world.train("second", 0, "--init-from", "~/first") == 0
     assert len(read) >= 2 * first and set(read.values()) == ({1} if first else set())
     assert equal(world.adapter("first"), world.adapter("second"))
+
+
+def test_another_rank_is_answered_with_a_command_that_works_and_refused_before_anything_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = World(tmp_path)
+    assert world.train("cats", 1) == 0
+    other = ("--adapter.rank", "3")
+    assert world.train("cats", 2, *other) == 1
+    typed = capsys.readouterr().err.rpartition(" in a new run with ")[2].split()
+    assert typed[:2] == ["--run.folder", "NEW"] and typed[2] == "--base.merge"
+    assert world.train("new", 1, *other, "--init-from", "cats") == 1
+    said = capsys.readouterr()
+    assert "[1/5]" in said.out and "[2/5]" not in said.out and "trained an adapter of rank" in said.err
+    assert world.train("new", 1, *other, *typed[2:]) == 0
+    assert "base.merge: " in capsys.readouterr().out

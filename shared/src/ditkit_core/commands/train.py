@@ -26,7 +26,7 @@ from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import progress, say, warn
-from ditkit_core.io.files import json_hash
+from ditkit_core.io.files import json_hash, local_path
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, check_shared, open_run
 from ditkit_core.io.torchrun import current_ranks
@@ -53,6 +53,7 @@ from ditkit_core.run.expert_runs import Component, ComponentRuns, components_of,
 from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, fingerprints_of, load_divided, tracked_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel
+from ditkit_core.run.restore import check_same_adapter
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
 from ditkit_core.run.train_data import (
     base_steps,
@@ -273,6 +274,8 @@ def _train_component(
     num_images = ranks.on_first(lambda: num_missing_class_images(run, started=is_started))
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
+    if component.init_from and not is_started:
+        check_same_adapter(unloaded.adapter, RunFolder(local_path(component.init_from)), merge_key=unloaded.merge_key)
     check_ranks(run, ranks.size)
     for line in describe_sample_adapters(run):
         say(line)

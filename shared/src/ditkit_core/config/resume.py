@@ -62,9 +62,17 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
 
 def refuse(refused: Iterable[ConfigChange], folder: Path) -> UserError:
     """The error for changes that would make another run."""
+    changes = list(refused)
+    remedy = f"start a new run from its weights with --run.folder NEW --init-from {shlex.quote(str(folder))}"
+    # Its weights do not fit an adapter of another rank, scale or method.
+    of_adapter = [change for change in changes if change.key.startswith("adapter.")]
+    if of_adapter and not any("full" in (change.old, change.new) for change in of_adapter):
+        adapters = sorted(folder.glob("exports/*.safetensors"))
+        finished = folder / "exports" / f"{folder.name}.safetensors"
+        file = str(finished if finished in adapters or not adapters else adapters[-1])
+        remedy = f"build on its adapter in a new run with --run.folder NEW --base.merge {shlex.quote(file)}"
     return UserError(
-        f"{folder} contains another run, refused to continue it with {'; '.join(map(str, refused))}: undo these changes, or start "
-        f"a new run from its weights with --run.folder NEW --init-from {shlex.quote(str(folder))}"
+        f"{folder} contains another run, refused to continue it with {'; '.join(map(str, changes))}: undo these changes, or {remedy}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.export_names import ExportName, finished_adapters
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.config.resolve import resolve
@@ -39,20 +40,7 @@ def load_trained(
     path = verified or _save(folder, step)
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
-    own, theirs = prepared.built.adapter, stored.adapter
-    # Weights of another scale would load without an error, and then act with another strength.
-    of_layers = [
-        (each.method, each.rank_pattern, each.alpha_pattern, each.decompose_factor, each.decompose_both)
-        for each in (own, theirs)
-    ]
-    differ = (own.rank, own.scaling) != (theirs.rank, theirs.scaling) or of_layers[0] != of_layers[1]
-    if own.method != "full" and not theirs.init and differ:
-        name = next(finished_adapters(folder), ExportName(run=folder.name))
-        raise UserError(
-            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
-            f"{own.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
-            f'{prepared.built.merge_key} = ["{name.at(folder)}"]'
-        )
+    check_same_adapter(prepared.built.adapter, folder, stored.adapter, prepared.built.merge_key)
     if step is not None:  # `latest` has verified the latest
         check_save(path)
     shards, averages = prepared.shards, stored.optim.kind.averages
@@ -73,6 +61,35 @@ def load_trained(
     if shards is not None:
         shards.changed()
     return state.step
+
+
+def check_same_adapter(
+    own: AdapterConfig, folder: RunFolder, theirs: AdapterConfig | None = None, merge_key: str = "base.merge"
+) -> None:
+    """Refuse a run whose weights do not fit this one's adapter.
+
+    Args:
+        own: This run's section, with what an `adapter.init` file decided.
+        folder: The run whose weights are to be loaded.
+        theirs: Its section; None reads it.
+        merge_key: The key that names what is merged into the transformer.
+
+    Raises:
+        UserError: If rank, scale, method or patterns differ: weights of another scale would load, and act with another strength.
+    """
+    theirs = resolve(RunConfig, stored=folder.path).adapter if theirs is None else theirs
+    of_layers = [
+        (each.method, each.rank_pattern, each.alpha_pattern, each.decompose_factor, each.decompose_both)
+        for each in (own, theirs)
+    ]
+    differ = (own.rank, own.scaling) != (theirs.rank, theirs.scaling) or of_layers[0] != of_layers[1]
+    if own.method != "full" and not theirs.init and differ:
+        name = next(finished_adapters(folder), ExportName(run=folder.name))
+        raise UserError(
+            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
+            f"{own.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
+            f'{merge_key} = ["{name.at(folder)}"]'
+        )
 
 
 def _averaged(
