@@ -191,6 +191,8 @@ def test_parts_are_commanded_as_they_run_and_need(truth, monkeypatch, tmp_path):
         run, skipped = truth.read(out)
         assert (run["part"], run["name"]) == ("run", "commit 1234")
         assert skipped == {"part": "diffsynth", "status": "skipped", "error": "--diffsynth names no checkout"}
+        truth.main(["--out", str(out), "--only", "speed", "facts"])
+        assert list(commands) == ["speed", "facts"], "in the order that is asked for"
         truth.main(["--out", str(out), "--side-by-side", "1", "--tiny"])
     finally:
         signal.signal(signal.SIGTERM, handler)

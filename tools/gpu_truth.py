@@ -291,7 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models: a look at whether everything runs")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="default: all parts")
+    parser.add_argument(
+        "--only", nargs="+", choices=[part.name for part in PARTS], help="some parts, in this order; default: all"
+    )
     parser.add_argument(
         "--wall", type=float, default=0.0, help="seconds for everything; default: 840, without limit if tiny"
     )
@@ -306,8 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     checkouts = {name: getattr(args, name) for name in PEERS}
     before = len(read(args.out))
-    wanted = args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]
-    named = [part for part in PARTS if part.name in wanted]
+    by_name = {part.name: part for part in PARTS}
+    named = [by_name[name] for name in args.only or [part.name for part in PARTS if part.is_in_tiny or not args.tiny]]
     append(args.out, {"part": "run", "name": f"commit {args.commit or _commit()}", "value": time.strftime("%Y-%m-%d")})
     parts = [part for part in named if checkouts.get(part.name, part)]
     for part in named:
