@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from made_clips import pan, texture, written
 from PIL import Image
-from toy_world import World
+from toy_world import World, equal
 
 
 @pytest.fixture
@@ -116,3 +116,22 @@ def test_resolutions_that_contradict_something_are_one_line(
     flags = ("--data.resolutions", resolutions, "--data.height", height, "--data.width", "0")
     assert world.train("run", 1, *flags) != 0
     assert said in capsys.readouterr().err
+
+
+def test_a_run_may_mirror_its_images_and_continues_bitwise(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    flip = ("--data.flip", "true", "--sample.captions", "0", "--export.dtype", "fp32")
+    assert world.train("plain", 6, *flip[2:]) == 0
+    assert world.train("whole", 6, *flip) == 0
+    assert world.train("parts", 3, *flip) == 0
+    assert world.train("parts", 6, *flip) == 0
+    assert equal(world.adapter("whole"), world.adapter("parts"))
+    assert not equal(world.adapter("whole"), world.adapter("plain"))
+    recorded = json.loads((world.folder / "whole" / "data.json").read_text())["0"]
+    assert sum(key.startswith("mirrored ") for key in recorded) * 2 == len(recorded)
+    assert world.train("parts", 7, *flip, "--data.flip", "false") == 1
+    add_image(world, "sided.png", 9, caption="a tree on the left")
+    capsys.readouterr()
+    assert world.train("sided", 1, *flip) == 1
+    assert "data.flip would train the other side than the caption of sided says: 'left'" in capsys.readouterr().err
+    status, found = check(world, *flip)
+    assert status == 1 and [each["code"] for each in found["findings"] if each["severity"] == "error"] == ["D01"]

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import av
+import numpy as np
 import pytest
 import torch
 from media_files import numbered_video, picture
+from PIL import Image
 from toy_encoders import CountingEncoder
 from toy_encoders import encode_with as encode
 
@@ -351,3 +353,53 @@ def test_a_shortage_stops_encoding_even_where_bad_clips_are_left_out(
             on_bad=lambda sample, error: left_out.append(sample),
         )
     assert not left_out
+
+
+def test_each_sample_is_encoded_mirrored_too_with_its_references_and_mask(world: World) -> None:
+    """The plain ones keep their keys, and nothing plain is encoded again."""
+    noise = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
+    for name in ("e.png", "reference.png"):
+        Image.fromarray(noise if name == "e.png" else noise // 2).save(world.root / name)
+    mask = np.zeros((32, 32), np.uint8)
+    mask[:, :8] = 255
+    Image.fromarray(mask).save(world.root / "mask.png")
+    sample = Sample(
+        id="e", media=world.root / "e.png", captions=("an edit",), frames=1, height=32, width=32,
+        references=(world.root / "reference.png",), mask=world.root / "mask.png",
+    )  # fmt: skip
+
+    def start(flips: bool) -> EncodedSample:
+        world.media, world.text = CountingEncoder("media"), CountingEncoder("text")
+        (found,) = encode(
+            [sample], cache=world.cache, media_encoder=world.media, text_encoder=world.text, fps=16.0, flips=flips,
+            reference_size=lambda height, width, count: (height, width),
+        )  # fmt: skip
+        return found
+
+    plain = start(False)
+    assert plain.mirrored is None
+    both = start(True)
+    assert len(world.media.items) == 2, "the image and its reference, mirrored"
+    mirrored = both.mirrored
+    assert mirrored is not None and mirrored.id == both.id == "e" and mirrored.text_keys == both.text_keys
+    assert both.keys[: len(plain.keys)] == plain.keys and len(both.keys) == 2 * len(plain.keys)
+    assert not {*plain.keys} & {key for key in mirrored.keys if key not in plain.text_keys}
+    flipped = torch.from_numpy(noise[:, ::-1].copy()).permute(2, 0, 1)[:, None].float() / 127.5 - 1
+    assert torch.equal(world.media.items[0], flipped)
+    item, other = both.load(), mirrored.load()
+    assert torch.equal(item["loss_weights"].flip(-1), other["loss_weights"])
+    assert not torch.equal(item["reference.0"], other["reference.0"])
+    start(True)
+    assert not world.media.items
+
+
+def test_a_sample_that_fails_is_left_out_once_with_both_ways(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = world.dataset().samples
+    damage(world.folder / "b.mp4")
+    left_out: list[str] = []
+    encoded = encode(
+        samples, cache=world.cache, media_encoder=CountingEncoder("media"), text_encoder=CountingEncoder("text"),
+        fps=16.0, flips=True, on_bad=lambda sample, error: left_out.append(sample.id),
+    )  # fmt: skip
+    assert left_out == ["b"] and [sample.id for sample in encoded] == ["a", "c", "d"]
+    assert all(sample.mirrored is not None for sample in encoded)

@@ -1,5 +1,6 @@
 """The order of training data: a function of seed and index, with every sample once per epoch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,19 @@ def test_dropout_empties_any_of_several_captions(shaped: list[EncodedSample]) ->
     data = TrainDataLoader(shaped, seed=0, batch_size=BatchSize(samples=2), caption_dropout=1.0)
     assert all(item["text"].tolist() == [[0], [0]] for index in range(10) for item in data.micro_batch(index).items)
     assert shaped[0].load()["text"].tolist() == [[1]]  # what is held out is measured with the first
+
+
+def test_half_of_the_uses_are_mirrored_and_a_function_of_seed_and_index(samples: list[EncodedSample]) -> None:
+    cache = samples[0].cache
+    cache.put("media", key("other way"), {"latents": torch.full((1, 1, 1, 1), 100.0)}, {})
+    both = [replace(each, mirrored=replace(each, media_key=key("other way"))) for each in samples]
+
+    def uses(given: list[EncodedSample], seed: int = 0, first: int = 0) -> list[float]:
+        data = TrainDataLoader(given, seed=seed, batch_size=BatchSize(samples=2))
+        return [float(item["latents"]) for i in range(first, 100) for item in data.micro_batch(i).items]
+
+    mirrored = uses(both)
+    assert 70 < sum(value == 100 for value in mirrored) < 130
+    plain = uses(samples)
+    assert all(value in (100, there) for value, there in zip(mirrored, plain, strict=True)), "the order stays"
+    assert uses(both, first=50) == mirrored[100:] and uses(both, seed=1) != mirrored

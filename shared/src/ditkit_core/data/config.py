@@ -68,6 +68,9 @@ class DataConfig:
     """Sides of buckets are multiples of this many pixels, which must be a multiple of the model's size step. 0 means four size steps."""
     max_aspect: float = setting(2.0, resume="refused")
     """Largest ratio of a bucket's longer side to the shorter, at least 1; longer images are cropped."""
+    flip: bool = setting(False, resume="refused")
+    """Mirror half of all uses of a sample left to right, with its references, conditions and mask; the seed chooses which. Refused if captions
+    say left or right. For subjects that look the same in a mirror: not for faces, texts and most characters."""
     image_folders: bool = setting(False, resume="refused")
     """Read a folder of numbered images (`shot/0001.png`, …) as one clip, with its caption in `shot.txt`. A file `fps.txt` in it gives
     the images per second; without it every image is one frame of the clip."""

@@ -51,6 +51,8 @@ class Sample:
     """Time of the first frame in seconds, counted from the file's first frame."""
     repeats: float = 1.0
     """Average number of uses per epoch."""
+    is_mirrored: bool = False
+    """Whether it is read mirrored left to right."""
 
 
 Why = Literal["bad", "short", "unused"]

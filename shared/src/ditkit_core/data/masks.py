@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,14 +54,14 @@ def checked_mask(mask: Path, media: Path, size: tuple[int, int]) -> Path:
 
 
 def read_mask(
-    path: Path, *, frames: int, fps: float, height: int, width: int, start_seconds: float
+    path: Path, *, frames: int, fps: float, height: int, width: int, start_seconds: float, is_mirrored: bool = False
 ) -> Float[Tensor, "frames height width"]:
     """The mask of a clip from 0 (black) to 1 (white), with the frames, the size and the crop of `read_clip`; an image is repeated."""
-    size = {"height": height, "width": width}
+    read = partial(read_clip, path, height=height, width=width, as_stored=True, is_mirrored=is_mirrored)
     if media_kind(path) == "image":
-        pixels = read_clip(path, frames=1, fps=0.0, **size, as_stored=True).expand(-1, frames, -1, -1)
+        pixels = read(frames=1, fps=0.0).expand(-1, frames, -1, -1)
     else:
-        pixels = read_clip(path, frames=frames, fps=fps, **size, start_seconds=start_seconds, as_stored=True)
+        pixels = read(frames=frames, fps=fps, start_seconds=start_seconds)
     return (pixels.mean(0) / 2 + 0.5).clamp(0, 1)
 
 

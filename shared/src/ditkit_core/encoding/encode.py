@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ from ditkit_core.models.conditions import ClipInputs, Conditioner
 from ditkit_core.models.encoders import Encoder
 from ditkit_core.models.spec import identity
 
+_MIRRORED: Mapping[bool, Mapping[str, Any]] = {False: {}, True: {"mirrored": True}}
+"""Part of the keys of what is read mirrored; the keys of the rest are those of earlier versions."""
 _LONG_HASH_BYTES = 2**28
 """Reading this many bytes takes seconds; for fewer a progress bar would only flicker."""
 
@@ -54,6 +56,8 @@ class SampleEncoders:
     """`TrainingSpec.assemble`."""
     mask_weight: float = 0.0
     """`train.mask_weight`."""
+    flips: bool = False
+    """`data.flip`: each sample is encoded mirrored, too."""
 
 
 def encode(
@@ -79,17 +83,20 @@ def encode(
         UserError: If a clip cannot be read, or the output of an encoder is not finite.
     """
     keep_going, conditioning = on_bad is not None, encoders.conditioning or Conditioning(conditioners=())
-    given = {sample.id: clip_inputs_of(sample, encoders.fps) for sample in samples}
+    # No sample of a dataset has an id with a line break.
+    mirrored = {sample.id: replace(sample, id=f"{sample.id}\n", is_mirrored=True) for sample in samples}
+    read = [*samples, *(mirrored.values() if encoders.flips else ())]
+    given = {sample.id: clip_inputs_of(sample, encoders.fps) for sample in read}
     # Before the clips: encoding those may take hours, and a missing condition should be reported first.
     used = conditioning.used(given, keep_going=keep_going)
-    clips = {sample.id: _clips_of(sample, encoders.fps, encoders.reference_size) for sample in samples}
+    clips = {sample.id: _clips_of(sample, encoders.fps, encoders.reference_size) for sample in read}
     keys = _media_keys([clip for each in clips.values() for clip in each], cache, encoders.media, progress)
     failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
     left = {name: controls for name, controls in given.items() if keys[clips[name][0]] not in failures}
     conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
     masked = {
         each.id: replace(left[each.id], files={MASK.name: str(each.mask)})
-        for each in samples
+        for each in read
         if each.mask is not None and each.id in left
     }
     grids = {
@@ -102,15 +109,20 @@ def encode(
     weights = masks.fill(masked, masks.used(masked), cache, failures, progress, keep_going=keep_going)
     encoded, captions = [], [""]
     for sample in samples:
-        media_keys = [keys[clip] for clip in clips[sample.id]]
-        its_conditions = (*conditions.get(sample.id, ()), *weights.get(sample.id, ()))
-        failed = [failures[key] for key in (*media_keys, *(each.key for each in its_conditions)) if key in failures]
+        ways, failed = [], list[UserError]()
+        for way in (sample, mirrored[sample.id])[: 1 + encoders.flips]:
+            media_keys = [keys[clip] for clip in clips[way.id]]
+            its_conditions = (*conditions.get(way.id, ()), *weights.get(way.id, ()))
+            failed += [
+                failures[key] for key in (*media_keys, *(each.key for each in its_conditions)) if key in failures
+            ]
+            again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
+            one = _encoded_sample(sample, media_keys, its_conditions, encoders, cache)
+            ways.append(replace(one, encode_again=again))
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
             continue
-        one = _encoded_sample(sample, media_keys, its_conditions, encoders, cache)
-        again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
-        encoded.append(replace(one, encode_again=again))
+        encoded.append(replace(ways[0], mirrored=ways[1] if encoders.flips else None))
         captions += sample.captions
     # By key: captions that samples share are encoded once. The empty one is always encoded, for caption dropout.
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
@@ -274,6 +286,7 @@ class Conditioning:
             "height": controls.height,
             "width": controls.width,
             "start": controls.start_seconds,
+            **_MIRRORED[controls.is_mirrored],
         }
         contents = []
         for column in sorted(used):
@@ -300,6 +313,7 @@ def clip_inputs_of(sample: Sample, fps: float) -> ClipInputs:
         height=sample.height,
         width=sample.width,
         fps=fps if media_kind(sample.media) == "video" else 0.0,
+        is_mirrored=sample.is_mirrored,
     )
 
 
@@ -313,6 +327,7 @@ class _Clip(NamedTuple):
     height: int
     width: int
     start_seconds: float = 0.0
+    is_mirrored: bool = False
 
     def read(self) -> Tensor:
         return read_clip(**self._asdict())
@@ -328,17 +343,21 @@ class _Clip(NamedTuple):
         }
         if self.start_seconds:  # left out at 0, again for the key of earlier versions
             transform["start"] = self.start_seconds
+        transform |= _MIRRORED[self.is_mirrored]
         return key("media", content, json.dumps(transform, sort_keys=True), encoder.identity)
 
 
 def _clips_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) -> list[_Clip]:
     """The sample's own clip, then its references."""
     rate = fps if media_kind(sample.media) == "video" else 0.0
-    own = _Clip(sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds)
+    own = _Clip(
+        sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds, sample.is_mirrored
+    )
     if not sample.references:
         return [own]
     assert reference_size is not None
-    return [own, *_reference_clips(sample.references, reference_size)]
+    references = _reference_clips(sample.references, reference_size)
+    return [own, *(clip._replace(is_mirrored=sample.is_mirrored) for clip in references)]
 
 
 def _reference_clips(paths: Sequence[Path], reference_size: ReferenceSize) -> list[_Clip]:

@@ -45,6 +45,8 @@ class EncodedSample:
     """Weight of the loss where the sample's mask is black, if it has one."""
     repeats: float = 1.0
     """Average number of uses per epoch."""
+    mirrored: "EncodedSample | None" = None
+    """The same sample, mirrored left to right, which half of its uses take; None if all take this one."""
     encode_again: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
     """Encodes what the cache lacks, after an entry turned out to be damaged."""
 
@@ -53,7 +55,8 @@ class EncodedSample:
         """All keys in one list, which identifies the sample's content; runs record it to notice changed data."""
         references = [f"reference {key}" for key in self.reference_keys]
         conditions = [f"{kind} {key}" for kind, key, _ in self.conditions]
-        return [self.media_key, *self.text_keys, *references, *conditions]
+        both = [self.media_key, *self.text_keys, *references, *conditions]
+        return both + ([f"mirrored {key}" for key in self.mirrored.keys] if self.mirrored else [])
 
     def load(self, *, caption: int = 0, drop_caption: bool = False, drop_controls: bool = False) -> dict[str, Tensor]:
         """Read the sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.

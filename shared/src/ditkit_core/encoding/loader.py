@@ -134,7 +134,7 @@ class BaseSteps:
 
 
 class CaptionSampler:
-    """Samples the caption for each use of a sample, and whether its conditions are dropped."""
+    """Samples the caption for each use of a sample, whether its conditions are dropped, and whether it is mirrored."""
 
     def __init__(self, seed: int, dropout: float, control_dropout: float = 0.0) -> None:
         """Set the probabilities.
@@ -157,6 +157,8 @@ class CaptionSampler:
         uniform = torch.rand((), generator=generator(self._seed, "caption", index, *names))
         chosen = seed_of(self._seed, "which caption", index, *names) % len(sample.text_keys)
         without = torch.rand((), generator=generator(self._seed, "control", index, *names)) < self._control_dropout
+        if sample.mirrored is not None and seed_of(self._seed, "mirrored", index, *names) % 2:
+            sample = sample.mirrored
         return sample.load(caption=chosen, drop_caption=bool(uniform < self._dropout), drop_controls=bool(without))
 
 

@@ -49,6 +49,7 @@ def _read(controls: ClipInputs) -> Tensor:
         height=controls.height,
         width=controls.width,
         start_seconds=controls.start_seconds,
+        is_mirrored=controls.is_mirrored,
     )
 
 

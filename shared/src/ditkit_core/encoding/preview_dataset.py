@@ -1,6 +1,7 @@
 """Writing samples as files to look at: the pixels that the encoder gets, with their captions."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from ditkit_core.data.dataset import Sample
@@ -55,14 +56,12 @@ def dump(
 
 def _write(folder: Path, name: str, path: Path, sample: Sample, fps: float, *, as_stored: bool = False) -> Path:
     """Write the sample's window of a file: of its own clip, of a control video, or of its mask."""
-    size = {"height": sample.height, "width": sample.width}
+    read = partial(read_clip, path, height=sample.height, width=sample.width, as_stored=as_stored)
     if media_kind(path) == "image":
-        pixels = read_clip(path, frames=1, fps=0.0, **size, as_stored=as_stored)
+        pixels = read(frames=1, fps=0.0)
         write_image(target := folder / f"{name}.png", (pixels[:, 0] + 1) / 2)
         return target
-    pixels = read_clip(
-        path, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds, **size, as_stored=as_stored
-    )
+    pixels = read(frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
     write_video(target := folder / f"{name}.mp4", (pixels + 1) / 2, fps)
     return target
 

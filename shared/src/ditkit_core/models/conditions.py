@@ -70,6 +70,8 @@ class ClipInputs:
     width: int
     fps: float
     """Frames per second; 0 for a still image."""
+    is_mirrored: bool = False
+    """Whether the clip is read mirrored left to right; images and videos of its conditions are then mirrored as well."""
 
 
 @runtime_checkable

@@ -82,6 +82,7 @@ def encode_samples(
         conditioning=run.auxiliary.conditioning,
         assemble=run.spec.training.assemble,
         mask_weight=run.config.train.mask_weight,
+        flips=run.config.data.flip,
     )
     on_bad = left_out if run.config.data.on_bad == "skip" else None
     return encode(samples, encoders, run.data.cache, extra_captions=texts, progress=_encode_progress, on_bad=on_bad)

@@ -31,12 +31,13 @@ def test_the_verdict_says_what_the_interval_says() -> None:
     assert verdict.kind == "unclear" and "does not show" in " ".join(details)
 
 
-def test_adapters_of_the_base_and_of_samples_and_matched_steps_are_named() -> None:
+def test_adapters_of_the_base_and_of_samples_matched_steps_and_mirrors_are_named() -> None:
     config = {
         "base.merge": ["adapters/speed.safetensors@0.8"],
         "base.assistant_low": "adapters/undistilled.safetensors",
         "sample.adapter": ["a.safetensors", "b.safetensors"],
         "prior.match_base": 0.25,
+        "data.flip": True,
     }
     page = str(overview(Section(name="", series={}, config=config)))
     for line in (
@@ -44,6 +45,7 @@ def test_adapters_of_the_base_and_of_samples_and_matched_steps_are_named() -> No
         "undistilled.safetensors: in training of the low-noise expert alone, as an assistant",
         "a.safetensors, b.safetensors: in samples alone",
         "25% of the steps match the base",
+        "mirrored in half of their uses",
     ):
         assert line in page
     assert "adapters/" not in page and "merged into" not in str(overview(Section(name="", series={}, config={})))

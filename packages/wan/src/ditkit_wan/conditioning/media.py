@@ -23,7 +23,14 @@ def column_image(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height
         UserError: If it cannot be read.
     """
     path = Path(controls.files[column])
-    return read_clip(path, frames=1, fps=_ANY_RATE, height=controls.height, width=controls.width)
+    return read_clip(
+        path,
+        frames=1,
+        fps=_ANY_RATE,
+        height=controls.height,
+        width=controls.width,
+        is_mirrored=controls.is_mirrored,
+    )
 
 
 def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
@@ -42,6 +49,7 @@ def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1
         height=controls.height,
         width=controls.width,
         start_seconds=controls.start_seconds + after,
+        is_mirrored=controls.is_mirrored,
     )
 
 
@@ -104,6 +112,7 @@ def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor
         height=controls.height,
         width=controls.width,
         start_seconds=controls.start_seconds,
+        is_mirrored=controls.is_mirrored,
     )
 
 

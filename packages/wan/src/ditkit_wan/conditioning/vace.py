@@ -57,6 +57,7 @@ class Vace(VaeConditioner):
             for column in REFERENCES
             if column in controls.files
         ]
+        images = [image.flip(-1) for image in images] if controls.is_mirrored else images
         if not images:
             return {"vace": context}
         references = torch.cat([self.latents(image) for image in images], dim=1)

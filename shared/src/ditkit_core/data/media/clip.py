@@ -158,6 +158,7 @@ def read_clip(
     width: int,
     start_seconds: float = 0.0,
     as_stored: bool = False,
+    is_mirrored: bool = False,
 ) -> Float[Tensor, "3 frames height width"]:
     """Read a clip: frame i is the image shown at `start_seconds + i / fps`, resized to cover the size and centre cropped.
 
@@ -167,6 +168,7 @@ def read_clip(
         width: Pixels.
         start_seconds: Time of the first frame, counted from the file's first frame.
         as_stored: Do not convert an image's colours to sRGB: the values mean something else, as in a mask.
+        is_mirrored: Exchange left and right in the end.
 
     Returns:
         float32 pixels in [-1, 1].
@@ -178,7 +180,7 @@ def read_clip(
     images = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds, as_stored=as_stored)
     for i, image in enumerate(images):
         clip[:, i] = _fit(image, height, width)
-    return clip
+    return clip.flip(-1) if is_mirrored else clip
 
 
 def stored_images(

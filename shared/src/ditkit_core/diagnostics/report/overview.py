@@ -121,6 +121,7 @@ def _data(section: Section) -> list[str]:
         f"{data['masks']} with loss masks (weight {config.get('train.mask_weight', 0):g} outside)"
         if data.get("masks")
         else "",
+        "mirrored in half of their uses" if config.get("data.flip") else "",
         f"{len(held_out)} held out for validation" if isinstance(held_out, list) and held_out else "",
         f"{excluded} left out" if excluded else "",
     )
