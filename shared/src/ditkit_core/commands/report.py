@@ -54,6 +54,8 @@ def _opening(run: RunContext) -> str:
     config, devices = run.config, " and ".join(map(str, run.devices))
     adapter = config.adapter
     what = "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
+    if adapter.init and adapter.method != "full":  # the next line says its rank, when the file is open
+        what = f"the adapter in {Path(adapter.init).name}"
     model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
     forms = ""
     if config.export.forms != run.given.config.export.forms:

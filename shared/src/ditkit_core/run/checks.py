@@ -1,10 +1,11 @@
 """Checks of a configuration that run before anything is written or loaded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ditkit_core.adapters.files.export import check_export
+from ditkit_core.config.schema import config_values
 from ditkit_core.config.sizes import per_device
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.encode import clip_inputs_of
@@ -17,6 +18,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.launch import launched
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
+from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.experts import check_merges
@@ -331,8 +333,62 @@ def _trains_bf16(run: RunContext) -> bool:
     return run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
 
 
+_WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[RunConfig], object], str], ...] = (
+    (
+        ("optim.final_lr_fraction",),
+        lambda run: run.optim.schedule == "constant",
+        "optim.schedule = constant has no decay",
+    ),
+    (("optim.betas",), lambda run: run.optim.name == "adafactor", "optim.name = adafactor uses values of its own"),
+    (("ema.update_every",), lambda run: not run.ema.decay, "ema.decay = 0 averages nothing"),
+    (
+        ("held_out.sigmas", "held_out.every_steps", "save.keep_best"),
+        lambda run: not run.held_out.clips,
+        "held_out.clips = 0 measures no validation loss",
+    ),
+    (
+        ("data.bucket_step", "data.max_aspect"),
+        lambda run: not run.data.buckets,
+        "data.buckets = false makes no buckets",
+    ),
+    (
+        ("data.seed",),
+        lambda run: run.data.windows != "random" and not run.data.shuffle_tags,
+        "neither windows nor tags are random",
+    ),
+    (
+        (
+            "adapter.rank",
+            "adapter.alpha",
+            "adapter.dropout",
+            "adapter.targets",
+            "adapter.use_rslora",
+            "adapter.use_dora",
+        ),
+        lambda run: run.adapter.method == "full",
+        "adapter.method = full trains the weights themselves",
+    ),
+    (("adapter.rank", "adapter.alpha"), lambda run: run.adapter.init, "the file of adapter.init has them"),
+    (("train.clip_by",), lambda run: not run.train.clip_norm, "train.clip_norm = 0 clips nothing"),
+    (("sample.device",), lambda run: not run.sample.every_steps, "sample.every_steps = 0 generates no previews"),
+    (("log.project",), lambda run: run.log.tracker == "none", "log.tracker = none logs to no project"),
+)
+"""Keys, when they have no effect, and why."""
+
+
 def _unused(run: RunContext) -> Iterator[str]:
     """Settings that have no effect in this run."""
+    config, defaults = run.given.config, config_values(RunConfig())
+    values = config_values(config)
+    for keys, holds, why in _WITHOUT_EFFECT:
+        for key in keys if holds(config) else ():
+            if values[key] != defaults[key]:
+                yield f"{key} = {values[key]} has no effect: {why}"
+    if 0 < config.train.steps <= config.optim.warmup_steps:
+        yield (
+            f"optim.warmup_steps = {config.optim.warmup_steps} is the whole run of {config.train.steps} steps: the learning rate never "
+            "reaches optim.lr"
+        )
     train, count = run.config.train, len(run.devices)
     if run.config.optim.rounding != "nearest" and not _trains_bf16(run):
         yield f"optim.rounding = {run.config.optim.rounding} rounds trained bf16 weights, and this run has none"
