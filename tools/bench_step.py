@@ -15,7 +15,6 @@ matmuls and attention, below which nothing can go without changing the arithmeti
 """
 
 import argparse
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import diffusers_models
 from device_clock import (
     by_kind,
     interleaved,
@@ -35,11 +35,8 @@ from device_clock import (
     started_on,
     unless_out_of_memory,
 )
-from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.inject import initialise, inject
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype
-from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.weights.quantize import compute_in_8_bits, linears_of_blocks, replace_layer
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product", "aten::mkldnn_linear")
@@ -56,37 +53,6 @@ class Pair:
     their_predict: Predict
     target: Tensor
     shape: str
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block models are made in a dtype: in fp32 the weights of a published model may take more memory than a GPU has."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def wan_of_diffusers(arch: Any) -> Any:
-    """diffusers' Wan, with random weights."""
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, in_channels=arch.in_channels, out_channels=arch.out_channels,
-        text_dim=arch.text_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers,
-    )  # fmt: skip
-
-
-def flux2_of_diffusers(arch: Any) -> Any:
-    """diffusers' FLUX.2, with random weights."""
-    from diffusers import Flux2Transformer2DModel
-
-    return Flux2Transformer2DModel(
-        num_layers=arch.double_layers, num_single_layers=arch.single_layers, num_attention_heads=arch.heads,
-        attention_head_dim=arch.head_dim, joint_attention_dim=arch.text_dim, guidance_embeds=arch.guidance,
-    )  # fmt: skip
 
 
 def wan_arch(args: argparse.Namespace) -> Any:
@@ -110,11 +76,11 @@ def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
 
     size, device, arch = WAN_SIZES[args.tokens], args.device, wan_arch(args)
     torch.manual_seed(0)
-    with device, default_dtype(dtype if args.preset else torch.float32):
-        theirs = wan_of_diffusers(arch)
+    with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
+        theirs = diffusers_models.wan(arch)
         ours = WanTransformer(arch, Precision(matmul=dtype))
-    share_weights(ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, dtype)
-    share_adapters(ours, theirs, WAN.architecture.names, ("q,k,v,o",), WAN.adapters.targets, args.rank)
+    diffusers_models.share_weights(ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, dtype)
+    diffusers_models.share_adapters(ours, theirs, WAN.architecture.names, ("q,k,v,o",), WAN.adapters.targets, args.rank)
     latents, target = torch.randn(2, 1, arch.out_channels, *size).to(device)
     text = torch.randn(1, arch.text_tokens, arch.text_dim).to(device, dtype)
     timestep = torch.tensor([731.25], device=device)
@@ -155,13 +121,13 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     grid, device, arch = FLUX2_SIZES[args.tokens], args.device, flux2_arch(args)
     num_text = arch.text_tokens
     torch.manual_seed(0)
-    with device, default_dtype(dtype if args.preset else torch.float32):
-        theirs = flux2_of_diffusers(arch)
+    with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
+        theirs = diffusers_models.flux2(arch)
         ours = Flux2Transformer(arch, Precision(matmul=dtype))
-    share_weights(ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, dtype)
+    diffusers_models.share_weights(ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, dtype)
     targets = ("img_attn.q", "img_attn.k", "img_attn.v", "img_attn.proj", "txt_attn.q", "txt_attn.k", "txt_attn.v", "txt_attn.proj",
                "linear1", "linear2")  # fmt: skip
-    share_adapters(ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank)
+    diffusers_models.share_adapters(ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank)
     latents, target = torch.randn(2, 1, 128, 1, *grid).to(device)
     text, sigma = torch.randn(1, num_text, arch.text_dim).to(device, dtype), torch.tensor([0.73125], device=device)
     guidance = torch.tensor([3.5], device=device) if arch.guidance else None
@@ -196,47 +162,6 @@ WAN_SIZES = {
 }
 FLUX2_SIZES = {64: (8, 8), 256: (16, 16), 1024: (32, 32), 4096: (64, 64)}
 """Sizes of latents by their number of tokens."""
-
-
-def share_weights(
-    ours: nn.Module, theirs: nn.Module, names: StateDictNames, keep_fp32: Callable[[str], bool], dtype: torch.dtype
-) -> None:
-    """Give both the same values in the dtypes that each is trained in."""
-    theirs.requires_grad_(False)
-    keep = theirs._keep_in_fp32_modules or ()
-    for name, parameter in theirs.named_parameters():
-        if not any(part in keep for part in name.split(".")):
-            parameter.data = parameter.data.to(dtype)
-    pieces: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in theirs.state_dict().items():
-        parts = names.to_native(name) or ()
-        for part, rows in zip(parts, tensor.chunk(len(parts)), strict=True):
-            pieces.setdefault(part.name, {})[part.index] = rows
-    for name, parameter in ours.named_parameters():
-        value = torch.cat([rows for _, rows in sorted(pieces[name].items())])
-        parameter.data = value.float() if keep_fp32(name) else value.to(dtype)
-
-
-def share_adapters(
-    ours: nn.Module, theirs: nn.Module, names: StateDictNames, targets: tuple[str, ...],
-    named_sets: Mapping[str, tuple[str, ...]], rank: int,
-) -> None:  # fmt: skip
-    """The same LoRA on the same layers, fp32 over any base."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    mirrors = {}
-    for name in inject(ours, AdapterConfig(rank=rank, targets=targets), named_sets):
-        (part,) = names.from_native["diffusers"](f"{name}.weight")
-        mirrors[name] = part.name.removesuffix(".weight")
-    device = next(ours.parameters()).device
-    initialise(ours, 0, device_of=lambda module: device)
-    pattern = "|".join(map(re.escape, mirrors.values()))
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), theirs)
-    for name, mirror in mirrors.items():
-        for half in ("lora_A", "lora_B"):
-            weight = ours.get_submodule(f"{name}.{half}.default").weight
-            weight.data = 0.02 * torch.randn(weight.shape).to(device)
-            theirs.get_submodule(f"{mirror}.{half}.default").weight.data = weight.data.clone()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gpu_cases
 import gpu_models
 import gpu_passes
 import plan_truth
@@ -396,7 +397,7 @@ PARTS: dict[str, Callable[[torch.device, bool], Rows]] = {
         backends,
     )
 }
-PARTS |= {name: partial(gpu_models.models, name) for name in gpu_models.CASES}
+PARTS |= {name: partial(gpu_models.models, name) for name in gpu_cases.CASES}
 PARTS |= {name: partial(peers, name) for name in PEERS}
 
 

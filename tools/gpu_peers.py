@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from device_clock import attempted
 from ditkit_core.io.memory import release_memory
-from gpu_models import CASES, LORA, Case, Step, described, measured, random_batch, small, weights
+from gpu_cases import CASES, LORA, Case, described, small
+from gpu_models import Step, measured, random_batch, weights
 
 Rows = Iterator[dict[str, Any]]
 POLICIES = {"klein4b": ("full", "none"), "dev": ("full",), "wan14b": ("full", "full+offload")}

@@ -21,15 +21,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import bench_step
+import diffusers_models
 import gpu_models
 from device_clock import attempted
 from ditkit_core.io.memory import release_memory
-from gpu_models import LONG_CLIP, Case, modes
+from gpu_cases import CLIP, LONG_CLIP, Case, described, modes
 
 Rows = Iterator[dict[str, Any]]
 OFFLOADED = Case(
-    name="8 blocks of Wan 14B, 480x832x49", family="wan", preset="t2v-14b", size=gpu_models.CLIP, blocks=8, repeats=2,
+    name="8 blocks of Wan 14B, 480x832x49", family="wan", preset="t2v-14b", size=CLIP, blocks=8, repeats=2,
     modes=modes("full", "full+offload", "attn_only", "attn_only+offload"),
 )  # fmt: skip
 
@@ -197,9 +197,9 @@ def _fastvideo(name: str, policy: str, size: tuple[int, int, int], device: torch
         method="full",
         repeats=1 if tiny else 2,
     )
-    _, arch, _, outline = gpu_models.described(case, tiny)
+    _, arch, _, outline = described(case, tiny)
     with device:
-        model = bench_step.wan_of_diffusers(arch).train()
+        model = diffusers_models.wan(arch).train()
     for key, block in list(model.blocks.named_children()):
         selective = {"context_fn": _selective} if policy == "attn_only" else {}
         model.blocks.register_module(key, checkpoint_wrapper(block, preserve_rng_state=False, **selective))

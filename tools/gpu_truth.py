@@ -301,8 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--side-by-side", type=int, default=max(1, len(os.sched_getaffinity(0)) // 3), metavar="N",
         help="most parts without a time that run at once; default: one for three cores",
     )  # fmt: skip
-    for name in PEERS:
-        parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=f"a checkout, for the part {name}")
+    parser.add_argument("--musubi", type=Path, metavar="DIR", help="a checkout of musubi-tuner, for the part musubi")
+    parser.add_argument(
+        "--diffsynth", type=Path, metavar="DIR", help="a checkout of DiffSynth-Studio, for the part diffsynth"
+    )
     parser.add_argument("--commit", default="", help="of the sources, for the rows; default: git's")
     parser.add_argument("--out", type=Path, default=Path("gpu_truth.jsonl"), help="file that results are appended to")
     args = parser.parse_args(arguments)
