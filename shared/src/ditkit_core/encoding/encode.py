@@ -99,26 +99,17 @@ def encode(
         for each in read
         if each.mask is not None and each.id in left
     }
-    grids = {
-        (each.frames, each.height, each.width): cache.found(
-            cache.shapes, "media", keys[clips[name][0]], str(each.clip)
-        )["latents"][1:]
-        for name, each in masked.items()
-    }
-    masks = Conditioning(conditioners=[MaskEncoder(encoders.media.identity, grids)] if masked else [])
+    masks = _mask_conditioning(masked, {name: keys[clips[name][0]] for name in masked}, encoders.media.identity, cache)
     weights = masks.fill(masked, masks.used(masked), cache, failures, progress, keep_going=keep_going)
     encoded, captions = [], [""]
     for sample in samples:
-        ways, failed = [], list[UserError]()
-        for way in (sample, mirrored[sample.id])[: 1 + encoders.flips]:
-            media_keys = [keys[clip] for clip in clips[way.id]]
-            its_conditions = (*conditions.get(way.id, ()), *weights.get(way.id, ()))
-            failed += [
-                failures[key] for key in (*media_keys, *(each.key for each in its_conditions)) if key in failures
-            ]
-            again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
-            one = _encoded_sample(sample, media_keys, its_conditions, encoders, cache)
+        again = partial(encode, [sample], encoders, cache, extra_captions=extra_captions)
+        ways = []
+        for id in (sample.id, mirrored[sample.id].id)[: 1 + encoders.flips]:
+            its_conditions = (*conditions.get(id, ()), *weights.get(id, ()))
+            one = _encoded_sample(sample, [keys[clip] for clip in clips[id]], its_conditions, encoders, cache)
             ways.append(replace(one, encode_again=again))
+        failed = [failures[key] for way in ways for key in way.item_keys if key in failures]
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
             continue
@@ -128,6 +119,23 @@ def encode(
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
     encode_missing(cache, EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
     return encoded
+
+
+def _mask_conditioning(
+    masked: Mapping[str, ClipInputs], keys: Mapping[str, str], media_identity: str, cache: Cache
+) -> "Conditioning":
+    """The conditioner of loss masks, at the sizes of their clips' latents; none without masks.
+
+    Args:
+        masked: The clips with masks, by name, and in `keys` the keys of their latents.
+    """
+    grids = {
+        (each.frames, each.height, each.width): cache.found(cache.shapes, "media", keys[name], str(each.clip))[
+            "latents"
+        ][1:]
+        for name, each in masked.items()
+    }
+    return Conditioning(conditioners=[MaskEncoder(media_identity, grids)] if masked else [])
 
 
 def _encoded_sample(

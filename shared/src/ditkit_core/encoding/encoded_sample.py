@@ -58,6 +58,11 @@ class EncodedSample:
         both = [self.media_key, *self.text_keys, *references, *conditions]
         return both + ([f"mirrored {key}" for key in self.mirrored.keys] if self.mirrored else [])
 
+    @property
+    def item_keys(self) -> list[str]:
+        """The keys of all parts but the captions, as the cache has them."""
+        return [self.media_key, *self.reference_keys, *(key for _, key, _ in self.conditions)]
+
     def load(self, *, caption: int = 0, drop_caption: bool = False, drop_controls: bool = False) -> dict[str, Tensor]:
         """Read the sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
 
