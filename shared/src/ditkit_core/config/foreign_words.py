@@ -24,10 +24,15 @@ FOREIGN_WORDS = {
         "what is encoded is found again by its content, so nothing needs to be skipped": "skip_existing skip_cache_check",
         "data.frames": "num_frames max_num_frames target_frames",
         "data.frame_buckets": "frame_bucket auto_frame_count",
-        "data.height": "resolution",
+        "set data.height and data.width, or data.resolutions = [512, 768, 1024] for several": "resolution image_sample_size video_sample_size",
+        "data.resolutions trains each picture at the largest resolution that it fills without being enlarged": "bucket_no_upscale",
         "data.buckets": "enable_bucket enable_ar_bucket ar_buckets aspect_ratio_buckets aspect_ratio_bucketing",
-        "data.bucket_step": "bucket_reso_steps aspect_bucket_rounding",
-        "data.max_aspect": "max_ar max_bucket_reso",
+        "data.bucket_step": "bucket_reso_steps aspect_bucket_rounding aspect_bucket_alignment",
+        "data.max_aspect": "max_ar min_ar max_bucket_reso min_bucket_reso",
+        "data.flip": "flip_aug flip_x random_flip enable_random_flip horizontal_flip",
+        "each picture is encoded once and cropped at the centre; data.flip mirrors it left to right": (
+            "flip_y random_crop center_crop random_ratio_crop enable_crop_jitter color_aug"
+        ),
         "data.masks": "mask_path mask_directory conditioning_data_dir",
         "samples with masks (data.masks) are masked": "masked_loss masked_training",
         "write alpha channels as images into a folder data.masks": "alpha_mask",
