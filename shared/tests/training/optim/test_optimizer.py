@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ditkit_core.config.schema import config_fields
 from ditkit_core.errors import UserError
+from ditkit_core.run.config import RunConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer, check_rates, learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig
 
@@ -193,6 +195,15 @@ def test_a_falling_schedule_ends_at_its_fraction_and_stays_there(schedule):
     assert rates[11] == pytest.approx(0.055)
     assert rates[20:] == pytest.approx([0.01] * 5)
     assert all(a > b for a, b in pairwise(rates[2:21]))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_without_a_fraction_the_last_step_has_no_rate_as_the_help_says(schedule):
+    """diffusers' schedules reach 0 after it; runs that were stored continue with these rates."""
+    config = OptimConfig(lr=0.1, schedule=schedule)
+    assert [learning_rate(step, config, 3) for step in range(3)] == pytest.approx([0.1, 0.05, 0.0])
+    assert learning_rate(0, config, 1) == pytest.approx(0.1), "a run of one step trains"
+    assert "With 0 the last step changes nothing" in config_fields(RunConfig)["optim.final_lr_fraction"].doc
 
 
 def test_a_run_shorter_than_its_warm_up_has_rates():

@@ -152,7 +152,8 @@ class OptimConfig:
     warmup_steps: int = setting(0, resume="stated")
     """Optimizer steps over which the learning rate rises linearly from 0, before the schedule."""
     final_lr_fraction: float = setting(0.0, resume="stated")
-    """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`."""
+    """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`. With 0 the last step changes nothing; the schedules of
+    diffusers, transformers and kohya reach 0 one step later."""
     fused_backward: bool = setting(False, resume="stated")
     """Update each parameter in the backward as soon as its gradient is complete, so that no full set of gradients exists except for the sums
     that train.accumulation needs. Needs train.clip_by = last_step or block, or train.clip_norm = 0."""
