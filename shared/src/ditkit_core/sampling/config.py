@@ -21,6 +21,9 @@ class SampleConfig:
 
     prompts: tuple[str, ...] = setting((), resume="free")
     """Prompts to sample. If empty, the captions of the first `captions` samples are used, with their own references."""
+    num_control_prompts: int = setting(0, resume="free")
+    """How many of `prompts`, counted from the last, are controls: of what the run does not teach, so that their samples should stay as they
+    were. The report marks them, if there are other prompts as well."""
     captions: int = setting(2, resume="free")
     """Number of the dataset's captions to sample when there are no prompts; 0 generates no samples."""
     references: tuple[str, ...] = setting((), resume="free", holds="path")
@@ -67,7 +70,18 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         least = {"images": 1} | dict.fromkeys(
-            ("captions", "steps", "guidance", "shift", "frames", "height", "width", "every_steps"), 0
+            (
+                "captions",
+                "num_control_prompts",
+                "steps",
+                "guidance",
+                "shift",
+                "frames",
+                "height",
+                "width",
+                "every_steps",
+            ),
+            0,
         )
         for name, value in least.items():
             if not getattr(self, name) >= value:

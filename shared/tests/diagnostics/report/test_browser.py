@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_runs import HOSTILE, write_run
 
+from ditkit_core.diagnostics.report import page
 from ditkit_core.diagnostics.report.page import write_report
 
 NAMES = ("google-chrome", "chromium", "chromium-browser")
@@ -21,12 +22,12 @@ pytestmark = [
 ]
 
 
-def opened(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
+def opened(path: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
     """The document after its script ran, and what was said on the console."""
     assert BROWSER is not None
     command = [
         BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", *flags, "--dump-dom", page.as_uri(),
+        f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", *flags, "--dump-dom", path.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=150)
     assert done.returncode == 0 and "</html>" in done.stdout, done.stderr[-2000:]
@@ -77,7 +78,7 @@ def test_the_console_is_heard_and_the_policy_holds(tmp_path: Path) -> None:
 def test_keys_and_the_pointer_read_numbers_off_a_chart(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     path = write_report(run)
-    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
     played = """<script>
       function say(name, event) {
         const svg = document.querySelector(`svg[data-name="${name}"]`);
@@ -90,7 +91,7 @@ def test_keys_and_the_pointer_read_numbers_off_a_chart(tmp_path: Path) -> None:
       say("loss", key("Home")); say("loss", key("ArrowRight")); say("held_out", key("End")); say("held_out", key("ArrowRight"));
       say("tokens_per_second", (box) => new PointerEvent("pointermove", { clientX: box.right, clientY: box.top }));
     </script></body>"""
-    path.write_text(page.replace("</body>", played), encoding="utf-8")
+    path.write_text(text.replace("</body>", played), encoding="utf-8")
     document, console = opened(path, tmp_path / "profile")
     assert console == []
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -102,35 +103,79 @@ def test_keys_and_the_pointer_read_numbers_off_a_chart(tmp_path: Path) -> None:
         assert float(rounded) == pytest.approx(truth[name, step], rel=5e-3), "three digits; the element's value has all"
 
 
-def test_videos_are_decoded_and_a_button_plays_a_strip_together(tmp_path: Path) -> None:
+PLAYED = """<script>
+  const videos = [...document.querySelectorAll("video")];
+  const buttons = [...document.querySelectorAll(".strips button")];
+  const loaded = (video) => new Promise((done) => {
+    if (video.readyState >= 2) done();
+    video.addEventListener("loadeddata", done);
+    video.addEventListener("error", done);
+  });
+  const found = () => videos.map((video) => `${video.videoWidth}x${video.videoHeight} ${video.controls} ${video.paused}`);
+  const said = (text) => document.body.append(Object.assign(document.createElement("pre"), { textContent: text }));
+  Promise.all(videos.map(loaded)).then(() => setTimeout(() => {
+    said(found().join(", "));
+    buttons[0].click();
+    said(found().join(", "));
+  }, 1000));
+</script></body>"""
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_videos_play_at_once_unless_the_reader_asked_for_less_motion_and_a_button_rules_a_strip(
+    tmp_path: Path, reduced: bool
+) -> None:
     path = write_report(write_run(tmp_path / "run"))
-    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
-    played = """<script>
-      const videos = [...document.querySelectorAll("video")];
-      const loaded = (video) => new Promise((done) => {
-        if (video.readyState >= 2) done();
-        video.addEventListener("loadeddata", done);
-        video.addEventListener("error", done);
-      });
-      Promise.all(videos.map(loaded)).then(() => {
-        document.querySelector(".strips button").click();
-        const found = videos.map((video) => `${video.videoWidth}x${video.videoHeight} ${video.controls} ${video.paused}`);
-        document.body.append(Object.assign(document.createElement("pre"), { textContent: found.join(", ") }));
-      });
-    </script></body>"""
-    path.write_text(page.replace("</body>", played), encoding="utf-8")
-    document, console = opened(path, tmp_path / "profile", "--virtual-time-budget=10000")
+    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+    assert "autoplay" not in text, "the script asks for the reader's setting; without it there are controls"
+    path.write_text(text.replace("</body>", PLAYED), encoding="utf-8")
+    flags = ["--force-prefers-reduced-motion"] if reduced else []
+    document, console = opened(
+        path, tmp_path / "profile", "--virtual-time-budget=10000", "--window-size=1280,1500", *flags
+    )
     assert console == []
-    (found,) = re.findall("<pre>(.*?)</pre>", document)
-    assert found == "32x16 false false, 32x16 false false, 32x16 false true, 32x16 false true", "the first strip plays"
+    before, after = re.findall("<pre>(.*?)</pre>", document)
+    playing, paused = "32x16 false false", "32x16 false true"
+    first, others = (paused, playing) if reduced else (playing, paused)
+    assert before.split(", ") == [first] * 4, "all strips are in the window"
+    assert after.split(", ") == [others, others, first, first], "the button of the first strip"
+
+
+def test_a_page_of_a_run_that_trains_loads_itself_again_also_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps what the reader opened. The page of a complete run stays as it is."""
+    monkeypatch.setattr(page, "RELOAD_SECONDS", 1)
+    run = write_run(tmp_path / "run")
+    counted = """<script>
+      sessionStorage.loads = Number(sessionStorage.loads ?? 0) + 1;
+      const details = document.querySelector("details");
+      document.body.append(Object.assign(document.createElement("pre"), { textContent: `${sessionStorage.loads} ${details.open}` }));
+      details.open = true;
+    </script></body>"""
+
+    def loads() -> str:
+        path = write_report(run)
+        text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+        path.write_text(text.replace("</body>", counted), encoding="utf-8")
+        document, console = opened(path, tmp_path / "profile", "--virtual-time-budget=8000")
+        assert console == []
+        return re.findall("<pre>(.*?)</pre>", document)[0]
+
+    assert loads() == "1 false", "nothing trains in the folder"
+    (run / ".owner").write_text("process 1 on host since 2026-01-01")
+    times, is_open = loads().split()
+    assert int(times) >= 2 and is_open == "true"
+    (run / "complete.json").write_text('{"step": 40}')
+    assert loads() == "1 false"
 
 
 def test_a_video_that_the_policy_allows_is_loaded_without_a_complaint(tmp_path: Path) -> None:
     """And one from a file is not: the page loads nothing from the disk."""
     path = write_report(write_run(tmp_path / "run"))
-    page = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     (tmp_path / "run" / "samples" / "step-000000-0.mp4").rename(tmp_path / "run" / "near.mp4")
-    path.write_text(page.replace("</body>", '<video src="near.mp4"></video></body>'), encoding="utf-8")
+    path.write_text(text.replace("</body>", '<video src="near.mp4"></video></body>'), encoding="utf-8")
     _, console = opened(path, tmp_path / "profile")
     assert len(console) == 1 and "near.mp4" in console[0] and "media-src" in console[0]
 
@@ -138,13 +183,13 @@ def test_a_video_that_the_policy_allows_is_loaded_without_a_complaint(tmp_path: 
 def test_it_fits_a_telephone_with_everything_open(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", captions=(*HOSTILE, "w" * 400))
     path = write_report(run)
-    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
     measured = """<script>
       document.querySelectorAll("details").forEach((each) => { each.open = true; });
       const widths = [document.documentElement.scrollWidth, window.innerWidth];
       document.body.append(Object.assign(document.createElement("pre"), { textContent: widths.join(" ") }));
     </script></body>"""
-    path.write_text(page.replace("</body>", measured), encoding="utf-8")
+    path.write_text(text.replace("</body>", measured), encoding="utf-8")
     document, _ = opened(path, tmp_path / "profile", "--window-size=360,800")
     (found,) = re.findall("<pre>(.*?)</pre>", document)
     needed, given = map(int, found.split())

@@ -16,10 +16,13 @@ def test_the_verdict_says_what_the_interval_says() -> None:
         return " ".join([verdict.kind, verdict.words, *details])
 
     assert said(1.5, 1.2, 1.8).startswith("fell validation loss fell 25 % (95 % confidence 10–40 %)")
-    assert "2 before training, 1.5 at step 10." in said(1.5, 1.2, 1.8)
+    assert (
+        "This is more than chance (95 % confidence 10–40 %). Validation loss: 2 before training, 1.5 at step 10."
+        in said(1.5, 1.2, 1.8)
+    )
     assert said(1.5, 0.9, 2.1).startswith("unclear validation loss did not change beyond chance")
     assert said(3.0, 2.5, 3.5).startswith("rose validation loss rose 50 % (95 % confidence 25–75 %)")
-    assert "lowest at step 5: 1.9" in said(3.0, 2.5, 3.5)
+    assert "lowest at step 5: 1.9" in said(3.0, 2.5, 3.5) and "--step best" in said(3.0, 2.5, 3.5)
     few = {"held_out": Series(steps=[0, 5], values=[3.98, 0.935])}
     few |= {"held_out_low": Series(steps=[5], values=[-2.0]), "held_out_high": Series(steps=[5], values=[4.6])}
     words = section_verdict(Section(name="", series=few, data={"held_out": ["a", "b"]}))[0].words
@@ -28,7 +31,19 @@ def test_the_verdict_says_what_the_interval_says() -> None:
     )
     assert "no confidence interval" in said(1.5, None, None)
     verdict, details = section_verdict(Section(name="", series={}))
-    assert verdict.kind == "unclear" and "does not show" in " ".join(details)
+    assert verdict.kind == "unclear" and "does not show" in " ".join(details) and "hold out 4 to 8" in " ".join(details)
+    early = section_verdict(Section(name="", series={"held_out": Series(steps=[0], values=[2.0])}))[0]
+    assert early.headline == "too early to tell: validation loss is 2 at step 0"
+
+
+def test_the_page_says_images_where_there_are_no_clips() -> None:
+    series = {"held_out": Series(steps=[0, 5], values=[2.0, 1.0])}
+    series |= {"held_out_low": Series(steps=[5], values=[0.8]), "held_out_high": Series(steps=[5], values=[1.2])}
+    for frames, noun in ((1, "images"), (17, "clips")):
+        page = str(
+            overview(Section(name="", series=series, data={"shapes": [{"frames": frames, "height": 8, "width": 8}]}))
+        )
+        assert f"It works: loss on unseen {noun} fell by 50 %." in page
 
 
 def test_adapters_of_the_base_and_of_samples_matched_steps_and_mirrors_are_named() -> None:

@@ -94,3 +94,30 @@ def test_samples_of_one_step_fill_the_page_once(tmp_path: Path, monkeypatch: pyt
     write_samples(run / "samples", 40, ("a cat", "a dog"))
     monkeypatch.setattr(samples_part, "MEDIA_BYTES", sum(path.stat().st_size for path in run.glob("samples/*.mp4")))
     assert len(read(run).all("video")) == 2
+
+
+def configure(run: Path, **sections: str) -> None:
+    (run / "config.toml").write_text("".join(f"[{name}]\n{lines}\n" for name, lines in sections.items()))
+
+
+def test_controls_are_marked_and_explained(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    assert 'class="control"' not in read(run).text
+    prompts = 'prompts = ["a cat", "a dog"]'
+    configure(run, sample=f"{prompts}\nnum_control_prompts = 1")
+    page = read(run)
+    assert "a dog (seed 0)control" in page.shown and "a cat (seed 0)control" not in page.shown
+    assert page.shown.count("Controls are prompts of what this run does not teach.") == 1
+    configure(run, sample=f"{prompts}\nnum_control_prompts = 2")
+    assert 'class="control"' not in read(run).text, "there would be nothing that the run teaches"
+    configure(run, sample=prompts, data='trigger = "A CAT"')
+    assert "a dog (seed 0)control: without the trigger" in read(run).shown
+    configure(run, sample=prompts, data='trigger = "zwx"')
+    assert 'class="control"' not in read(run).text, "no prompt has the trigger: another mistake"
+
+
+def test_two_samples_leave_room_for_another_strip_and_many_take_the_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    assert [figure.get("class") for figure in read(run).all("figure")].count("many") == 0
+    write_samples(run / "samples", 20, ("a cat", "a dog"))
+    assert [figure.get("class") for figure in read(run).all("figure")].count("many") == 2

@@ -1,4 +1,4 @@
-"""The top of a run's page: what was trained, on what, and whether it helped."""
+"""The top of a run's page: whether training helped, what was trained, and on what."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from ditkit_core.io.files import dicts_of
 
 
 def overview(section: Section) -> Html:
-    """Build the overview of a section: its state, what was trained, and the verdict."""
+    """Build the overview of a section: its state, the verdict, and what was trained."""
     facts = {
         "Model": _model(section),
         "Data": _data(section),
@@ -32,14 +32,14 @@ def overview(section: Section) -> Html:
         for name, (first, *lines) in facts.items()
     ]
     verdict, details = section_verdict(section)
-    headline = verdict.words[0].upper() + verdict.words[1:] + "."
+    headline = verdict.headline[0].upper() + verdict.headline[1:] + "."
     judged = [element("strong", headline), *(element("p", line) for line in details)]
     return element(
         "section",
         *([element("h2", section.name)] if section.name else []),
         element("p", _state(section), class_="state"),
-        element("dl", *listed, class_="facts"),
         element("div", *judged, class_=f"verdict {verdict.kind}"),
+        element("dl", *listed, class_="facts"),
     )
 
 
@@ -47,21 +47,37 @@ def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
     """The verdict on the validation loss, and sentences about it."""
     measured = section.series.get("held_out")
     if measured is None:
-        why = "No clips are held out (held_out.clips = 0). The training loss alone does not show whether a run gets better."
-        return Verdict("validation loss was not measured", "unclear"), [why]
+        words = "validation loss was not measured"
+        why = "No clips are held out (held_out.clips = 0), and the training loss alone does not show whether a run gets better."
+        return Verdict(words, "unclear", f"nothing tells whether it works: {words}"), [f"{why} {_COMPARE}"]
     first, last = measured.values[0], measured.last
     if len(measured.steps) == 1 or measured.steps[0] or not first:
-        at = f"{format_number(last)} at step {measured.steps[-1]}"
-        return Verdict(f"validation loss is {at}", "unclear"), ["It was not measured before and after training."]
+        words = f"validation loss is {format_number(last)} at step {measured.steps[-1]}"
+        why = "It was not measured before and after training."
+        soon = len(measured.steps) == 1 and not measured.steps[0]
+        return Verdict(words, "unclear", f"{'too early to tell' if soon else 'nothing to compare with'}: {words}"), [
+            why
+        ]
     ends = [section.series[name] for name in ("held_out_low", "held_out_high") if name in section.series]
     # The grid of noise levels may have changed since an interval was measured.
     interval = [end.last for end in ends] if {end.steps[-1] for end in ends[1:]} == {measured.steps[-1]} else None
-    place = min(range(len(measured.values)), key=measured.values.__getitem__)
-    details = f"{format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
-    if measured.values[place] < last:
-        details += f"; lowest at step {measured.steps[place]}: {format_number(measured.values[place])}"
+    lowest = min(range(len(measured.values)), key=measured.values.__getitem__)
+    details = (
+        f"Validation loss: {format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
+    )
+    is_past = measured.values[lowest] < last
+    if is_past:
+        details += f"; lowest at step {measured.steps[lowest]}: {format_number(measured.values[lowest])}"
     held_out = section.data.get("held_out")
-    return judge_change(first, last, interval, len(held_out) if isinstance(held_out, list) else 0), [f"{details}."]
+    noun = "clip" if _of_clips(section) else "image"
+    verdict = judge_change(first, last, interval, len(held_out) if isinstance(held_out, list) else 0, noun)
+    advice = verdict.advice
+    if verdict.kind == "rose" and is_past and measured.steps[lowest]:
+        advice += " The best save is exported by the export command with --step best."
+    return verdict, [line for line in (f"{verdict.certainty} {details}.".strip(), advice) if line]
+
+
+_COMPARE = "Compare the samples, and hold out 4 to 8 clips in the next run."
 
 
 def _state(section: Section) -> str:
@@ -106,9 +122,9 @@ def _files(config: Mapping[str, Any]) -> Iterator[str]:
 def _data(section: Section) -> list[str]:
     config, folder = section.config, Path(str(section.config.get("data.folder", ""))).name
     data, shapes = section.data, dicts_of(section.data.get("shapes"))
-    frames = sorted({each["frames"] for each in shapes if isinstance(each.get("frames"), int)})
+    frames = _frames(section)
     sizes = {f"{each.get('height')} × {each.get('width')}" for each in shapes}
-    of_clips = bool(frames) and frames[-1] > 1
+    of_clips = _of_clips(section)
     parts = [min(sizes) if len(sizes) == 1 else f"{len(sizes)} sizes"] if sizes else []
     if of_clips:
         parts.insert(0, f"{' to '.join(map(str, dict.fromkeys((frames[0], frames[-1]))))} frames")
@@ -125,6 +141,17 @@ def _data(section: Section) -> list[str]:
         f"{len(held_out)} held out for validation" if isinstance(held_out, list) and held_out else "",
         f"{excluded} left out" if excluded else "",
     )
+
+
+def _frames(section: Section) -> list[int]:
+    """The numbers of frames in the data, ascending."""
+    return sorted(
+        {each["frames"] for each in dicts_of(section.data.get("shapes")) if isinstance(each.get("frames"), int)}
+    )
+
+
+def _of_clips(section: Section) -> bool:
+    return max(_frames(section), default=1) > 1
 
 
 def _training(section: Section) -> list[str]:

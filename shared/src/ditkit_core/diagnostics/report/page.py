@@ -14,6 +14,9 @@ from ditkit_core.diagnostics.report.sections import Group, constants, groups, ta
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
 
+RELOAD_SECONDS = 20
+"""Time after which a page is loaded again while its run trains; reading one of 20 MB from a disk takes much less."""
+
 
 def write_report(folder: Path) -> Path:
     """Write the report of a run's folder atomically, replacing an older one.
@@ -33,11 +36,14 @@ def report_page(folder: Path, sections: Sequence[Section]) -> str:
         folder: The folder that it is written into; its name is the title.
         sections: The sections of the run, at least one.
     """
-    name = folder.resolve().name
-    written = datetime.now(UTC).isoformat(" ", "seconds").replace("+00:00", " UTC")
+    name, now = folder.resolve().name, datetime.now(UTC)
+    reload = RELOAD_SECONDS if _is_training(folder) else None
+    written = f"Written {now.isoformat(' ', 'seconds').replace('+00:00', ' UTC')}"
+    written += ". This page reloads itself until the run is complete." if reload else "."
+    header = [element("h1", name), element("p", written)]
     return html_page(
         f"{name}: report",
-        element("header", element("h1", name), element("p", f"Written {written}.")),
+        element("header", *header, data_reload=reload, data_written=int(now.timestamp()) if reload else None),
         element(
             "main",
             *(overview(section) for section in sections if section.series),
@@ -47,6 +53,12 @@ def report_page(folder: Path, sections: Sequence[Section]) -> str:
         json_script({"sections": [section.to_json() for section in sections]}, id="numbers"),
         script=files("ditkit_core.diagnostics.report").joinpath("report.js").read_text(encoding="utf-8"),
     )
+
+
+def _is_training(folder: Path) -> bool:
+    """Whether a process trains in the folder, or was killed there, and the run is not complete."""
+    run = RunFolder(folder)
+    return bool(run.owner()) and run.completed_step() is None
 
 
 def _numbers(section: Section, index: int) -> Html:

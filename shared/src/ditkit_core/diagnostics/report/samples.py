@@ -4,9 +4,9 @@ import base64
 import io
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from PIL import Image
@@ -26,10 +26,24 @@ _IMAGE_SIZE, _IMAGE_BYTES = (640, 640), 150_000
 _STILL_SIZE, _STILL_BYTES = (320, 320), 40_000
 """Limits of a video's first frame, which is shown where the video itself is not embedded."""
 _MOST_STRIPS = 24
+_SIDE_BY_SIDE, _FEW = 2, 4
+"""Most samples of a strip that has another next to it, and of one with large samples."""
 _PLAYED = {"controls": "", "loop": "", "muted": "", "playsinline": "", "preload": "auto"}
 
-Strip = tuple[str, Sequence[tuple[str, ListedSample]]]
-"""A heading, and samples with their labels."""
+_CONTROLS = (
+    "Controls are prompts of what this run does not teach. Their samples should stay as they were before training; if they turn into the "
+    "training data, the run has gone too far."
+)
+
+
+class Strip(NamedTuple):
+    """Samples side by side."""
+
+    heading: str
+    tiles: Sequence[tuple[str, ListedSample]]
+    """The samples with their labels."""
+    control: str = ""
+    """Why the prompt is a control; empty if it is none."""
 
 
 def samples_part(sections: Sequence[Section], folder: Path) -> list[Html]:
@@ -50,8 +64,9 @@ def samples_part(sections: Sequence[Section], folder: Path) -> list[Html]:
             (f"Samples of the sample command{of}", list(map(_side_by_side, section.by_command))),
         ):
             if strips:
-                shown = [_strip(heading, tiles, media) for heading, tiles in strips[:_MOST_STRIPS]]
-                parts += [element("h2", title), element("div", *shown, class_="strips")]
+                shown = [_strip(strip, media) for strip in strips[:_MOST_STRIPS]]
+                about = [element("p", _CONTROLS, class_="constant")] if any(strip.control for strip in strips) else []
+                parts += [element("h2", title), *about, element("div", *shown, class_="strips")]
                 if len(strips) > _MOST_STRIPS:
                     parts.append(element("p", f"{len(strips) - _MOST_STRIPS} more prompts are in the folder samples."))
     return parts
@@ -77,17 +92,36 @@ def _over_steps(section: Section) -> list[Strip]:
             seen[key] += 1
             label = "before training" if each.title == "step 0" else each.title
             strips.setdefault((*key, seen[key]), []).append((label, sample))
-    return [(f"{prompt} (seed {seed})", tiles) for (prompt, seed, _), tiles in strips.items()]
+    controls = _controls(section.config)
+    return [
+        Strip(f"{prompt} (seed {seed})", tiles, controls.get(prompt, "")) for (prompt, seed, _), tiles in strips.items()
+    ]
+
+
+def _controls(config: Mapping[str, Any]) -> dict[str, str]:
+    """Why prompts are controls: the last `sample.num_control_prompts`, and all without the trigger if some have it."""
+    listed, count = config.get("sample.prompts"), config.get("sample.num_control_prompts")
+    prompts = [str(prompt) for prompt in listed] if isinstance(listed, list) else []
+    trigger = str(config.get("data.trigger") or "").strip().lower()
+    without = [prompt for prompt in prompts if trigger and trigger not in prompt.lower()]
+    controls = dict.fromkeys(without, "control: without the trigger") if len(without) < len(prompts) else {}
+    if isinstance(count, int) and 0 < count < len(
+        prompts
+    ):  # `--sample.prompts` may have replaced those that were counted
+        controls |= dict.fromkeys(prompts[-count:], "control")
+    return controls
 
 
 def _side_by_side(each: SampleSet) -> Strip:
-    return each.title, [(sample.prompt, sample) for sample in each.samples[:_MOST_STRIPS]]
+    return Strip(each.title, [(sample.prompt, sample) for sample in each.samples[:_MOST_STRIPS]])
 
 
-def _strip(heading: str, tiles: Sequence[tuple[str, ListedSample]], media: "_Media") -> Html:
-    shown = [media.tile(label, sample) for label, sample in tiles]
-    caption = element("figcaption", element("strong", heading, dir="auto"))
-    return element("figure", caption, element("div", *shown, class_="tiles few" if len(shown) <= 4 else "tiles"))
+def _strip(strip: Strip, media: "_Media") -> Html:
+    shown = [media.tile(label, sample) for label, sample in strip.tiles]
+    control = [element("span", strip.control, class_="control")] if strip.control else []
+    caption = element("figcaption", element("span", element("strong", strip.heading, dir="auto"), *control))
+    tiles = element("div", *shown, class_="tiles few" if len(shown) <= _FEW else "tiles")
+    return element("figure", caption, tiles, class_="many" if len(shown) > _SIDE_BY_SIDE else None)
 
 
 class _Shown(NamedTuple):

@@ -27,15 +27,25 @@ class Verdict(NamedTuple):
     """Whether training lowered the validation loss."""
 
     words: str
+    """For a line of a log, about the validation loss."""
     kind: Literal["fell", "rose", "unclear"]
     """`unclear` if the change may be chance, or nothing tells whether it is."""
+    headline: str
+    """The same for a reader who does not know the term: what it means, in the first words."""
+    certainty: str = ""
+    """How sure the headline is; empty if nothing tells."""
+    advice: str = ""
+    """What to do next; empty if there is nothing."""
 
 
 _ENOUGH_CLIPS = 4
 """Held-out clips from which on an interval says something: Student's t is 12.7 for two, 4.3 for three, 3.2 for four."""
+_HOLD_OUT_MORE = "Compare the samples, and hold out 4 to 8 clips in the next run (held_out.clips): these clips stay as they are in this one."
 
 
-def judge_change(before: float, now: float, interval: Sequence[float] | None, clips: int = 0) -> Verdict:
+def judge_change(
+    before: float, now: float, interval: Sequence[float] | None, clips: int = 0, noun: str = "clip"
+) -> Verdict:
     """Compare a validation loss with the one before training.
 
     Args:
@@ -43,21 +53,50 @@ def judge_change(before: float, now: float, interval: Sequence[float] | None, cl
         now: The loss to judge.
         interval: Lower and upper end of its 95 % confidence interval; None if there is none.
         clips: Number of held-out clips; 0 if it is not known.
+        noun: What they are, for the headline: `clip` or `image`.
     """
     fell = now <= before
-    change = f"validation loss {'fell' if fell else 'rose'} {_percent(abs(now / before - 1))} %"
+    size = f"{'fell' if fell else 'rose'} by {_percent(abs(now / before - 1))} %"
+    change, unseen = f"validation loss {size.replace(' by', '')}", f"loss on unseen {noun}s {size}"
     if interval is None:
-        return Verdict(f"{change} (no confidence interval, which needs held-out clips of two files)", "unclear")
+        return Verdict(
+            f"{change} (no confidence interval, which needs held-out clips of two files)",
+            "unclear",
+            f"one held-out file cannot tell: {unseen}",
+            "There is no confidence interval, which needs held-out clips of two files.",
+            _HOLD_OUT_MORE,
+        )
     # Student's t may reach below a loss of 0, which would be a fall of more than 100 %.
     least, most = sorted(max(end / before, 0.0) - 1 for end in interval)
     if least <= 0 <= most:
         chance = f"95 % confidence: {_percent(abs(least))} % lower to {_percent(most)} % higher"
+        certainty = f"This may be chance ({chance})."
         if 0 < clips < _ENOUGH_CLIPS and now != before:
             few = f"{clips} held-out clips are too few to tell, hold out 4 to 8 (held_out.clips)"
-            return Verdict(f"{change}, which may be chance ({chance}): {few}", "unclear")
-        return Verdict(f"validation loss did not change beyond chance ({chance})", "unclear")
+            number = (f"one held-out {noun}", f"two held-out {noun}s", f"three held-out {noun}s")[clips - 1]
+            return Verdict(
+                f"{change}, which may be chance ({chance}): {few}",
+                "unclear",
+                f"{number} cannot tell: {unseen}",
+                certainty,
+                _HOLD_OUT_MORE,
+            )
+        return Verdict(
+            f"validation loss did not change beyond chance ({chance})",
+            "unclear",
+            f"it cannot be told yet: {unseen}",
+            certainty,
+            "Compare the samples. If they do not change, train longer or with a higher learning rate (optim.lr).",
+        )
     nearest, farthest = sorted((abs(least), abs(most)))
-    return Verdict(f"{change} (95 % confidence {_percent(nearest)}–{_percent(farthest)} %)", "fell" if fell else "rose")
+    confidence = f"95 % confidence {_percent(nearest)}–{_percent(farthest)} %"
+    return Verdict(
+        f"{change} ({confidence})",
+        "fell" if fell else "rose",
+        f"{'it works' if fell else 'it got worse'}: {unseen}",
+        f"This is more than chance ({confidence}).",
+        "" if fell else "The run overfits, or the learning rate is too high (optim.lr).",
+    )
 
 
 def _percent(share: float) -> str:
