@@ -314,7 +314,7 @@ def accumulate_gradients(
             # Detached, so that the backward frees the graph of its micro-batch.
             losses.weighted.append(weighted.detach())
             before_backward(losses)
-            _backward(weighted, weighted.new_full((), counted), context.clock)
+            _backward(_mean(weighted, weighted.new_full((), counted), context.clock))
         else:
             work = partial(_forward_and_backward, guidance=context.flow.guidance)
             run = partial(context.replays.run, clock=context.clock, eager=context.is_seen)
@@ -352,9 +352,7 @@ def _accumulate_pipelined(
         # In the backward, on the device's own thread: it may have waited since it did its part of another micro-batch.
         weighted.register_hook(lambda _, device=weighted.device: context.clock.mark(device, "backward"))
     before_backward(losses)
-    total = torch.stack(parts).sum()
-    with autocast_disabled(total.device.type):
-        total.backward()
+    _backward(torch.stack(parts).sum())
 
 
 def _accumulate_sharded(
@@ -377,7 +375,7 @@ def _accumulate_sharded(
         if counts:
             losses.sigmas.append(batch.sigma)
             losses.weighted.append(weighted.detach())
-        _backward(weighted * counts, weighted.new_full((), counted), context.clock)
+        _backward(_mean(weighted * counts, weighted.new_full((), counted), context.clock))
     model.shards.take_gradients()
 
 
@@ -386,7 +384,7 @@ def _forward_and_backward(
 ) -> Tensor:
     """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
     weighted = _weighted_errors(model, batch, guidance, clock)
-    _backward(weighted, divisor, clock)
+    _backward(_mean(weighted, divisor, clock))
     return weighted.detach()
 
 
@@ -406,13 +404,17 @@ def _weighted_errors(model: TrainModel, batch: PreparedBatch, guidance: float, c
     return velocity_errors(model, noised, guidance) * batch.weights
 
 
-def _backward(weighted: Tensor, divisor: Tensor, clock: StepClock) -> None:
-    """Run the backward of the samples' losses, whose sum is divided by a number on their device: a GPU's division by a number of the host
-    is a product with its rounded reciprocal."""
+def _mean(weighted: Tensor, divisor: Tensor, clock: StepClock) -> Tensor:
+    """The samples' losses over a number on their device, where the backward begins: a GPU divides by a number of the host by multiplying with its
+    rounded reciprocal."""
     clock.mark(weighted.device, "backward")
+    return weighted.sum() / divisor
+
+
+def _backward(loss: Tensor) -> None:
     # torch applies an outer autocast in the backward of every matmul, too.
-    with autocast_disabled(weighted.device.type):
-        (weighted.sum() / divisor).backward()
+    with autocast_disabled(loss.device.type):
+        loss.backward()
 
 
 def _sent(
