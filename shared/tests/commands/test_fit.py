@@ -27,7 +27,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
-from ditkit_core.training.trainer import check_fused_backward
+from ditkit_core.training.optim.fused_checks import check_fused_backward
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 

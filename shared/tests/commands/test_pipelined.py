@@ -8,6 +8,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
+from ditkit_core.training import micro_batch
 from ditkit_core.training import train_step as step_module
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_model import TrainModel
@@ -80,9 +81,9 @@ def test_two_micro_batches_are_summed_bitwise_and_more_are_not():
 def test_there_is_one_backward(monkeypatch):
     """Two at once would draw each other's dropout."""
     order = []
-    forward, backward = step_module.velocity_errors, step_module._backward
-    monkeypatch.setattr(step_module, "velocity_errors", lambda *a, **k: order.append("forward") or forward(*a, **k))
-    monkeypatch.setattr(step_module, "_backward", lambda loss: order.append("backward") or backward(loss))
+    forward, backward = micro_batch.velocity_errors, step_module.backward
+    monkeypatch.setattr(micro_batch, "velocity_errors", lambda *a, **k: order.append("forward") or forward(*a, **k))
+    monkeypatch.setattr(step_module, "backward", lambda loss: order.append("backward") or backward(loss))
     losses(True, 3)
     losses(False, 2)
     assert order == ["forward"] * 3 + ["backward"] + ["forward", "backward"] * 2

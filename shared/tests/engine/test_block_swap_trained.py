@@ -29,11 +29,11 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.optim.fused_checks import check_swap
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
-from ditkit_core.training.trainer import check_swap
 
 CPU, ONE, TWO = torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:2")
 ARCH = ToyArch(depth=4, dim=16, dropout=0.1)

@@ -27,11 +27,12 @@ from ditkit_core.training import replay
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import FlowConfig, TrainConfig
 from ditkit_core.training.losses import NonFiniteLoss
+from ditkit_core.training.micro_batch import forward_and_backward
 from ditkit_core.training.optim import gradient_sum
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import IdleProbe, ReplayedMicroBatches, not_replayed
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_step import StepContext, _forward_and_backward
+from ditkit_core.training.train_step import StepContext
 from ditkit_core.training.trainer import Callback, Trainer
 
 ARCH = TOY.architecture.presets["tiny"]
@@ -310,7 +311,7 @@ def _prepared(model: TrainModel) -> Any:
 
 
 def _work(model: TrainModel, batch: Any, divisor: Tensor, clock: StepClock) -> Tensor:
-    return _forward_and_backward(model, batch, divisor, clock, guidance=1.0)
+    return forward_and_backward(model, batch, divisor, clock, guidance=1.0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ditkit_core.planner.search.partition_search import Candidate, FitTask
 from ditkit_core.planner.search.update_search import Level
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
-from ditkit_core.training.trainer import check_swap
+from ditkit_core.training.optim.fused_checks import check_swap
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
 """Device that a name without an index means on a machine with a GPU."""

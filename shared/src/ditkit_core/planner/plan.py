@@ -74,9 +74,8 @@ def report_of(
     # Notes are about the run as configured.
     notes = (*notes_on(configured), *_notes(configured, targets.gpus))
     step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
-    run, work = step.run, work_of(step.run)
-    if layout is not None:
-        work = work_of_rank(work, layout, adapts=run.config.adapter.method != "full")
+    run, work, adapts = step.run, work_of(step.run), step.run.config.adapter.method != "full"
+    work = work if layout is None else work_of_rank(work, layout, adapts=adapts)
     solution = _solve(step, targets, layout, work)
     found, division = solution.profile, solution.division
     plans = compose(found, division, targets.budgets, work)
@@ -97,7 +96,7 @@ def report_of(
         policy=str(solution.placement.checkpointing),
         chosen=solution.chosen,
         bucket=step.bucket.described(),
-        trains_all=run.config.adapter.method == "full",
+        trains_all=not adapts,
         tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
         work=work,
         devices=plans,

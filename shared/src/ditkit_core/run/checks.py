@@ -25,8 +25,8 @@ from ditkit_core.run.experts import check_merges
 from ditkit_core.run.gpus import check_capability
 from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
+from ditkit_core.training.optim.fused_checks import check_fused_backward, check_swap
 from ditkit_core.training.optim.optimizers import optimizers_that
-from ditkit_core.training.trainer import check_fused_backward, check_swap
 from ditkit_core.weights.quantize import check_compute, check_quantize
 
 

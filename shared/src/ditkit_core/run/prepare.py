@@ -4,7 +4,7 @@ Build on `meta`; match every name and shape; inject adapters on `meta`; stream t
 its devices and dtypes; initialise the adapters. Nothing is allocated twice, and nothing later may move or cast the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -169,12 +169,8 @@ def build_meta_model(
     # All files are opened before anything slow, so that a wrong one fails at once: importing peft alone takes seconds.
     mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
     open_file = partial(open_adapter, names=spec.architecture.names, modules=layers_of(spec.architecture.build, arch))
-    merged = []
-    for key, entry in files:
-        file, strength = parse_merge(entry, key)
-        # An assistant is taken out again for samples, which differences of whole parameters cannot be.
-        opened = open_file(file, parameters=None if key == base.assistant_key(component) else shapes)
-        merged.append((opened, strength))
+    # An assistant is taken out again for samples, which differences of whole parameters cannot be.
+    merged = _opened(files, partial(open_file, parameters=shapes), {base.assistant_key(component): open_file})
     adapter, start = _started_from_file(adapter, open_file, base.merge_key(component), say)
     if keeps_codes:
         _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merged, say=say)
@@ -183,8 +179,7 @@ def build_meta_model(
     # after quantization, so that the adapters are added to the layers that the model ends up with
     adapted = inject(model, adapter, spec.adapters.targets)
     for (key, _), (file, strength) in zip(files, merged, strict=True):
-        also = f" and differences of {described(list(file.differences))}" if file.differences else ""
-        say(f"{key}: {len(file.modules)} modules{also} of {file.source.path} at strength {strength:g}")
+        say(f"{key}: {_described_merge(file)} at strength {strength:g}")
     assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else "")
     return MetaModel(
         spec=spec,
@@ -200,6 +195,21 @@ def build_meta_model(
         base=base,
         merge_key=base.merge_key(component),
     )
+
+
+def _opened(
+    files: Sequence[tuple[str, str]],
+    opens: Callable[[Path], AdapterFile],
+    others: Mapping[str, Callable[[Path], AdapterFile]],
+) -> list[tuple[AdapterFile, float]]:
+    """The files to merge with their strengths; some keys are opened in another way."""
+    parsed = [(key, *parse_merge(entry, key)) for key, entry in files]
+    return [(others.get(key, opens)(file), strength) for key, file, strength in parsed]
+
+
+def _described_merge(file: AdapterFile) -> str:
+    also = f" and differences of {described(list(file.differences))}" if file.differences else ""
+    return f"{len(file.modules)} modules{also} of {file.source.path}"
 
 
 def _started_from_file(

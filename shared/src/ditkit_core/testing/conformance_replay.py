@@ -4,6 +4,7 @@ Replays run in the stand-in of `recorded_graph.py`, without the model's Python.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
+from ditkit_core.testing.gpu import GPUS, gpu_of
+from ditkit_core.testing.pretend_devices import HOST, move_to, on_host
 from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, ModelChecks, differing, make_model, masked
 from ditkit_core.training.config import EMAConfig, FlowConfig
@@ -54,7 +57,7 @@ CASES = pairwise(LEVERS, _is_allowed)
 ON_A_GPU = (
     {"policy": "full", "adapter": "lora with dropout"},
     {"policy": "attn_only", "dtype": "fp32"},
-    {"policy": "none", "adapter": "full"},
+    {"policy": "none", "adapter": "full", "dtype": "fp32"},
 )
 """Differences from `_PLAIN` of the cases that a GPU replays."""
 _PLAIN = {
@@ -69,7 +72,7 @@ def trained_steps(
     case: Mapping[str, Any],
     replays: bool,
     *,
-    device: str = "cpu",
+    device: torch.device = HOST,
     attention: str = "sdpa",
 ) -> tuple[list[StepResult], dict[str, Tensor], list[str], int]:
     """A few steps: their results, everything that they changed, the lines that were printed, and the number of graphs.
@@ -79,13 +82,16 @@ def trained_steps(
     config, dtype = ADAPTERS[case["adapter"]], DTYPES[case["dtype"]]
     make: Any = make_model(spec, arch, dtype=dtype, adapter=config) if case["quantize"] == "none" else None
     model = make_quantized(spec, arch, case["quantize"], dtype=dtype, adapter=config) if make is None else make
-    model = model.to(device)
+    if device.type == "cpu":
+        move_to(model, device)
+    else:
+        model.to(device)
     lines: list[str] = []
     rounding: Any = "stochastic" if config is None and dtype == torch.bfloat16 else "nearest"
     trained = TrainState(
         model, trainable_parameters(model), OptimConfig(lr=1e-2, rounding=rounding), EMAConfig(decay=case["average"])
     )
-    graphs = ReplayedMicroBatches("on", trained.parameters, torch.device(device), lines.append) if replays else None
+    graphs = ReplayedMicroBatches("on", trained.parameters, device, lines.append) if replays else None
     staged = TrainModel(
         model, BlockEngine(policy=case["policy"], backend=attention), spec, trainable=trained.parameters
     )
@@ -103,8 +109,13 @@ def trained_steps(
     tensors, _ = trained.optimizer.state()
     state = {f"optimizer {name}": tensor for name, tensor in tensors.items()}
     state |= {f"average {name}": tensor for name, tensor in trained.average.values.items()}
-    state |= {name: parameter.detach() for name, parameter in trained.parameters.items()}
-    return results, state, lines, 0 if graphs is None else len(graphs)
+    state |= dict(trained.parameters)
+    return (
+        results,
+        {name: on_host(tensor) for name, tensor in state.items()},
+        lines,
+        0 if graphs is None else len(graphs),
+    )
 
 
 class ReplayChecks(ModelChecks):
@@ -123,21 +134,23 @@ class ReplayChecks(ModelChecks):
         assert lines == []
         assert num_graphs == min(2, named["accumulation"]) + (named["matches_base"] and named["accumulation"] > 2)
 
-    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", GPUS)
     @pytest.mark.parametrize("changed", ON_A_GPU, ids=lambda case: "-".join(case.values()))
-    def test_a_gpu_replays_bit_by_bit(self, changed: Mapping[str, Any]) -> None:
+    def test_a_gpu_replays_bit_by_bit(self, changed: Mapping[str, Any], name: str) -> None:
         """With attention that adds in one order: the gradients of fused kernels differ between two eager runs as well."""
-        run = partial(
-            trained_steps,
-            self.spec,
-            self.arch,
-            self.items(2, ragged=True),
-            {**_PLAIN, **changed},
-            device="cuda:0",
-            attention="sdpa_math",
-        )
-        eager, expected, *_ = run(replays=False)
-        results, state, lines, num_graphs = run(replays=True)
+        items = self.items(2, ragged=True)
+        with gpu_of(name) as gpu, nullcontext() if gpu.is_real else recorded_graphs():
+            run = partial(
+                trained_steps,
+                self.spec,
+                self.arch,
+                items,
+                {**_PLAIN, **changed},
+                device=gpu.device,
+                attention="sdpa_math",
+            )
+            eager, expected, *_ = run(replays=False)
+            results, state, lines, num_graphs = run(replays=True)
         assert results == eager
         assert differing(state, expected) == []
         assert lines == [] and num_graphs == 2

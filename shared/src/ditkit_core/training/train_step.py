@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.generator_state import GeneratorHook
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.ranks import RankLost, Ranks
@@ -20,8 +19,9 @@ from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.config import ClipBy, FlowConfig
-from ditkit_core.training.flow_matching import PreparedBatch, matching_base, prepare, velocity_errors
+from ditkit_core.training.flow_matching import PreparedBatch, prepare
 from ditkit_core.training.losses import Losses, NonFiniteLoss, evidence_of
+from ditkit_core.training.micro_batch import backward, forward_and_backward, mean_of, weighted_errors
 from ditkit_core.training.nan_debug import find_first_nonfinite
 from ditkit_core.training.optim.clipping import Clipping, joined_norm, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
@@ -310,13 +310,13 @@ def accumulate_gradients(
         seed = context.dropout_seed(micro)
         if context.replays is None:
             torch.manual_seed(seed)  # all devices' generators
-            weighted = _weighted_errors(model, batch, context.flow.guidance, context.clock)
+            weighted = weighted_errors(model, batch, context.flow.guidance, context.clock)
             # Detached, so that the backward frees the graph of its micro-batch.
             losses.weighted.append(weighted.detach())
             before_backward(losses)
-            _backward(_mean(weighted, weighted.new_full((), counted), context.clock))
+            backward(mean_of(weighted, weighted.new_full((), counted), context.clock))
         else:
-            work = partial(_forward_and_backward, guidance=context.flow.guidance)
+            work = partial(forward_and_backward, guidance=context.flow.guidance)
             run = partial(context.replays.run, clock=context.clock, eager=context.is_seen)
             losses.weighted.append(run(model, batch, work, seed=seed, divisor=counted))
         if adapts:
@@ -344,7 +344,7 @@ def _accumulate_pipelined(
     parts: list[Tensor] = []
     for micro, batch in micro_batches:
         torch.manual_seed(context.dropout_seed(micro))
-        weighted = _weighted_errors(model, batch, context.flow.guidance, context.clock)
+        weighted = weighted_errors(model, batch, context.flow.guidance, context.clock)
         losses.sigmas.append(batch.sigma)
         losses.weighted.append(weighted.detach())
         parts.append(weighted.sum() / weighted.new_full((), counted))
@@ -352,7 +352,7 @@ def _accumulate_pipelined(
         # In the backward, on the device's own thread: it may have waited since it did its part of another micro-batch.
         weighted.register_hook(lambda _, device=weighted.device: context.clock.mark(device, "backward"))
     before_backward(losses)
-    _backward(torch.stack(parts).sum())
+    backward(torch.stack(parts).sum())
 
 
 def _accumulate_sharded(
@@ -371,50 +371,12 @@ def _accumulate_sharded(
             batch = next(sent)
         model.shards.begin(last=place == len(runs) - 1)
         torch.manual_seed(context.dropout_seed(micro))
-        weighted = _weighted_errors(model, batch, context.flow.guidance, context.clock)
+        weighted = weighted_errors(model, batch, context.flow.guidance, context.clock)
         if counts:
             losses.sigmas.append(batch.sigma)
             losses.weighted.append(weighted.detach())
-        _backward(_mean(weighted * counts, weighted.new_full((), counted), context.clock))
+        backward(mean_of(weighted * counts, weighted.new_full((), counted), context.clock))
     model.shards.take_gradients()
-
-
-def _forward_and_backward(
-    model: TrainModel, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, guidance: float
-) -> Tensor:
-    """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
-    weighted = _weighted_errors(model, batch, guidance, clock)
-    _backward(_mean(weighted, divisor, clock))
-    return weighted.detach()
-
-
-def _weighted_errors(model: TrainModel, batch: PreparedBatch, guidance: float, clock: StepClock) -> Tensor:
-    """Run the forward of a micro-batch, and return the weighted loss of each sample.
-
-    The generators were seeded for this micro-batch, so that dropout does not depend on what ran before, for example after a resume.
-    """
-    clock.mark(batch.noised.sigma.device, "forward")
-    noised = batch.noised
-    if batch.matches_base:
-        hooks = [GeneratorHook(device) for device in dict.fromkeys(p.device for p in model.module.parameters())]
-        states = [hook.snapshot() for hook in hooks]
-        noised = matching_base(model, noised, guidance)
-        for hook, state in zip(hooks, states, strict=True):
-            hook.restore(state)
-    return velocity_errors(model, noised, guidance) * batch.weights
-
-
-def _mean(weighted: Tensor, divisor: Tensor, clock: StepClock) -> Tensor:
-    """The samples' losses over a number on their device, where the backward begins: a GPU divides by a number of the host by multiplying with its
-    rounded reciprocal."""
-    clock.mark(weighted.device, "backward")
-    return weighted.sum() / divisor
-
-
-def _backward(loss: Tensor) -> None:
-    # torch applies an outer autocast in the backward of every matmul, too.
-    with autocast_disabled(loss.device.type):
-        loss.backward()
 
 
 def _sent(
@@ -461,7 +423,7 @@ def _first_not_finite(
 
         def loss_of(micro: int = micro, batch: PreparedBatch = batch) -> Tensor:
             torch.manual_seed(context.dropout_seed(micro))
-            return _weighted_errors(model, batch, context.flow.guidance, context.clock).sum()
+            return weighted_errors(model, batch, context.flow.guidance, context.clock).sum()
 
         with autocast_disabled(batch.weights.device.type):
             own = find_first_nonfinite(model.module, loss_of, on_any_rank=everyone.any, broken_weights=broken)

@@ -26,12 +26,12 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
+from ditkit_core.training.optim.fused_checks import check_fused_backward
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
-from ditkit_core.training.trainer import check_fused_backward
 
 FLOW = FlowConfig(weighting="bell")
 KINDS = ["adamw", "adafactor", "muon", "schedulefree_adamw"]

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,8 +245,8 @@ class _Looks:
         """The white share of a sample's loss mask, which is read as it is encoded; None without one."""
         if sample.mask is None:
             return None
-        size = {"height": sample.height, "width": sample.width, "frames": sample.frames}
-        return float(read_mask(sample.mask, fps=fps, start_seconds=sample.start_seconds, **size).mean())
+        read = partial(read_mask, sample.mask, height=sample.height, width=sample.width, frames=sample.frames)
+        return float(read(fps=fps, start_seconds=sample.start_seconds).mean())
 
     def files(self) -> Iterator[tuple[FileRow, bool]]:
         """Each file with its trained part, and whether it is HDR; damage after that part becomes a finding."""

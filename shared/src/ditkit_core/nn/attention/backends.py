@@ -44,7 +44,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
 _WITHOUT_FAULT, _HOPPER = 92600, (9, 0)
 
 
-@torch.compiler.assume_constant_result  # the compiler cannot trace what asks torch for them
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler cannot trace what asks torch for them
 def _cudnn_of(device: torch.device) -> tuple[int, tuple[int, int]]:
     """The version of cuDNN and the compute capability of a GPU; zeros elsewhere."""
     if device.type != "cuda":

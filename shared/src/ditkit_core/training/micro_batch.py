@@ -1,0 +1,48 @@
+"""A micro-batch: its forward, its loss, and its backward, which runs eagerly or is replayed (`replay.py`)."""
+
+from torch import Tensor
+
+from ditkit_core.engine.generator_state import GeneratorHook
+from ditkit_core.io.step_clock import StepClock
+from ditkit_core.models.precision import autocast_disabled
+from ditkit_core.training.flow_matching import PreparedBatch, matching_base, velocity_errors
+from ditkit_core.training.train_model import TrainModel
+
+
+def forward_and_backward(
+    model: TrainModel, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, guidance: float
+) -> Tensor:
+    """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
+    weighted = weighted_errors(model, batch, guidance, clock)
+    backward(mean_of(weighted, divisor, clock))
+    return weighted.detach()
+
+
+def weighted_errors(model: TrainModel, batch: PreparedBatch, guidance: float, clock: StepClock) -> Tensor:
+    """Run the forward of a micro-batch, and return the weighted loss of each sample.
+
+    The generators were seeded for this micro-batch, so that dropout does not depend on what ran before, for example after a resume.
+    """
+    clock.mark(batch.noised.sigma.device, "forward")
+    noised = batch.noised
+    if batch.matches_base:
+        hooks = [GeneratorHook(device) for device in dict.fromkeys(p.device for p in model.module.parameters())]
+        states = [hook.snapshot() for hook in hooks]
+        noised = matching_base(model, noised, guidance)
+        for hook, state in zip(hooks, states, strict=True):
+            hook.restore(state)
+    return velocity_errors(model, noised, guidance) * batch.weights
+
+
+def mean_of(weighted: Tensor, divisor: Tensor, clock: StepClock) -> Tensor:
+    """The samples' losses over a number on their device, where the backward begins: a GPU divides by a number of the host by multiplying with its
+    rounded reciprocal."""
+    clock.mark(weighted.device, "backward")
+    return weighted.sum() / divisor
+
+
+def backward(loss: Tensor) -> None:
+    """Run a backward without autocast."""
+    # torch applies an outer autocast in the backward of every matmul, too.
+    with autocast_disabled(loss.device.type):
+        loss.backward()
