@@ -81,9 +81,9 @@ def test_two_micro_batches_are_summed_bitwise_and_more_are_not():
 def test_there_is_one_backward(monkeypatch):
     """Two at once would draw each other's dropout."""
     order = []
-    forward, backward = micro_batch.velocity_errors, step_module.backward
+    forward, backward = micro_batch.velocity_errors, step_module.run_backward
     monkeypatch.setattr(micro_batch, "velocity_errors", lambda *a, **k: order.append("forward") or forward(*a, **k))
-    monkeypatch.setattr(step_module, "backward", lambda loss: order.append("backward") or backward(loss))
+    monkeypatch.setattr(step_module, "run_backward", lambda loss: order.append("backward") or backward(loss))
     losses(True, 3)
     losses(False, 2)
     assert order == ["forward"] * 3 + ["backward"] + ["forward", "backward"] * 2

@@ -14,7 +14,7 @@ def forward_and_backward(
 ) -> Tensor:
     """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
     weighted = weighted_errors(model, batch, guidance, clock)
-    backward(mean_of(weighted, divisor, clock))
+    run_backward(mean_of(weighted, divisor, clock))
     return weighted.detach()
 
 
@@ -41,7 +41,7 @@ def mean_of(weighted: Tensor, divisor: Tensor, clock: StepClock) -> Tensor:
     return weighted.sum() / divisor
 
 
-def backward(loss: Tensor) -> None:
+def run_backward(loss: Tensor) -> None:
     """Run a backward without autocast."""
     # torch applies an outer autocast in the backward of every matmul, too.
     with autocast_disabled(loss.device.type):

@@ -21,7 +21,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.config import ClipBy, FlowConfig
 from ditkit_core.training.flow_matching import PreparedBatch, prepare
 from ditkit_core.training.losses import Losses, NonFiniteLoss, evidence_of
-from ditkit_core.training.micro_batch import backward, forward_and_backward, mean_of, weighted_errors
+from ditkit_core.training.micro_batch import forward_and_backward, mean_of, run_backward, weighted_errors
 from ditkit_core.training.nan_debug import find_first_nonfinite
 from ditkit_core.training.optim.clipping import Clipping, joined_norm, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
@@ -314,7 +314,7 @@ def accumulate_gradients(
             # Detached, so that the backward frees the graph of its micro-batch.
             losses.weighted.append(weighted.detach())
             before_backward(losses)
-            backward(mean_of(weighted, weighted.new_full((), counted), context.clock))
+            run_backward(mean_of(weighted, weighted.new_full((), counted), context.clock))
         else:
             work = partial(forward_and_backward, guidance=context.flow.guidance)
             run = partial(context.replays.run, clock=context.clock, eager=context.is_seen)
@@ -352,7 +352,7 @@ def _accumulate_pipelined(
         # In the backward, on the device's own thread: it may have waited since it did its part of another micro-batch.
         weighted.register_hook(lambda _, device=weighted.device: context.clock.mark(device, "backward"))
     before_backward(losses)
-    backward(torch.stack(parts).sum())
+    run_backward(torch.stack(parts).sum())
 
 
 def _accumulate_sharded(
@@ -375,7 +375,7 @@ def _accumulate_sharded(
         if counts:
             losses.sigmas.append(batch.sigma)
             losses.weighted.append(weighted.detach())
-        backward(mean_of(weighted * counts, weighted.new_full((), counted), context.clock))
+        run_backward(mean_of(weighted * counts, weighted.new_full((), counted), context.clock))
     model.shards.take_gradients()
 
 

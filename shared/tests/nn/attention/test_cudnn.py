@@ -1,5 +1,6 @@
 """A fault of cuDNN on Hopper GPUs: which calls it would spoil, how they avoid it, and what is bitwise equal on a GPU."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
