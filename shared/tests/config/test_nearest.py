@@ -27,12 +27,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("models/lora_v3.safetensors", "did you mean models/lora_v2.safetensors?"),
         ("models/lora_v2.safetensor", "did you mean models/lora_v2.safetensors?"),
         ("models/lora_v2", "did you mean models/lora_v2.safetensors?"),
-        ("clips/U\u0308ben.png", "did you mean clips/Üben.png?"),
+        ("clips/U\u0308bel.png", "did you mean clips/Üben.png?"),
         ("clips/no.png", "correct the path"),
         ("quux", "correct the path"),
-        ("runs/quux/inputs/checkpoint", "runs exists, and contains no quux"),
+        ("runs/quux/inputs/checkpoint", "correct the path: runs exists, and contains no quux"),
         ("models\\wan", "it is written with backslashes, as on Windows; write models/wan"),
         ("D:\\clips", "it is a path of Windows; write its path on this machine"),
+        ("https://example.org/a.png", "it is an address; download it, and write the path of the file"),
+        ("clips/https:/example.org/a.png", "it is an address; download it, and write the path of the file"),
         ("clips ", "leave out the spaces around it"),
         ("~nobody-here\0/clips", "correct the path"),
         ("a\0b", "correct the path"),
@@ -42,7 +44,11 @@ def test_a_path_that_is_not_there_is_answered_with_the_one_that_is(here: Path, w
     assert path_remedy(written) == remedy
     if written.startswith(("runs", "models/")):
         absolute = path_remedy(here / written)
-        assert absolute == remedy.replace("mean ", f"mean {here}/").replace("runs exists", f"{here}/runs exists")
+        assert absolute == remedy.replace("mean ", f"mean {here}/").replace(": runs exists", f": {here}/runs exists")
+
+
+def test_a_name_in_another_unicode_form_is_not_suggested_as_if_it_were_another(here: Path) -> None:
+    assert path_remedy("clips/U\u0308ben.png").startswith("a name that looks the same is there in another Unicode form")
 
 
 def test_a_path_from_the_run_files_folder_is_recognised(here: Path) -> None:

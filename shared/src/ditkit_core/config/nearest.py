@@ -58,7 +58,7 @@ def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
         folders: Folders that a relative path may have been meant from, besides the working directory.
 
     Returns:
-        A clause for the end of a message: `did you mean runs/cats?`, `runs exists, and contains no cast`.
+        A clause for the end of a message: `did you mean runs/cats?`, `correct the path: runs exists, and contains no cast`.
     """
     written = str(path)
     if os.sep == "/" and (windows := re.fullmatch(r"([A-Za-z]):[\\/](.*)", written, re.DOTALL)):
@@ -67,6 +67,8 @@ def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
         return f"it is a path of Windows; {there}"
     if os.sep == "/" and "\\" in written:
         return f"it is written with backslashes, as on Windows; write {written.replace(chr(92), '/')}"
+    if re.search(r"(^|/)(https?|ftp|s3|gs|hf):/", written):
+        return "it is an address; download it, and write the path of the file"
     if written != written.strip():
         return "leave out the spaces around it"
     with suppress(ValueError):  # of a character that no path can have
@@ -81,13 +83,14 @@ def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
     found = begun
     for name in missing:
         if not (near := _entry_like(found, name)):
-            return (
-                f"{begun} exists, and contains no {missing[0]}"
-                if len(missing) > 1 and begun.name
-                else "correct the path"
-            )
+            where = f": {begun} exists, and contains no {missing[0]}" if len(missing) > 1 and begun.name else ""
+            return f"correct the path{where}"
         found = found / near
-    return f"did you mean {found}?" if found != asked else "correct the path"
+    if found == asked:
+        return "correct the path"
+    if unicodedata.normalize("NFC", str(found)) == unicodedata.normalize("NFC", str(asked)):
+        return "a name that looks the same is there in another Unicode form, as macOS stores it; rename it, or copy the name from there"
+    return f"did you mean {found}?"
 
 
 def _entry_like(folder: Path, name: str) -> str:

@@ -14,6 +14,7 @@ from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind
 from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, read_dataset_text, status, walk
 from ditkit_core.data.media.image_sequence import check_inside
+from ditkit_core.data.side_names import Names
 from ditkit_core.data.windows import Window
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside, refuse_backslashes
@@ -200,18 +201,19 @@ def controls_by_name(
     """
     controls: dict[str, dict[str, Control]] = defaultdict(dict)
     left_over: list[str] = []
+    samples = Names(ids)
     for column in columns:
         if column.name not in folders:
             continue
         folder, found = folders[column.name], defaultdict[str, list[str]](list)
         setting = f"data.masks {folder}" if column is MASK else f"data.controls {column.name}={folder}"
-        for name in _files(folder, ids):
+        for name in _files(folder, samples):
             path, is_folder = Path(name), (folder / name).is_dir()
             accepted = _SUFFIXES.get(column.kind)
             if accepted is not None and path.suffix.lower() not in accepted and not is_folder:
                 continue
             id = (path if is_folder else path.with_suffix("")).as_posix()
-            found[id].append(name)
+            found[samples.find(id) or id].append(name)
         if not found.keys() & set(ids):
             raise UserError(f"{setting}: no file has the name of a sample; name the files like those in {dataset}")
         for id, names in found.items():
@@ -222,11 +224,11 @@ def controls_by_name(
     return controls, left_over
 
 
-def _files(folder: Path, ids: Collection[str]) -> Iterator[str]:
+def _files(folder: Path, ids: Names) -> Iterator[str]:
     """Relative paths of files, and of folders that have the name of a clip."""
     for place, folders, names in walk(folder):
         here = place.relative_to(folder)
-        clips = [name for name in folders if (here / name).as_posix() in ids]
+        clips = [name for name in folders if ids.find((here / name).as_posix()) is not None]
         yield from ((here / name).as_posix() for name in clips + names)
         folders[:] = [name for name in folders if name not in clips]
 

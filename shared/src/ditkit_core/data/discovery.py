@@ -16,6 +16,7 @@ from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular,
 from ditkit_core.data.media.image import HEIC_SUFFIXES
 from ditkit_core.data.media.image_sequence import numbered
 from ditkit_core.data.metadata import Reader, Record, csv_rows, json_lines, json_list
+from ditkit_core.data.side_names import Names, entries
 from ditkit_core.errors import UserError
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
@@ -64,7 +65,11 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
         UserError: If the metadata as a whole cannot be used.
     """
     folder = reader.folder
-    found = [metadata] if metadata else lists_of(folder, skip=reader.skip, image_folders=reader.image_folders)
+    found = (
+        [reader.stored(metadata)]
+        if metadata
+        else lists_of(folder, skip=reader.skip, image_folders=reader.image_folders)
+    )
     if len(found) > 1:
         raise UserError(
             f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; set data.metadata to the right one"
@@ -75,7 +80,7 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
     if status(path) is None:
         raise UserError(f"data.metadata {path} does not exist; {_path_remedy(folder, found[0])}")
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
-    if path.name in MEDIA_LISTS:
+    if path.name.lower() in MEDIA_LISTS:
         readers[".txt"] = _line_lists
     if path.suffix.lower() == ".parquet":
         raise UserError(
@@ -122,10 +127,13 @@ def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = F
     """
     if found := [name for name in METADATA_NAMES if status(folder / name) is not None]:
         return found
+    if found := [name for name in entries(folder) if name.lower() in METADATA_NAMES]:
+        return found
     found = _both_lists(folder, image_folders)
     if not found and status(folder / _PARQUET) is not None:
         found = [_PARQUET]
-    if found and any(_texts_of(folder, each) for each in media_files(folder, skip=skip, image_folders=image_folders)):
+    texts = _Texts(folder)
+    if found and any(map(texts.of, media_files(folder, skip=skip, image_folders=image_folders))):
         return []
     return found
 
@@ -139,24 +147,40 @@ def _both_lists(folder: Path, image_folders: bool) -> list[str]:
 
 def _lists_in(folder: Path, accepted: Collection[str], image_folders: bool) -> list[str]:
     """Names of the lists in a folder; a text next to a clip or image of the same name is its caption and not a list."""
-    names = _names(folder)
+    names = entries(folder)
     media = {Path(name).stem for name in names if Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES}
-    lists = [name for name in names if name in accepted and Path(name).stem not in media]
-    return [name for name in lists if not (image_folders and numbered(_names(folder / Path(name).stem)))]
+    lists = [name for name in names if name.lower() in accepted and Path(name).stem not in media]
+    return [name for name in lists if not (image_folders and numbered(entries(folder / Path(name).stem)))]
 
 
-def _names(folder: Path) -> list[str]:
-    """The sorted names in a folder; empty if it cannot be read."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
+class _Texts:
+    """The caption files of a folder's media."""
 
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._listed: dict[Path, tuple[Names, set[str]]] = {}
 
-def _texts_of(folder: Path, media: str) -> list[str]:
-    """The caption files next to a media file or folder of images."""
-    stem = _stem(media)
-    return [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if is_regular(folder / f"{stem}{suffix}")]
+    def of(self, media: str) -> list[str]:
+        """The caption files next to a media file or folder of images: `cat.txt` and `cat.caption`, the one to read first.
+
+        Where there is neither, those whose names differ in case or Unicode form, and `cat.png.txt` of `cat.png`: some programs write such.
+        """
+        stem = _stem(media)
+        exact = [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if is_regular(self._folder / f"{stem}{suffix}")]
+        return exact or self._similar(media)
+
+    def _similar(self, media: str) -> list[str]:
+        place = Path(media).parent
+        if place not in self._listed:
+            names = entries(self._folder / place)
+            stems = {_stem(name) for name in names if called_like_media(name)}
+            self._listed[place] = Names(names), stems
+        names, stems = self._listed[place]
+        own = dict.fromkeys((Path(_stem(media)).name, Path(media).name))
+        found = [text for name in own for suffix in CAPTION_SUFFIXES for text in names.similar(f"{name}{suffix}")]
+        # `A.png` does not take the caption of `a.png`.
+        free = [text for text in dict.fromkeys(found) if Path(text).stem in own or Path(text).stem not in stems]
+        return [(place / text).as_posix() for text in free if is_regular(self._folder / place / text)]
 
 
 def _stem(media: str) -> str:
@@ -168,13 +192,18 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
     folder = reader.folder
     lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
     found = list(media_files(folder, skip=reader.skip, image_folders=reader.image_folders))
-    masks = _masks_by_clip(folder, found)
+    texts = _Texts(folder)
+    masks = _masks_by_clip(found, texts)
     are_masks = {mask for names in masks.values() for mask in names}
     for media in (each for each in found if each not in are_masks):
         try:
             if called_like_media(media) and is_folder(folder / media):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
-            there = _texts_of(folder, media)
+            there = texts.of(media)
+            if len(there) > 1 and there[0] not in {f"{_stem(media)}{suffix}" for suffix in CAPTION_SUFFIXES}:
+                raise UserError(
+                    f"{' and '.join(there)} in {folder} are both the caption of {media}; remove all but one"
+                )
             if not there:
                 raise UserError(
                     f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
@@ -191,12 +220,12 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
         _hint_at_tables(folder)
 
 
-def _masks_by_clip(folder: Path, media: Sequence[str]) -> dict[str, list[str]]:
+def _masks_by_clip(media: Sequence[str], texts: _Texts) -> dict[str, list[str]]:
     """The masks among the media files of a folder, by the name of their clip; a file with a caption of its own is a sample."""
     masks: dict[str, list[str]] = defaultdict(list)
-    stems = set(map(_stem, media))
+    stems = Names(map(_stem, media))
     for each in media:
-        if (clip := clip_of_mask(_stem(each), stems)) is not None and not _texts_of(folder, each):
+        if (clip := clip_of_mask(_stem(each), stems)) is not None and not texts.of(each):
             masks[clip].append(each)
     return masks
 
@@ -220,7 +249,7 @@ def _hint_at_lists(reader: Reader) -> str:
     folder = reader.folder
     if both := _both_lists(folder, reader.image_folders):
         return f', or set data.metadata = "{both[0]}" if that lists the clips'
-    names = _names(folder)
+    names = entries(folder)
     if half := _lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), reader.image_folders)[:1]:
         other, what = (CAPTION_LISTS[0], "clips") if half[0] in MEDIA_LISTS else (MEDIA_LISTS[0], "captions")
         return f", or, if {half[0]} lists {what}, write {other} next to it, line by line"
@@ -300,10 +329,11 @@ def _not_listed(reader: Reader, path: Path, entries: Sequence[Record]) -> list[t
     for entry in entries:
         names = (entry.media, *entry.references, *entry.controls.values())
         listed |= {os.path.realpath(folder / name) for name in names if "\0" not in name}
+    texts = _Texts(folder)
     files = [
         media
         for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders)
-        if _texts_of(folder, media) and os.path.realpath(folder / media) not in listed
+        if texts.of(media) and os.path.realpath(folder / media) not in listed
     ]
     if not files:
         return []
@@ -343,6 +373,7 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
                     f"{where} is empty, but {captions.name} has a caption there; name its file, or remove both lines"
                 )
             split = whole.split(f"{captions} line {line}", [caption])
+            media = reader.stored(media)
             reader.check_media(where, [media])
             yield Record(media=media, captions=split)
         except UserError as error:

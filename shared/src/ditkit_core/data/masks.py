@@ -1,7 +1,6 @@
 """Loss masks: the file that says where a sample is learnt, found by column, by folder or next to the clip, and read as the clip is."""
 
 import re
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.clip import available, media_kind, read_clip
+from ditkit_core.data.side_names import Names
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
 
@@ -21,14 +21,14 @@ MASK = Column(
 )
 """A column of every model. It conditions none, so it is not one of `DataSpec.columns`."""
 
-_NEXT_TO = re.compile(r"(.+)-mask(?:label)?")
+_NEXT_TO = re.compile(r"(.+)-mask(?:label)?", re.IGNORECASE)
 """Name of a mask next to its clip; `-masklabel` is OneTrainer's."""
 
 
-def clip_of_mask(name: str, clips: Collection[str]) -> str | None:
+def clip_of_mask(name: str, clips: Names) -> str | None:
     """The clip that a mask next to it belongs to (`cat` of `cat-mask`), by names without extension; None if it is no mask."""
     match = _NEXT_TO.fullmatch(name)
-    return match[1] if match and match[1] in clips else None
+    return clips.find(match[1]) if match else None
 
 
 def checked_mask(mask: Path, media: Path, size: tuple[int, int]) -> Path:

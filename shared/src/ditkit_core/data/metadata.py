@@ -23,6 +23,7 @@ from ditkit_core.data.control_files import control_headers, control_values
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import kind_by_name
 from ditkit_core.data.media.files import is_folder, status
+from ditkit_core.data.side_names import stored_path
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import refuse_backslashes
 from ditkit_core.models.conditions import Column
@@ -72,6 +73,10 @@ class Reader:
     def files(self) -> Sequence[Column]:
         """The model's columns, and that of the loss mask."""
         return (*self.columns, MASK)
+
+    def stored(self, path: str) -> str:
+        """A path of the dataset as it is stored, where a text has it in another Unicode form."""
+        return stored_path(self.folder, path)
 
     def check_media(self, where: str, paths: Sequence[str]) -> None:
         """Refuse a path that is not a media file by its name. The check is made here so that the message names the line.
@@ -207,15 +212,19 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
     headers = control_headers(where, row, reader.files, media=media_columns(row), other=_OTHER)
     plain = {name: value for name, value in row.items() if name not in headers}
     column = only_column(where, plain, media_columns(plain), "media")
-    (media,) = _texts(f"{where}: {column!r}", [row[column]])
+    (media,) = map(reader.stored, _texts(f"{where}: {column!r}", [row[column]]))
     column = only_column(where, plain, CAPTION_COLUMNS, "caption")
     given = row[column]
     named = f"{where}: {column!r}"
     captions = reader.split(named, _texts(named, given if isinstance(given, list) else [given]))
     references = tuple(
-        path for name in _reference_columns(reader, where, plain) for path in paths(f"{where}: {name!r}", row[name])
+        reader.stored(path)
+        for name in _reference_columns(reader, where, plain)
+        for path in paths(f"{where}: {name!r}", row[name])
     )
-    controls = control_values(where, row, reader.files, headers)
+    texts = {each.name for each in reader.files if each.kind == "text"}
+    written = control_values(where, row, reader.files, headers)
+    controls = {name: value if name in texts else reader.stored(value) for name, value in written.items()}
     reader.check_media(where, (media, *references))
     return Record(media=media, captions=captions, references=references, controls=controls)
 

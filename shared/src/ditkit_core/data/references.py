@@ -10,6 +10,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
 from ditkit_core.data.media.clip import available, media_kind
 from ditkit_core.data.media.files import is_folder
+from ditkit_core.data.side_names import Names
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside
 
@@ -40,15 +41,16 @@ def references_by_name(
     if not is_folder(folder):
         raise UserError(f"data.references {folder} does not exist or is not a folder; {path_remedy(folder)}")
     places: dict[str, dict[int | None, list[str]]] = defaultdict(lambda: defaultdict(list))
+    samples = Names(ids)
     left_over = []
     for file in media_files(folder):
         stem = Path(file).with_suffix("").as_posix()
         numbered = re.fullmatch(r"(.+)_(\d{1,9})", stem, re.ASCII)
         # A sample that is itself named cat_0 owns cat_0.png; the file is then no reference of the sample cat.
-        if stem in ids:
-            places[stem][None].append(file)
-        elif numbered and numbered[1] in ids:
-            places[numbered[1]][int(numbered[2])].append(file)
+        if (id := samples.find(stem)) is not None:
+            places[id][None].append(file)
+        elif numbered and (id := samples.find(numbered[1])) is not None:
+            places[id][int(numbered[2])].append(file)
         else:
             left_over.append(file)
     if not places:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
 from ditkit_core.data.masks import clip_of_mask
+from ditkit_core.data.side_names import Names
 from ditkit_core.encoding.batch_sampler import BatchSampler
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import (
@@ -40,7 +41,7 @@ def prior_data_config(data: DataConfig, folder: str) -> DataConfig:
 def count_media(folder: Path) -> int:
     """Number of images and clips in a folder, without the masks next to them; 0 if it does not exist."""
     names = [name.rpartition(".")[0] for name in media_files(folder)] if folder.is_dir() else []
-    clips = set(names)
+    clips = Names(names)
     return sum(clip_of_mask(name, clips) is None or (folder / f"{name}.txt").exists() for name in names)
 
 

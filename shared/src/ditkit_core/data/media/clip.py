@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import video
 from ditkit_core.data.media.files import is_folder, is_regular
@@ -252,7 +253,7 @@ def _checked(path: Path) -> Kind:
             return kind
         raise UserError(f"{path} is a folder, not a media file; rename it or remove it")
     if not is_regular(path):
-        raise UserError(f"{path} does not exist or is not a file; correct the path")
+        raise UserError(f"{path} does not exist or is not a file; {path_remedy(path)}")
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty (0 bytes); copy it again or remove it")
     return kind

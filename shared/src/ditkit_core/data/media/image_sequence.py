@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media.files import is_regular, read_dataset_text, refuse_shortage
+from ditkit_core.data.side_names import entries
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside
 
@@ -81,7 +82,7 @@ def numbered(names: Sequence[str]) -> dict[int, str]:
     images: dict[tuple[str, int], str] = {}
     for name in names:
         path = Path(name)
-        if name.startswith(".") or name == FPS_FILE:
+        if name.startswith(".") or name.lower() == FPS_FILE:
             continue
         match = _NUMBERED.fullmatch(path.stem)
         if match is None or path.suffix.lower() not in still.SUFFIXES:
@@ -135,17 +136,19 @@ def check_inside(images: Path, folder: Path, *, allow_outside: bool) -> None:
 
 
 def _rate_files(folder: Path) -> list[Path]:
-    path = folder / FPS_FILE
-    return [path] if os.path.lexists(path) else []
+    return [folder / name for name in entries(folder) if name.lower() == FPS_FILE]
 
 
 def _fps(folder: Path) -> float:
     """The rate in `fps.txt`; 0 if there is no such file."""
-    path = folder / FPS_FILE
-    if not path.exists():
+    files = _rate_files(folder)
+    if len(files) > 1:
+        raise UserError(f"{' and '.join(map(str, files))} are both the rate of these images; remove one of them")
+    if not files or not files[0].exists():
         return 0.0
+    path = files[0]
     try:
-        fps = float(read_dataset_text(folder, FPS_FILE, allow_outside=True))  # `check_inside` has looked where it is
+        fps = float(read_dataset_text(folder, path.name, allow_outside=True))  # `check_inside` has looked where it is
     except ValueError:
         fps = 0.0
     if not 0 < fps <= 1000:
