@@ -122,7 +122,7 @@ class Options(SphinxDirective):
     def _lines(self) -> Iterator[str]:
         (command,) = self.arguments
         kind: type = CommonOptions if command == "all" else OPTIONS[command]
-        yield from (ABOUT.get(command, ""), "")
+        yield from (ABOUT.get(command, "").format(prog=f"wan-{command}"), "")
         hints, docs = get_type_hints(kind), field_docs(kind)
         for field in fields(kind):
             value = "" if hints[field.name] is bool else " VALUE"

@@ -244,12 +244,13 @@ FORMS = (
     r"uv pip install (?:pillow-heif|wheels/\*\.whl|'wheels/\*\.whl')",
     r"uv build --wheel --package ditkit-\w+ -o wheels",
     r"pip install uv",
+    r"ssh (?:-p PORT )?-N -L (\d+):127\.0\.0\.1:\1 (?:root|USER)@(?:HOST|NODE|IP)",
     r"git (?:status|diff)",
     r"git add(?: uv\.lock)?",
     r"git ls-files '\*NAME'",
     r"ruff (?:format|check)(?: --fix)?",
 )
-"""What pages say to uv, pip, git and ruff."""
+"""What pages say to uv, pip, ssh, git and ruff."""
 
 
 @by_page

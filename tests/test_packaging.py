@@ -65,7 +65,7 @@ def test_a_model_package_is_named_where_all_of_them_are(member):
 @pytest.mark.parametrize("member", MODELS, ids=lambda member: member.name)
 def test_every_command_starts_an_existing_function(member):
     model = member.name.removeprefix("ditkit-")
-    assert set(member.commands) == {f"{model}-{stage}" for stage in ("train", "encode", "sample", "export")}
+    assert set(member.commands) == {f"{model}-{stage}" for stage in ("train", "encode", "sample", "export", "watch")}
     for target in member.commands.values():
         module, function = target.split(":")
         assert callable(getattr(importlib.import_module(module), function))

@@ -1,4 +1,4 @@
-"""The commands flux2-train, flux2-encode, flux2-sample and flux2-export."""
+"""The commands flux2-train, flux2-encode, flux2-sample, flux2-export and flux2-watch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,4 +17,4 @@ def _spec() -> "ModelSpec":
 
 
 FAMILY = Family(name="flux2", presets=tuple(PRESETS), demo=Path(__file__).parent / "demo" / "demo.toml", spec=_spec)
-train, encode, sample, export = commands(FAMILY)
+train, encode, sample, export, watch = commands(FAMILY)

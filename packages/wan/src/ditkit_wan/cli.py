@@ -1,4 +1,4 @@
-"""The commands wan-train, wan-encode, wan-sample and wan-export."""
+"""The commands wan-train, wan-encode, wan-sample, wan-export and wan-watch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,4 +17,4 @@ def _spec() -> "ModelSpec":
 
 
 FAMILY = Family(name="wan", presets=tuple(PRESETS), demo=Path(__file__).parent / "demo" / "demo.toml", spec=_spec)
-train, encode, sample, export = commands(FAMILY)
+train, encode, sample, export, watch = commands(FAMILY)

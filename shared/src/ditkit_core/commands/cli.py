@@ -1,4 +1,4 @@
-"""A package's commands: `train, encode, sample, export = commands(FAMILY)`.
+"""A package's commands: `train, encode, sample, export, watch = commands(FAMILY)`.
 
 Help, versions and mistakes in flags, files and folders are answered before torch is imported, which takes seconds: nothing that this module
 imports needs torch.
@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,12 +42,14 @@ ABOUT = {
     "encode": "Encode media and captions into the cache that training reads.",
     "sample": "Generate samples with a trained adapter.",
     "export": "Write a run's adapter for other programs; or inspect, convert, reduce, merge or extract adapter files.",
+    "watch": "Serve the page of a run on this machine, renewed while the run trains: {prog} RUN.",
 }
 
 _STARTS = dict.fromkeys(("train", "encode"), "give a run file ({prog} run.toml), or try {prog} --demo") | {
     "sample": "name a run ({prog} --run RUN --prompt TEXT), or a model and an adapter ({prog} --model.base BASE --adapter FILE "
     "--prompt TEXT), or try {prog} --demo",
     "export": "name a run ({prog} --run RUN), or an adapter file ({prog} --adapter FILE --to FORM, or --inspect FILE), or try {prog} --demo",
+    "watch": "name the folder of a run ({prog} RUN), or try {prog} --demo",
 }
 """What each command can start from, for a call that names nothing."""
 
@@ -69,7 +71,7 @@ class Family:
 
 
 def commands(family: Family) -> tuple[Callable[[], int], ...]:
-    """The functions that a package's console scripts call: train, encode, sample and export, in this order."""
+    """The functions that a package's console scripts call: train, encode, sample, export and watch, in this order."""
     return tuple(partial(start, family, command) for command in OPTIONS)
 
 
@@ -85,7 +87,7 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     """Run a command: read the command line, resolve the configuration, look at its files, do the work.
 
     Args:
-        command: `train`, `encode`, `sample` or `export`.
+        command: `train`, `encode`, `sample`, `export` or `watch`.
         argv: Arguments after the program's name; None takes those of this process.
 
     Returns:
@@ -116,7 +118,16 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         flags = read_flags(argv, RunConfig, OPTIONS[command], section=command)
         if topic := flags.common.help:
             kinds = OPTIONS[command], CommonOptions
-            say(format_help(prog, ABOUT[command], RunConfig, kinds, topic=topic, keys=KEYS_THAT_MATTER[command]))
+            say(
+                format_help(
+                    prog,
+                    ABOUT[command].format(prog=prog),
+                    RunConfig,
+                    kinds,
+                    topic=topic,
+                    keys=KEYS_THAT_MATTER[command],
+                )
+            )
             if topic == "train":
                 say(f"\n{support_matrix()}")
             return 0
@@ -148,6 +159,11 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         check_paths(command, verb, config, flags.options, family.components, run_file=run_file)
         if command == "train" and not verb:
             check_installed(config.log.tracker, f"ditkit-{family.name}")
+        if command == "watch":  # it reads files alone: the family's spec would take seconds and most of a GiB
+            from ditkit_core.commands.watch import watch
+
+            watch(config, flags.options)
+            return 0
     except UserError as error:
         return _complain(error, 1)
     from ditkit_core.commands.stage import run_stage  # here, and not above: from now on torch is needed
@@ -161,6 +177,8 @@ def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
     on_files = isinstance(flags.options, ExportOptions) and flags.options.on_files
     if not (flags.values or common.config or common.run or common.print_config or common.changed or demo or on_files):
         raise UserError(f"nothing to work on: {_STARTS[command].format(prog=prog)}")
+    if command == "watch" and common.config and local_path(common.config).is_dir():
+        common = replace(common, run=common.config, config="")
     if common.config:
         check_run_file(command, local_path(common.config))
     return resolve(

@@ -297,11 +297,30 @@ class ExportOptions:
         return any(getattr(self, name) for name in _ONE_FILE.split())
 
 
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Options of `watch`."""
+
+    demo: bool = False
+    """Watch the demo's run."""
+    port: int = 8400
+    """Port to listen at; 0 for a free one."""
+    bind: str = "127.0.0.1"
+    """Address to listen at. By default only this machine can read the page; 0.0.0.0 is for everybody who reaches it, without a password."""
+    log: str = option("", missing="there is no file {path} to --log; {remedy}")
+    """File with the output of the run's command, such as slurm-7.out or nohup.out, whose last lines are shown too."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65_536:
+            raise UserError(f"--port {self.port} must be from 0 to 65535")
+
+
 OPTIONS: dict[str, type] = {
     "train": TrainOptions,
     "encode": EncodeOptions,
     "sample": SampleOptions,
     "export": ExportOptions,
+    "watch": WatchOptions,
 }
 
 STAGES = {

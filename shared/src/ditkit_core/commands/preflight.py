@@ -78,6 +78,7 @@ _FOR_WEIGHTS = {
     "encode": "--model.transformer {path} names a transformer",
     "sample": "--adapter {path} samples with a LoRA, and --model.transformer {path} with a transformer",
     "export": "--inspect {path} describes it",
+    "watch": "name the folder of a run",
 }
 """What a file of weights can be given as, by command."""
 

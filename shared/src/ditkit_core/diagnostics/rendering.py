@@ -75,20 +75,24 @@ def html_table(table: Table, *, row_titles: bool = False, classes: Sequence[str]
     return element("div", element("table", *parts, element("tbody", *rows)), class_="wide")
 
 
-def html_page(title: str, *body: str, script: str = "") -> str:
+def html_page(title: str, *body: str, script: str = "", head: str = "", is_served: bool = False) -> str:
     """Build a page that needs no network and no other file, and is complete without its script.
 
     Args:
         script: JavaScript that runs after the body is loaded.
+        head: More elements for the head.
+        is_served: Whether images and videos may be loaded from the server that the page is from.
     """
     # Style and script are inline: a report is one file that can be sent by mail and opened offline.
     style = files("ditkit_core.diagnostics").joinpath("page.css").read_text(encoding="utf-8")
+    media = "data: 'self'" if is_served else "data:"
     policy = (
-        f"default-src 'none'; img-src data:; media-src data:; style-src '{_digest(style)}'; "
+        f"default-src 'none'; img-src {media}; media-src {media}; style-src '{_digest(style)}'; "
         f"script-src '{_digest(script) if script else 'none'}'; base-uri 'none'; form-action 'none'"
     )
     head = element(
         "head",
+        head,
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),

@@ -139,5 +139,6 @@ KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
         "Model": ("model.base", "train.devices", "base.quantize"),
     },
     "export": {"Files": ("export.forms", "export.dtype", "export.merged"), "Model": ("model.base", "model.preset")},
+    "watch": {"The run": ("run.folder",)},
 }
 """The keys that the short help of each command explains, by title."""

@@ -29,15 +29,16 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def report_page(folder: Path, sections: Sequence[Section]) -> str:
+def report_page(folder: Path, sections: Sequence[Section], served: Html | None = None) -> str:
     """Build the page.
 
     Args:
         folder: The folder that it is written into; its name is the title.
         sections: The sections of the run, at least one.
+        served: What a page that is sent by a server shows below its top; it loads its samples from there. None for a file.
     """
     name, now = folder.resolve().name, datetime.now(UTC)
-    reload = RELOAD_SECONDS if _is_training(folder) else None
+    reload = RELOAD_SECONDS if _is_training(folder, is_served=served is not None) else None
     written = f"Written {now.isoformat(' ', 'seconds').replace('+00:00', ' UTC')}"
     written += ". This page reloads itself until the run is complete." if reload else "."
     header = [element("h1", name), element("p", written)]
@@ -47,18 +48,20 @@ def report_page(folder: Path, sections: Sequence[Section]) -> str:
         element(
             "main",
             *(overview(section) for section in sections if section.series),
-            *samples_part(sorted(sections, key=lambda each: bool(each.name)), folder),
+            *([] if served is None else [served]),
+            *samples_part(sorted(sections, key=lambda each: bool(each.name)), folder, embeds=served is None),
             *(_numbers(section, index) for index, section in enumerate(sections)),
         ),
         json_script({"sections": [section.to_json() for section in sections]}, id="numbers"),
+        is_served=served is not None,
         script=files("ditkit_core.diagnostics.report").joinpath("report.js").read_text(encoding="utf-8"),
     )
 
 
-def _is_training(folder: Path) -> bool:
-    """Whether a process trains in the folder, or was killed there, and the run is not complete."""
+def _is_training(folder: Path, *, is_served: bool) -> bool:
+    """Whether a process trains in the folder, or was killed there, and the run is not complete. One that is watched may still begin to."""
     run = RunFolder(folder)
-    return bool(run.owner()) and run.completed_step() is None
+    return (is_served or bool(run.owner())) and run.completed_step() is None
 
 
 def _numbers(section: Section, index: int) -> Html:

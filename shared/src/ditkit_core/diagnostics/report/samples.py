@@ -46,13 +46,14 @@ class Strip(NamedTuple):
     """Why the prompt is a control; empty if it is none."""
 
 
-def samples_part(sections: Sequence[Section], folder: Path) -> list[Html]:
+def samples_part(sections: Sequence[Section], folder: Path, *, embeds: bool = True) -> list[Html]:
     """Build the part of the page with all samples; empty if there are none.
 
     Args:
         folder: The folder that the page is written into, which links begin at.
+        embeds: Whether the page contains the samples; if not, it loads them from where it links.
     """
-    media = _Media(folder)
+    media = _Media(folder, embeds)
     for each in _by_importance(sections):
         for sample in each.samples[:_MOST_STRIPS]:
             media.add(sample)
@@ -136,8 +137,8 @@ class _Shown(NamedTuple):
 class _Media:
     """Embeds samples until the page is full. Those that come later are links."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._left = folder, MEDIA_BYTES
+    def __init__(self, folder: Path, embeds: bool) -> None:
+        self._folder, self._embeds, self._left = folder, embeds, MEDIA_BYTES
         self._shown: dict[Path, _Shown] = {}
 
     def add(self, sample: ListedSample) -> None:
@@ -154,6 +155,10 @@ class _Media:
         if file.is_symlink() or not file.is_file():
             return _Shown(element("p", f"{file.name} is missing"))
         link = quote(Path(os.path.relpath(file, self._folder)).as_posix())
+        if not self._embeds and file.suffix == ".mp4":
+            return _Shown(element("video", src=link, aria_label=prompt, **_PLAYED | {"preload": "metadata"}), link)
+        if not self._embeds:
+            return _Shown(element("a", element("img", src=link, alt=prompt, loading="lazy"), href=link), link)
         if file.suffix != ".mp4":
             image, is_embedded = small_jpeg(still.read_image(file), _IMAGE_SIZE, _IMAGE_BYTES), True
         elif file.stat().st_size <= VIDEO_BYTES and (source := self._embedded("video/mp4", file.read_bytes())):

@@ -1,0 +1,162 @@
+"""Serves the page of a run, as of now, and the samples in its folder. It reads only, and knows no other file."""
+
+import ipaddress
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import unquote, urlsplit
+
+from ditkit_core.diagnostics.rendering import element, html_page
+from ditkit_core.diagnostics.report.data import read_sections
+from ditkit_core.diagnostics.report.log_lines import log_part
+from ditkit_core.diagnostics.report.page import RELOAD_SECONDS, report_page
+from ditkit_core.errors import UserError
+
+_FRESH_SECONDS = 5.0
+"""Age up to which a page is sent again: many readers cost a machine that trains no more than one."""
+_KINDS = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
+_CHUNK_BYTES = 1 << 20
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ReportServer(ThreadingHTTPServer):
+    """A server of one run's page.
+
+    Args:
+        folder: The run's folder. It need not exist yet.
+        host: Address to listen at.
+        port: Port to listen at; 0 for a free one.
+        log: File with the output of the run's command, whose last lines are shown.
+
+    Raises:
+        OSError: If the address is not one of this machine, or the port is in use.
+    """
+
+    daemon_threads = True  # a reader whose connection hangs does not keep the process
+
+    def __init__(self, folder: Path, *, host: str, port: int, log: Path | None = None):
+        self.folder, self.log, self.host = folder, log, host
+        self._page, self._written, self._lock = b"", float("-inf"), threading.Lock()
+        super().__init__((host, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        """The URL of the page on this machine."""
+        return f"http://{self.host}:{self.server_address[1]}/"
+
+    def page(self) -> bytes:
+        """The page as of now, or of a few seconds ago."""
+        with self._lock:
+            if time.monotonic() - self._written > _FRESH_SECONDS:
+                self._page, self._written = self._built().encode("utf-8", "replace"), time.monotonic()
+            return self._page
+
+    def _built(self) -> str:
+        lines = log_part(self.folder, self.log)
+        try:
+            return report_page(self.folder, read_sections(self.folder), served=lines)
+        except UserError:
+            name = self.folder.resolve().name
+            said = element("p", "This run has not begun to train: there are no numbers yet.")
+            refresh = element("meta", http_equiv="refresh", content=RELOAD_SECONDS)
+            return html_page(f"{name}: report", element("header", element("h1", name)), said, lines, head=refresh)
+
+    def sample(self, path: str) -> Path | None:
+        """The sample at a path of a URL, as the page links it; None for everything else."""
+        parts = unquote(path).split("/")[1:]
+        if len(parts) not in (2, 3) or parts[-2] != "samples" or Path(parts[-1]).suffix not in _KINDS:
+            return None
+        # No part may leave the folder, by its name or as a link to elsewhere.
+        if any(not part or part.startswith(".") or set(part) & set("\\:\0") for part in parts):
+            return None
+        file = self.folder.joinpath(*parts)
+        if any(each.is_symlink() for each in (file, *list(file.parents)[: len(parts) - 1])) or not file.is_file():
+            return None
+        return file
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD; `BaseHTTPRequestHandler` refuses the other methods."""
+
+    server: ReportServer
+    server_version, sys_version = "ditkit", ""
+    timeout = 60
+    """Seconds that a reader may be silent."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing: the terminal is for what a person should read."""
+
+    def do_HEAD(self) -> None:
+        """Answer as to GET, without the content."""
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        """Send the page or a sample."""
+        # Another site could give its name this machine's address, and so read the page in the reader's browser.
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        if is_loopback(self.server.host) and not is_loopback(name):
+            self.send_error(HTTPStatus.FORBIDDEN, "this page is for the computer itself: open it as localhost")
+            return
+        path = urlsplit(self.path).path
+        if path == "/":
+            page = self.server.page()
+            self._start(HTTPStatus.OK, "text/html; charset=utf-8", len(page))
+            if self.command == "GET":
+                self.wfile.write(page)
+        elif file := self.server.sample(path):
+            try:
+                with file.open("rb") as opened:
+                    self._send(file, opened)
+            except ConnectionError:  # the reader left
+                self.close_connection = True
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _send(self, path: Path, file: BinaryIO) -> None:
+        stat = path.stat()
+        tag, size = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"', stat.st_size
+        if self.headers.get("If-None-Match") == tag:
+            self._start(HTTPStatus.NOT_MODIFIED, _KINDS[path.suffix], None, ETag=tag)
+            return
+        first, last = _range(self.headers.get("Range", ""), size)
+        headers = {"ETag": tag, "Accept-Ranges": "bytes"}
+        status = HTTPStatus.OK if (first, last) == (0, size - 1) else HTTPStatus.PARTIAL_CONTENT
+        if status is HTTPStatus.PARTIAL_CONTENT:
+            headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+        self._start(status, _KINDS[path.suffix], last - first + 1, **headers)
+        file.seek(first)
+        left = last - first + 1 if self.command == "GET" else 0
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            self.wfile.write(chunk)
+            left -= len(chunk)
+
+    def _start(self, status: HTTPStatus, kind: str, length: int | None, **headers: str) -> None:
+        self.send_response(status)
+        headers |= {"Content-Type": kind, "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+        if length is not None:
+            headers["Content-Length"] = str(length)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+def _range(asked: str, size: int) -> tuple[int, int]:
+    """First and last byte of what a header `Range` asks for; all bytes if it is empty, or asks for something else than one range."""
+    unit, _, span = asked.partition("=")
+    first, dash, last = span.strip().partition("-")
+    digits = [text for text in (first, last) if text]
+    if unit != "bytes" or not dash or not digits or not all(text.isascii() and text.isdecimal() for text in digits):
+        return 0, size - 1
+    begin = int(first) if first else max(size - int(last), 0)
+    end = min(int(last), size - 1) if first and last else size - 1
+    return (begin, end) if begin <= end else (0, size - 1)
