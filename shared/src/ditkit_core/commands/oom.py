@@ -39,7 +39,7 @@ _ADVICE = {
 }
 _GENERAL = (
     "try train.checkpointing = full (full+offload if GPU memory is short), a smaller data.frames, height or width, train.batch_size = 1, "
-    f"a lower adapter.rank, optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
+    f"a lower adapter.rank, train.cuda_graphs = off, optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
 )
 _UNTOUCHED = "the last save is untouched"
 _NOTHING_LEFT = "no setting is left to lower: batch, frames, size and rank have their smallest values"

@@ -200,8 +200,6 @@ class ReplayedMicroBatches:
         """Record a kind; returns whether that succeeded."""
         while len(self._recorded) >= MOST:
             self._drop()
-        if self._graphs is None:
-            self._graphs = GRAPHS[self._device.type](self._device)
         noised, weights, divisor = tree_map_only(Tensor, Tensor.clone, (batch.noised, batch.weights, divisor))
         batch, clock = batch._replace(noised=noised, weights=weights), StepClock([self._device], in_graph=True)
         timed = with_clock(model, clock)
@@ -212,6 +210,7 @@ class ReplayedMicroBatches:
             return losses
 
         try:
+            self._graphs = self._graphs or GRAPHS[self._device.type](self._device)
             with self._gradients.collecting() as names:
                 graph, losses = self._graphs.record(recorded, kind.trace)
         except RuntimeError as error:  # of CUDA, of torch, and torch's for memory that runs out
