@@ -256,6 +256,13 @@ def test_what_cannot_be_converted_is_read_as_stored_and_named(tmp_path: Path, wr
     assert changes_since_first(path) == ""
 
 
+def test_the_name_of_a_profile_is_safe_to_print(tmp_path: Path) -> None:
+    profile = rgb_profile(P3, srgb_curve(), "\x1b[2Jscreen" + "x" * 100)
+    Image.new("RGB", (8, 8), STORED).save(tmp_path / "a.png", icc_profile=profile)
+    colours = colours_of(tmp_path / "a.png")
+    assert colours is not None and colours.name.isprintable() and len(colours.name) < 70
+
+
 def test_print_without_a_profile_is_read_as_ever_and_named(tmp_path: Path) -> None:
     image = Image.new("CMYK", (8, 8), (10, 200, 180, 20))
     for name in ("a.jpg", "a.tif"):

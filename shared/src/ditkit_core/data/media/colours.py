@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ditkit_core.data.media import tonemap as hdr
 from ditkit_core.data.media.files import open_container
-from ditkit_core.errors import MissingDependency
+from ditkit_core.errors import MissingDependency, printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,6 +57,9 @@ _SAME_GAMMA = 0.05
 _SAME_CHROMATICITY = 0.005
 _LIGHT_BYTES = 2**26
 """Bytes of light that are computed at once: all of an image of 2**27 pixels would take gigabytes."""
+
+_LONGEST_NAME = 60
+"""Characters of a profile's name that messages quote."""
 
 _EXIF_FORMATS = ("JPEG", "MPO", "TIFF", "WEBP", "HEIF")
 _EXIF_IFD, _INTEROP_IFD, _COLOUR_SPACE_TAG = 0x8769, 0xA005, 0xA001
@@ -129,7 +132,7 @@ def _by_profile(icc: bytes, mode: str) -> StoredColours | None:
         name = _profile_name(icc)
         convert = _profile_transform(icc, _mode_for(icc, mode))
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
-        return StoredColours(f"a colour profile that cannot be used ({' '.join(str(error).split())})", None)
+        return StoredColours(printable(f"a colour profile that cannot be used ({' '.join(str(error).split())})"), None)
     if convert is None:
         return None
     return StoredColours(name, functools.partial(_apply_profile, transform=convert))
@@ -142,7 +145,8 @@ def _profile(icc: bytes) -> Any:
 
 
 def _profile_name(icc: bytes) -> str:
-    return " ".join(str(_profile(icc).profile_description or "a colour profile without a name").split())[:60]
+    name = " ".join(str(_profile(icc).profile_description or "a colour profile without a name").split())
+    return printable(name[:_LONGEST_NAME])  # whoever made the image wrote it
 
 
 def _mode_for(icc: bytes, mode: str) -> str:
