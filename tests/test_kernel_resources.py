@@ -1,7 +1,6 @@
 """The Triton kernels of training steps, compiled for GPUs that are not here, and what benchmarks/kernel_resources.md says of them."""
 
 import re
-from collections import Counter
 
 import pytest
 
@@ -20,24 +19,31 @@ def test_kernels_fit_a_multiprocessor_and_the_page_has_all_of_them(monkeypatch: 
     import kernel_resources as resources
     from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
 
-    calls = sum((resources.calls_of(job) for job in resources.jobs()), Counter[resources.Call]())
-    assert {call.name for call in calls} == IMPLEMENTATIONS.keys()
-    launches = [launch for call in calls for launch in resources.launches_of(call)]
+    launches = {capability: resources.launches_on(capability) for capability in (90, 120)}
+    calls = {call.name for on_hopper in (False, True) for call in resources._calls(on_hopper)}
+    assert calls == IMPLEMENTATIONS.keys()
     published = re.findall(r"^\| (\w+\.\w+ \| [^|]+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(published) == sorted({launch.title for launch in launches})
-    for capability in (90, 120):
+    assert sorted(published) == sorted({launch.title for each in launches.values() for launch in each})
+    for capability, given in launches.items():
         limits, seen = resources.ARCHITECTURES[capability], set[str]()
         with resources.compiling_for(capability):
-            for launch in launches:
+            for launch in given:
                 code = resources.compiled(launch)
                 if code.hash in seen:
                     continue
                 seen.add(code.hash)
                 found = resources.resources_of(code)
-                assert limits.occupancy(found) >= 0.25, (capability, launch.title, found)
+                # A product has its sums in registers, and one that reads ahead keeps the memory busy with fewer warps.
+                is_ahead = launch.title.startswith("code_products") or "STAGES 3" in launch.title
+                assert limits.occupancy(found) >= (0.125 if is_ahead else 0.25), (capability, launch.title, found)
                 stack = STACK.get((launch.title.partition(" |")[0], version, capability), 0)
                 assert found.spilled_bytes <= stack, (capability, launch.title, found)
-                assert found.widest_load == found.widest_store == 16, (capability, launch.title)
+                assert found.widest_load == 16, (capability, launch.title)
+                # Each thread of a product has two neighbouring columns of several rows.
+                assert found.widest_store == (4 if launch.title.startswith("code_products") else 16), (
+                    capability,
+                    launch.title,
+                )
                 assert not narrow_products(code.asm["ttir"], launch.grid), launch.title
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.nn.kernels import hopper
 from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
 from ditkit_core.planner.memory_tracker import Meter
 from ditkit_core.planner.planned_step import StepJob
@@ -64,6 +66,7 @@ ARCHITECTURES = {
 }
 """By compute capability."""
 FP8_FROM = 89
+HOPPER = 90
 
 
 class Given(NamedTuple):
@@ -138,7 +141,28 @@ def jobs() -> Iterator[StepJob]:
             yield replace(plain, adapter=AdapterConfig(method="full"), optim=OptimConfig(rounding=rounding))
 
 
-def calls_of(job: StepJob) -> Counter[Call]:
+@cache
+def _calls(on_hopper: bool) -> Counter[Call]:
+    return sum((calls_of(job, on_hopper=on_hopper) for job in jobs()), Counter[Call]())
+
+
+def launches_on(capability: int) -> list[Launch]:
+    """The kernels that the steps launch on GPUs of a compute capability; only for Hopper some are others."""
+    on_hopper = capability == HOPPER
+    with _pretending(on_hopper):
+        return [launch for call in _calls(on_hopper) for launch in launches_of(call)]
+
+
+@contextmanager
+def _pretending(on_hopper: bool) -> Iterator[None]:
+    with (
+        patch.object(hopper, "is_hopper", lambda x: on_hopper),
+        patch.object(hopper, "multiprocessors", lambda device: 132),
+    ):
+        yield
+
+
+def calls_of(job: StepJob, *, on_hopper: bool = False) -> Counter[Call]:
     """The calls of our operations in a step, with their numbers."""
     found, dispatched = Counter[Call](), Meter.__torch_dispatch__
 
@@ -148,7 +172,7 @@ def calls_of(job: StepJob) -> Counter[Call]:
             found[Call(func._opname, positional, tuple(named.items()))] += 1
         return dispatched(self, func, types, args, kwargs)
 
-    with patch.object(Meter, "__torch_dispatch__", noted):
+    with patch.object(Meter, "__torch_dispatch__", noted), _pretending(on_hopper):
         model = reduced_model(job)
         measure(job, model, [0] * len(model.stages()), updates=job.adapter.method == "full")
     return found
@@ -220,20 +244,22 @@ def resources_of(code: Any) -> Resources:
 
 def _widest(ptx: str, instruction: str) -> int:
     found = re.findall(rf"\b{instruction}\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfus](\d+)\b", ptx)
-    return max(int(parts or 1) * int(bits) // 8 for parts, bits in found)
+    widths = [int(parts or 1) * int(bits) // 8 for parts, bits in found]
+    if (
+        instruction == "ld"
+    ):  # also what is read ahead into shared memory, by a thread, or as tiles, by sixteen bytes or more
+        widths += [int(size, 16) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global .*?, (0x[0-9a-f]+)", ptx)]
+        widths += [16] * ("cp.async.bulk.tensor" in ptx)
+    return max(widths)
 
 
 def main() -> None:
     """Print the page."""
-    calls = Counter[Call]()
-    for job in jobs():
-        calls += calls_of(job)
-    launches = [launch for call in calls for launch in launches_of(call)]
     rows: dict[str, dict[int, list[Resources]]] = {}
     for capability in ARCHITECTURES:
         seen: set[tuple[str, str]] = set()
         with compiling_for(capability):
-            for launch in launches:
+            for launch in launches_on(capability):
                 code = None if launch.has_fp8 and capability < FP8_FROM else compiled(launch)
                 if code is not None and (key := (launch.title, code.hash)) not in seen:
                     seen.add(key)
@@ -251,7 +277,8 @@ def _page(rows: Mapping[str, Mapping[int, Sequence[Resources]]]) -> str:
         "The kernels of a LoRA's step, of quantized bases and of full fine-tunes in bf16, for Wan 14B at 75,600 tokens and FLUX.2 dev at 1024x1024.",
         "For each GPU: registers of a thread, and the share of a multiprocessor's warps that the kernel's programs fill at once, as registers, shared",
         "memory and the numbers of programs and warps allow; with spilled bytes of a thread, if there are any. Load and store: bytes of a thread in the",
-        "widest instruction. Where arguments of several kinds make several kernels, a row has the one with the most registers.",
+        "widest instruction. Where arguments of several kinds make several kernels, a row has the one with the most registers. On Hopper some kernels",
+        "are others, or have other constants.",
         "",
         f"| kernel | constants | warps | shared bytes | load | store | {' | '.join(names)} |",
         f"|---|---|---|---|---|---|{'---|' * len(names)}",

@@ -376,3 +376,35 @@ def test_dora_and_disabled_adapters_stay_with_peft():
     plain = layer_of(torch.float32)
     plain.enable_adapters(False)
     assert torch.equal(plain(x), plain.base_layer(x))
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "width", "is_hopper", "ours"),
+    [
+        (64, 192, 64, True, True),
+        (64, 24, 64, True, True),
+        (64, 192, 64, False, False),
+        (63, 192, 64, True, False),  # few elements
+        (64, 384, 64, True, False),  # a rank that was not measured
+        (64, 42, 72, True, False),  # rows that begin between two multiples of 16 bytes
+        (64, 48, 68, True, False),
+    ],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_kernel_adds_products_only_on_hopper_and_of_sizes_that_were_measured(
+    rows, length, width, is_hopper, ours, transposed, monkeypatch
+):
+    added = []
+
+    def add(total, left, right):
+        added.append(right.shape)
+        total.addmm_(left, right)
+
+    monkeypatch.setattr(bf16_parts.kernels, "add_product", add)
+    monkeypatch.setattr(bf16_parts.hopper, "is_hopper", lambda x: is_hopper)
+    monkeypatch.setattr(bf16_parts, "KERNEL_ADDS_FROM", 64 * 64)
+    total, left, right = (torch.ones(shape).bfloat16() for shape in ((rows, width), (rows, length), (length, width)))
+    right = right.T.contiguous().T if transposed else right
+    assert bf16_parts.IN_KERNELS.add(total, left, right) is total
+    assert bool((total == 1 + length).all()) and bool(added) is ours
+    assert bf16_parts.IN_TORCH.add(total, left, right) is total and len(added) == ours

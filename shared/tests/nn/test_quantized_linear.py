@@ -1,8 +1,10 @@
 """Products of 8-bit codes, forward and for the gradient of the input, against fp64 by their definition."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.nn import eight_bit_products
@@ -136,6 +138,71 @@ def test_only_a_part_of_the_rows_exists_in_32_bits(monkeypatch):
         layer(x)
     parts = 4 if is_exact_on_cpu() else 7  # codes in fp32, and their sums once more
     assert tracker.peak[torch.device("cpu")] < 2 * x.nbytes + parts * 4 * 2**16, "input, result, and a few parts"
+
+
+class KernelsInTorch:
+    """What the kernels of products compute, and which of them ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def round_rows(self, x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return eight_bit_products.rounded(x if columns is None else x * columns, dtype)
+
+    def transpose_codes(self, codes: Tensor) -> Tensor:
+        return codes.T.contiguous()
+
+    def apply_scales(self, sums: Tensor, scale: Tensor, columns: Any, bias: Any, *, out: Tensor) -> None:
+        self.ran.append("apply_scales")
+        out.copy_(sums * scale * (1 if columns is None else columns) + (0 if bias is None else bias))
+
+    def multiply_codes(
+        self, left: Tensor, right: Tensor, scale: Tensor, columns: Any, bias: Any, *, out: Tensor
+    ) -> None:
+        assert left.is_contiguous() and right.is_contiguous() and out.is_contiguous()
+        self.apply_scales(eight_bit_products._sums(left, right.T), scale, columns, bias, out=out)
+        self.ran[-1] = "multiply_codes"
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> KernelsInTorch:
+    """Pretends that tensors are on a Hopper GPU, whose kernels are fused."""
+    kernels = KernelsInTorch()
+    monkeypatch.setattr(eight_bit_products, "kernels", kernels)
+    monkeypatch.setattr(eight_bit_products.hopper, "is_hopper", lambda x: True)
+    monkeypatch.setattr("ditkit_core.nn.quantized_linear.kernels_in_force", lambda x: True)
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias", "dtype", "keeps_results", "ran"),
+    [
+        ("int8", True, torch.bfloat16, False, ["multiply_codes"] * 4),
+        ("int8", True, torch.float32, False, ["multiply_codes"] * 4),
+        ("int8", True, torch.bfloat16, True, ["apply_scales"] * 2),
+        ("fp8", False, torch.bfloat16, False, []),  # torch's own product takes scales of rows and columns
+        ("fp8", True, torch.bfloat16, False, ["apply_scales"]),  # and in the backward there is no bias
+        ("fp8", False, torch.float32, False, ["apply_scales"] * 2),
+    ],
+)
+def test_products_of_hopper_apply_scales_and_change_no_result(
+    kind, bias, dtype, keeps_results, ran, hopper, monkeypatch
+):
+    monkeypatch.setattr(
+        eight_bit_products, "CODES_AT_ONCE", 64 * 25
+    )  # two parts of the rows in the forward, and in the backward
+    layer = layer_of(kind, bias=bias)
+    x, gradient = sample(40, 64, seed=3).to(dtype), sample(40, 48, seed=4).to(dtype)
+    with block_settings(BlockSettings(keeps_results=keeps_results)):
+        found = run(layer, x, gradient)
+    assert hopper.ran == ran
+    monkeypatch.undo()
+    for ours, expected in zip(found, run(layer, x, gradient), strict=True):
+        assert ours.dtype == dtype
+        if kind == "int8" and dtype == torch.bfloat16:
+            assert torch.equal(ours, expected)
+        # Sums of fp8 are in another order, so a result may round the other way.
+        assert ((ours - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("largest", [False, True])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
-from ditkit_core.testing.interpreter import repair_interpreter
+from ditkit_core.testing.interpreter import as_on_hopper, repair_interpreter
 from ditkit_core.testing.kernel_calls import KernelCalls, results_of
 from ditkit_core.testing.tensor_cores import TensorCores
 
@@ -29,6 +29,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # No power of two, like Wan's: a kernel's tile is wider.
     kernel_check._TOKENS, kernel_check._WIDTH, kernel_check._HEAD = 2, 320, 64
+    as_on_hopper()
     faults = {f"{name} {result}": KernelCalls(name, result) for name in IMPLEMENTATIONS for result in results_of(name)}
     for name in ("norm_rotation_backward", "affine_norm_backward"):
         faults[f"{name} of frozen weights"] = KernelCalls(name, of_frozen=True)

@@ -10,17 +10,20 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.nn import stochastic_rounding
+from ditkit_core.nn import bf16_parts, stochastic_rounding
 from ditkit_core.nn.bf16_parts import PARTS
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.functional import affine_norm
 from ditkit_core.nn.kernel_check import (
     KernelCase,
     adapted,
+    added,
     dequantized,
     error_of,
     gated,
+    gated_into,
     modulated,
+    multiplied,
     normed_heads,
     rounded_to_codes,
     rounds_products,
@@ -28,9 +31,9 @@ from ditkit_core.nn.kernel_check import (
     written,
 )
 from ditkit_core.nn.kernels import modulated_norm, norm_rotation
+from ditkit_core.nn.kernels.hopper import is_hopper
 from ditkit_core.nn.kernels.ops import factor_parts, product_parts
-from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.testing.interpreter import repair_interpreter
+from ditkit_core.testing.interpreter import as_on_hopper, repair_interpreter
 from ditkit_core.testing.kernel_calls import KernelCalls
 from ditkit_core.testing.tensor_cores import TensorCores
 
@@ -74,6 +77,17 @@ def gated_units() -> Iterator[KernelCase]:
         yield gated(part(2, 3, 2 * half, dtype=dtype))
 
 
+def gated_sums() -> Iterator[KernelCase]:
+    for batch, dim, dtype in [(2, 33, FP32), (1, 1100, FP32), (2, 24, BF16)]:
+        yield gated_into(part(batch, 5, dim), part(batch, 5, dim, dtype=dtype), torch.randn(batch, 1, dim).to(dtype))
+    # All in bf16, and features of a stream and of a gate for all samples with memory between them.
+    streams = part(2, 5, 24, dtype=BF16), part(2, 5, 24, dtype=BF16)
+    yield gated_into(
+        *streams, torch.randn(2, 1, 24).bfloat16(), trained=False
+    )  # torch would round each product for its gradient
+    yield gated_into(torch.randn(2, 5, 24)[..., ::2], part(2, 5, 12), torch.randn(1, 1, 24)[..., ::2])
+
+
 def loras() -> Iterator[KernelCase]:
     for rank, num_in, num_out, rows in [(4, 48, 40, 7), (8, 130, 257, 33)]:
         x = part(2, rows, num_in, dtype=BF16)
@@ -91,13 +105,41 @@ def quantized() -> Iterator[KernelCase]:
     yield from rounded_to_codes(x, torch.randn(1, 2064), (torch.int8, torch.float8_e4m3fn))
     for kind in ("int8", "fp8"):
         for num_out, num_in, rows in [(48, 32, 5), (16, 2064, 37), (4112, 64, 18)]:
-            layer = QuantizedLinear(num_in, num_out, kind, bias=True)
-            layer.set_weight(torch.randn(num_out, num_in) * torch.logspace(-2, 0, num_out)[:, None])
-            layer.bias, layer.in_8_bits = nn.Parameter(torch.randn(num_out), requires_grad=False), True
-            x = part(rows, num_in)
-            x[1:3] = 0
-            x[2, :4] = torch.tensor([127, 0.5, 1.5, 2.5])  # halfway between codes of int8
-            yield KernelCase(f"product of {kind} codes", layer, (x.requires_grad_(),), is_bitwise=True)
+            yield products(kind, num_out, num_in, rows)
+
+
+def on_hopper() -> Iterator[KernelCase]:
+    """What its kernels compute in another way: they read rows ahead, and products apply scales; of several tiles, and of fewer numbers than one has."""
+    if sys.argv[1] == "cpu":
+        as_on_hopper()
+    elif not is_hopper(torch.empty(0)):
+        return
+    yield from layer_norms()
+    for kind in ("int8", "fp8"):
+        for num_out, num_in, rows in [(128, 256, 5), (336, 640, 150), (4224, 48, 130)]:
+            yield products(kind, num_out, num_in, rows)
+
+
+def loras_on_hopper() -> Iterator[KernelCase]:
+    """Sums with products of every size in a kernel, if rows have multiples of 16 bytes; of several tiles, and of fewer numbers than one has."""
+    if not is_hopper(torch.empty(0)) and sys.argv[1] != "cpu":
+        return
+    bf16_parts.KERNEL_ADDS_FROM = 0
+    yield from loras()
+    for rows, length, width in [(70, 24, 40), (130, 192, 264)]:
+        total, left = torch.randn(rows, width).bfloat16(), torch.randn(rows, length).bfloat16()
+        yield added(total, left, torch.randn(length, width).bfloat16())
+        yield added(total, left, torch.randn(width, length).bfloat16().T)
+
+
+def products(kind: str, num_out: int, num_in: int, rows: int) -> KernelCase:
+    """Rows of zeros, and such that are halfway between codes of int8, among random ones."""
+    x = part(rows, num_in)
+    x[1:3] = 0
+    x[2, :4] = torch.tensor([127, 0.5, 1.5, 2.5])
+    return multiplied(
+        kind, x, torch.randn(num_out, num_in) * torch.logspace(-2, 0, num_out)[:, None], torch.randn(num_out)
+    )
 
 
 def bf16_writes() -> Iterator[KernelCase]:
@@ -132,10 +174,20 @@ def parts_of_loras() -> Iterator[tuple[str, bool]]:
 
 def errors() -> Iterator[tuple[str, bool, float, list[str]]]:
     """Of each case: a description, whether it is bitwise, the error, and the operations with kernels that ran."""
-    for cases in (norms_and_rotations, layer_norms, gated_units, loras, quantized, bf16_writes):
+    for cases in (
+        norms_and_rotations,
+        layer_norms,
+        gated_units,
+        gated_sums,
+        loras,
+        quantized,
+        bf16_writes,
+        on_hopper,
+        loras_on_hopper,
+    ):
         for case in cases():
             with ExitStack() as stack:
-                if cases is loras:
+                if cases in (loras, loras_on_hopper):
                     stack.enter_context(as_on("cuda"))
                     if not case.inputs[0].is_cuda:
                         stack.enter_context(TensorCores())

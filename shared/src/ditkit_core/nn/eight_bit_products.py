@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ditkit_core.nn.context import device_kind
+from ditkit_core.nn.context import device_kind, settings_in_force
+from ditkit_core.nn.kernels import hopper
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import HAS_TRITON
 from ditkit_core.nn.lora import AT_ONCE
@@ -23,6 +24,8 @@ from ditkit_core.nn.lora import AT_ONCE
 LARGEST_CODE = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
 """What the largest magnitude of a row of inputs becomes, by format of a product's codes."""
 _LEAST_ROWS = 17  # of torch's int8 product on a GPU
+CODES_AT_ONCE = 2**28
+"""Codes of inputs that exist at once where no sums in 32 bits do: of as many bytes as those."""
 _EXACT_SPAN = 2**24 // 2**14  # products of two codes whose sum fp32 has exactly
 
 
@@ -34,7 +37,9 @@ def product(x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor, *, fus
 def transposed_product(gradient: Tensor, codes: Tensor, scale: Tensor, *, fused: bool) -> Tensor:
     """gradient · W, with the same W."""
     # Tensor cores multiply 8 bits only if both matrices are contiguous along the sum: hence a transposed copy, for a moment.
-    return _product_of_codes(gradient, codes.T.contiguous().T, before=scale.T, fused=fused)
+    fused = fused and _fits_kernels(gradient)
+    columns = kernels.transpose_codes(codes) if fused else codes.T.contiguous()
+    return _product_of_codes(gradient, columns.T, before=scale.T, fused=fused)
 
 
 # Compiled code calls both products as operations that the compiler does not look into: so they have the values and the memory of eager
@@ -89,16 +94,22 @@ def _product_of_codes(
         bias: Added to each row of the result, before it is rounded.
         fused: Whether kernels of our own round rows and apply scales.
     """
-    fused = fused and x.dtype.itemsize <= 4
+    fused = fused and _fits_kernels(x)
     rows = x.reshape(-1, x.shape[-1])
     out = rows.new_empty(len(rows), codes.shape[1])
-    # Rows have scales of their own, so a part of them is independent of the others, and only a part exists in 32 bits.
+    applies_scales = fused and _applies_scales(x, codes, bias)
+    # Rows have scales of their own, so a part of them is independent of the others, and only a part exists in codes, or sums in 32 bits.
     at_once = max(_LEAST_ROWS, AT_ONCE[device_kind(x)] // max(codes.shape))
+    if applies_scales:
+        at_once = CODES_AT_ONCE // len(codes)
     for start in range(0, len(rows), at_once):
         part = slice(start, start + at_once)
         if fused:
             of_rows, scale = kernels.round_rows(rows[part], before, codes.dtype)
-            kernels.apply_scales(_sums(of_rows, codes), scale, after, bias, out=out[part])
+            if applies_scales:
+                _multiply(of_rows, codes, scale, after, bias, out=out[part])
+            else:
+                kernels.apply_scales(_sums(of_rows, codes), scale, after, bias, out=out[part])
             continue
         of_rows, scale = rounded(rows[part] if before is None else rows[part] * before, codes.dtype)
         wide = _sums(of_rows, codes) * scale
@@ -108,6 +119,34 @@ def _product_of_codes(
             wide.add_(bias)
         out[part].copy_(wide)
     return out.view(*x.shape[:-1], codes.shape[1])
+
+
+def _fits_kernels(x: Tensor) -> bool:
+    return x.dtype.itemsize <= 4
+
+
+def _applies_scales(x: Tensor, codes: Tensor, bias: Tensor | None) -> bool:
+    """Whether `_multiply` computes such a product: only on Hopper, where its times were measured."""
+    # A checkpoint that keeps results knows them by the names of torch's operations.
+    if not hopper.is_hopper(x) or settings_in_force().keeps_results:
+        return False
+    return codes.dtype == torch.int8 or (bias is None and x.dtype == torch.bfloat16)
+
+
+def _multiply(
+    of_rows: Tensor, codes: Tensor, scale: Tensor, after: Tensor | None, bias: Tensor | None, *, out: Tensor
+) -> None:
+    """Codes [n, k] by codes [k, m], with scales of rows [n, 1] and columns [1, m], in one pass.
+
+    On an H100, 20,280 rows, 5,120 numbers and as many results take 0.86 ms in int8 and 0.84 ms in fp8. Sums first, and scales in a pass of their
+    own, take 1.36 and 0.97 ms, and the product in bf16 1.31 ms. Fast accumulation would save a sixth of fp8's time, but its sums are off by
+    2e-3 of their size for 5,120 random products, and by a fifth for 13,824 of one sign: 14 bits are too few to count so many.
+    """
+    if codes.dtype == torch.int8:
+        kernels.multiply_codes(of_rows, codes.T, scale, after, bias, out=out)
+        return
+    columns = scale.new_ones(1, codes.shape[1]) if after is None else after
+    torch._scaled_mm(of_rows, codes, scale_a=scale, scale_b=columns, out_dtype=out.dtype, out=out)
 
 
 def divided(x: Tensor, number: float) -> Tensor:

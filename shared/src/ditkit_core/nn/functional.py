@@ -207,13 +207,16 @@ class _GatedSum(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor, late: Tensor | None) -> Tensor:
         # On ctx and not saved: a saved tensor would be the last of the block, and a recompute would run up to it.
         ctx.dtype, ctx.gate, ctx.late = y.dtype, gate, late
+        ctx.fused = late is None and all(_fused(tensor, torch.float32) for tensor in (x, y, gate))
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
-        return _sum(y, x, per_token(gate, late))
+        return kernels.gated_sum(y, x, gate) if ctx.fused else _sum(y, x, per_token(gate, late))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
         d_gate = None if y is None else _summed(gradient * y, ctx.late).to(ctx.gate.dtype)
+        if ctx.fused:
+            return kernels.gated_sum_backward(gradient, ctx.gate, ctx.dtype), gradient, d_gate, None
         gate = per_token(ctx.gate, ctx.late)
         if device_kind(gradient) == "cuda":  # rounded in the kernel; a CPU would make the same copy as below
             d_y = torch.mul(gradient, gate, out=torch.empty_like(gradient, dtype=ctx.dtype))

@@ -20,7 +20,8 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention.support import capability_text
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.eight_bit_products import rounded
-from ditkit_core.nn.functional import gated_unit, modulated_norm, normalised_heads
+from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
+from ditkit_core.nn.kernels import hopper
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import low_rank_sum
@@ -162,17 +163,22 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
             yield normed_heads(x, values(width), table, _WIDTH // _HEAD, trained=trained)
         yield modulated(x, values(2, 1, _WIDTH), values(2, 1, _WIDTH), trained=trained)
     yield gated(x)
+    yield gated_into(values(2, _TOKENS, _WIDTH), x, values(2, 1, _WIDTH))
     # Factors not in bf16: the second and the third part of such would be zeros.
     down, up = values(32, _FEATURES) / 3, values(_FEATURES, 32) / 3
     x = values(_ROWS, _FEATURES).bfloat16()
     yield adapted(x, down, up, 0.3)
     yield adapted(x, down, up, 0.3, over=torch.eye(_FEATURES), rounds_products=rounds_products(device))
+    if hopper.is_hopper(x):
+        yield added(values(_ROWS, _FEATURES).bfloat16(), values(_ROWS, 24).bfloat16(), values(24, _FEATURES).bfloat16())
     for kind in ("int8", "nf4"):
         yield dequantized(kind, values(65, 1088))  # several groups of scales, the last one short
     wide, columns = values(_ROWS, _WIDTH), values(1, _WIDTH)
     yield from rounded_to_codes(wide, columns, (torch.int8, torch.float8_e4m3fn)[: 1 + has_fp8])
+    yield _transposed((wide * 30).to(torch.int8))
     yield _scaled((wide * 2**16).int(), values(_ROWS, 1), columns, values(_WIDTH))
     yield written(wide * 1.001, start=3, of=wide.numel() + 7)
+    yield multiplied("int8", values(_ROWS, _FEATURES), values(384, _FEATURES), values(384))
 
 
 def normed_heads(
@@ -215,6 +221,27 @@ def modulated(x: Tensor, scale: Tensor, shift: Tensor, *, trained: bool = True) 
 def gated(x: Tensor) -> KernelCase:
     """The product of one half with a function of the other."""
     return KernelCase("gated unit", gated_unit, (x.requires_grad_(),))
+
+
+def added(total: Tensor, left: Tensor, right: Tensor) -> KernelCase:
+    """A sum with a product of bf16 matrices."""
+
+    def function(total: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+        if not kernels_in_force(total) or total.dtype != torch.bfloat16:
+            return (total + left @ right,)
+        kernels.add_product(out := total.clone(), left, right)
+        return (out,)
+
+    return KernelCase("sum with a product", function, (total, left, right))
+
+
+def gated_into(x: Tensor, y: Tensor, gate: Tensor, *, trained: bool = True) -> KernelCase:
+    """The sum of a residual stream and another tensor times a gate; `trained`: with a gradient of the gate."""
+
+    def function(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        return gated_sum(y, x, gate)
+
+    return KernelCase("gated sum", function, (x.requires_grad_(), y.requires_grad_(), gate.requires_grad_(trained)))
 
 
 def adapted(
@@ -261,6 +288,24 @@ def rounded_to_codes(x: Tensor, columns: Tensor, formats: Iterable[torch.dtype])
             return kernels.round_rows(x, columns, codes) if kernels_in_force(x) else rounded(x * columns, codes)
 
         yield KernelCase(f"rounding to {str(codes).removeprefix('torch.')}", function, (x,), is_bitwise=True)
+
+
+def multiplied(kind: str, x: Tensor, weight: Tensor, bias: Tensor) -> KernelCase:
+    """Products with a weight in 8 bits, forward and backward."""
+    num_out, num_in = weight.shape
+    layer = QuantizedLinear(num_in, num_out, kind, bias=True).to(weight.device)
+    layer.set_weight(weight.clone())
+    layer.bias, layer.in_8_bits = nn.Parameter(bias, requires_grad=False), True
+    return KernelCase(f"products of {kind} codes", layer, (x.requires_grad_(),), is_bitwise=True)
+
+
+def _transposed(codes: Tensor) -> KernelCase:
+    """A matrix of codes in 8 bits for a product with its transpose."""
+
+    def function(codes: Tensor) -> tuple[Tensor, ...]:
+        return (kernels.transpose_codes(codes) if kernels_in_force(codes) else codes.T.contiguous(),)
+
+    return KernelCase("transposed codes", function, (codes,), is_bitwise=True)
 
 
 def _scaled(sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor) -> KernelCase:

@@ -75,7 +75,7 @@ def low_rank_sum(
     out: Tensor
     if split is not None:
         shared, placeholder, left, right = _SplitLowRank.apply(x, down, up, scaling, split)
-        out = _SplitSum.apply(base(shared), placeholder, left, right)
+        out = _SplitSum.apply(base(shared), placeholder, left, right, split)
     else:
         low, placeholder = _LowRank.apply(x, down, up, scaling)
         out = _Sum.apply(base(x), placeholder, low, up.detach())
@@ -184,27 +184,27 @@ class _SplitLowRank(torch.autograd.Function):
         d_low, of_down, d_down, d_up = ctx.split.gradients(
             gradient.flatten(0, -2), saved, ctx.scaling, ctx.needs_input_grad[1:3]
         )
-        if d_x is not None:  # summed in fp32, and rounded once
-            d_x = d_x.flatten(0, -2).addmm_(d_low, of_down).view_as(x)
+        if d_x is not None:
+            d_x = ctx.split.add(d_x.flatten(0, -2), d_low, of_down).view_as(x)
         elif ctx.needs_input_grad[0]:  # under dropout, the frozen layer has another input
             d_x = torch.mm(d_low, of_down).view_as(x)
         return d_x, d_down, d_up, None, None
 
 
 class _SplitSum(torch.autograd.Function):
-    """`_Sum` on tensor cores: they add the products in fp32 to the result before that is rounded."""
+    """`_Sum` on tensor cores."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, placeholder: Tensor, left: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, result: Tensor, placeholder: Tensor, left: Tensor, up: Tensor, split: Split) -> Tensor:
         rows = result.flatten(0, -2)
         # In place, since nobody else reads the result, unless a checkpoint keeps it by its operation's name. Detached: a view would make
         # autograd copy the gradient.
         out = rows.clone() if settings_in_force().keeps_results else rows.detach()
-        return out.addmm_(left, up.T).view(result.shape)
+        return split.add(out, left, up.T).view(result.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, gradient, None, None
+        return gradient, gradient, None, None, None
 
 
 def _split_for(x: Tensor, down: Tensor, up: Tensor) -> Split | None:

@@ -2,16 +2,25 @@
 
 from typing import Any
 
+import numpy as np
+
 
 def repair_interpreter() -> None:
-    """Let Triton 3.6 loop to a number that a kernel has computed, under NumPy 2.4 or later: for scripts with `TRITON_INTERPRET=1`.
+    """Let the interpreter compute what it should: for scripts with `TRITON_INTERPRET=1`.
 
-    That Triton converts an array of one axis to a number, which NumPy 2.4 refuses. Triton 3.7 does not:
+    It multiplies the bits of bf16 numbers as if they were integers; here it multiplies the numbers, in fp32. And Triton 3.6 cannot loop to a number
+    that a kernel has computed, under NumPy 2.4 or later: it converts an array of one axis to a number, which NumPy refuses. Triton 3.7 does not:
     https://github.com/triton-lang/triton/issues/9171. On a GPU nothing is converted so.
     """
     import triton  # not on every system
     from triton.runtime import interpreter
 
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def multiply_numbers(self: Any, a: Any, b: Any, *given: Any) -> Any:
+        return multiply(self, _in_fp32(a), _in_fp32(b), *given)
+
+    interpreter.InterpreterBuilder.create_dot = multiply_numbers
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
         return
     patch_tensor = interpreter._patch_lang_tensor
@@ -21,3 +30,20 @@ def repair_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch
+
+
+def _in_fp32(handle: Any) -> Any:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def as_on_hopper() -> None:
+    """Let the kernels be those of a Hopper GPU with two multiprocessors from here on: for such scripts."""
+    from ditkit_core.nn.kernels import hopper
+
+    hopper.is_hopper = lambda x: True
+    hopper.multiprocessors = lambda device: 2  # type: ignore[assignment]

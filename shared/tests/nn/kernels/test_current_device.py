@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernel_modules import jit_functions, kernel_modules
 
+from ditkit_core.nn.kernels import hopper
 from ditkit_core.testing.stand_in import StandIn
 
 pytest.importorskip("triton")
@@ -30,6 +31,7 @@ class Launches:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, dict[str, Any]]]]:
     found: list[tuple[int, dict[str, Any]]] = []
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     with StandIn() as stand_in:
         for module in vars(KERNELS).values():
             for name in jit_functions(module):
@@ -44,8 +46,13 @@ def there(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     x, rows = there(2, 3, 8), there(4, 8)
     codes, bits = there(4, 64, dtype=torch.int8), there(4, 8, dtype=torch.int16)
+    halves = there(4, 8, dtype=torch.bfloat16)
+    yield "added_products.added", (halves, halves, there(8, 8, dtype=torch.bfloat16)), {}
+    yield "code_products.multiplied", (codes, codes, there(4, 1), None, None), {"out": there(4, 4)}
     yield "dequantized.rows", (codes, there(4, 1), torch.float32), {}
     yield "dequantized.nf4", (codes.to(torch.uint8), there(8, dtype=torch.int8), *(there(1),) * 3, torch.float32), {}
+    yield "gated_sum.forward", (x, x, there(2, 1, 8)), {}
+    yield "gated_sum.backward", (x, there(2, 1, 8), torch.bfloat16), {}
     yield "gated_unit.forward", (x,), {}
     yield "gated_unit.backward", (there(2, 3, 4), x), {}
     yield "lora_parts.factors", (rows, there(5, 4)), {}
@@ -55,6 +62,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "norm_rotation.forward", (x, there(8), None, 1e-6, 2, torch.float32), {}
     yield "norm_rotation.backward", (there(2, 3, 2, 4), x, there(8), None, there(2, 3, 1), True), {}
     yield "rounded_rows.codes_of_rows", (rows, None, torch.int8), {}
+    yield "rounded_rows.transposed", (codes,), {}
     yield "rounded_rows.scaled", (rows, there(4, 1), None, None), {"out": there(4, 8)}
     yield "rounding.stochastic", (bits, rows, 1, 2, 0, 32, 2**23), {}
     yield "rounding.split", (bits, rows, bits), {}
@@ -102,6 +110,7 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
                 properties(self._kernel, given, named)
             )
 
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     for module in vars(KERNELS).values():
         for name in jit_functions(module):
             monkeypatch.setattr(module, name, Noted(getattr(module, name)))
@@ -112,6 +121,19 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
             heads, inverse = torch.empty(batch, 2, tokens, 16).transpose(1, 2), torch.empty(batch, tokens, 1)
             KERNELS.modulated_norm.forward(x, row, row, 1e-6, 1.0, torch.bfloat16)
             KERNELS.norm_rotation.forward(x, weight, table, 1e-6, 2, torch.bfloat16)
+            codes = torch.empty(batch * tokens, 32, dtype=torch.int8)
+            KERNELS.code_products.multiplied(
+                codes,
+                torch.empty(64, 32, dtype=torch.int8),
+                inverse.flatten(0, 1),
+                None,
+                None,
+                out=torch.empty(len(codes), 64),
+            )
+            halves = codes.bfloat16()
+            KERNELS.added_products.added(halves, halves, torch.empty(32, 32, dtype=torch.bfloat16))
+            KERNELS.gated_sum.forward(x, x, row)
+            KERNELS.gated_sum.backward(x, row, torch.bfloat16)
             KERNELS.gated_unit.forward(x)
             KERNELS.gated_unit.backward(x[..., :16], x)
             KERNELS.lora_parts.products(torch.empty(batch * tokens, 12), 4, 1.0)
@@ -119,4 +141,4 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
             for trained in (False, True):
                 KERNELS.modulated_norm.backward(x, x, row, 1e-6, 1.0, trained)
                 KERNELS.norm_rotation.backward(heads, x, weight, table, inverse, trained)
-    assert len(found) == 10 and {name: len(each) for name, each in found.items()} == dict.fromkeys(found, 1)
+    assert len(found) == 14 and {name: len(each) for name, each in found.items()} == dict.fromkeys(found, 1)

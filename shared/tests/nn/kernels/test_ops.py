@@ -25,11 +25,13 @@ def test_every_kernel_equals_fp64_forward_and_backward(gpu):
     pytest.importorskip("triton")
     kind, interpret = ("cuda", "0") if gpu.is_real else ("cpu", "1")
     found = printed(SUPPORT / "interpreted_kernels.py", kind, TRITON_INTERPRET=interpret)
-    assert len(found["errors"]) == 39
+    has_hopper = len(found["errors"]) > 44  # its kernels run in the interpreter, and on such a GPU
+    assert len(found["errors"]) == (66 if has_hopper else 44) and (has_hopper or gpu.is_real)
     for name, is_bitwise, error, operations in found["errors"]:
         # With the step of fp32 that a result may be off as well, 2e-6.
         assert error <= (0 if is_bitwise else 1.8e-6) and operations, (name, error, operations)
-    assert {each for *_, operations in found["errors"] for each in operations} == ops.IMPLEMENTATIONS.keys()
+    ran = {each for *_, operations in found["errors"] for each in operations}
+    assert ran == ops.IMPLEMENTATIONS.keys() - (set() if has_hopper else {"add_product", "multiply_codes"})
     assert len(found["parts"]) == 4 and all(found["parts"].values()), found["parts"]
 
 

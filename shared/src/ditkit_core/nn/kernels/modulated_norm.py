@@ -10,7 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels import hopper
 from ditkit_core.nn.kernels.launch import summing_programs, tile, warps
+
+_READ_AHEAD = 8192
+"""Features of a row up to which Hopper's shared memory has room for the two rows behind it as well: 192 of 227 KiB, if all is fp32."""
 
 
 @triton.jit
@@ -41,11 +45,14 @@ def _forward(
 @triton.jit(do_not_specialize=["tokens"])
 def _backward(
     gradient, x, scale, d_x, d_affine, eps, tokens, g_batch, g_token, x_batch, x_token, s_batch, s_token,
-    OFFSET: tl.constexpr, TRAINED: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+    OFFSET: tl.constexpr, TRAINED: tl.constexpr, PER_TOKEN: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     batch, features = tl.program_id(1).to(tl.int64), tl.arange(0, W)
     d_scale, d_shift = tl.zeros((W,), tl.float32), tl.zeros((W,), tl.float32)
-    for index in range(tl.program_id(0), tokens, tl.num_programs(0)):
+    factor = tl.load(scale + batch * s_batch + features, mask=features < DIM, other=0.0).to(tl.float32) + OFFSET
+    # A row's sums wait for the row, so the rows after it are read meanwhile, as many as STAGES says: alone, a program waits for memory.
+    for index in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(index, tl.int64)
         normed, inverse = _normed(x, batch * x_batch + token * x_token, eps, DIM, W)
         at = batch * g_batch + token * g_token + features
@@ -53,8 +60,10 @@ def _backward(
         if TRAINED:
             d_scale += g * normed
             d_shift += g
-        at = batch * s_batch + token * s_token + features
-        g = g * (tl.load(scale + at, mask=features < DIM, other=0.0).to(tl.float32) + OFFSET)
+        if PER_TOKEN:
+            at = batch * s_batch + token * s_token + features
+            factor = tl.load(scale + at, mask=features < DIM, other=0.0).to(tl.float32) + OFFSET
+        g = g * factor
         inner = tl.sum(g * normed, 0) / DIM
         result = (g - tl.sum(g, 0) / DIM - normed * inner) * inverse
         at = (batch * tokens + token) * DIM + features
@@ -84,13 +93,17 @@ def backward(
     """Gradients of x, in its dtype, and of scale and shift, in fp32 [batch, programs, 2, dim]: no programs unless `trained`."""
     batch, tokens, dim = x.shape
     d_x = x.new_empty(x.shape)
-    programs = summing_programs(tokens, batch) if trained else tokens
+    w, (s_batch, s_token) = tile(dim), _strides(scale, scale)
+    stages = 3 if hopper.is_hopper(x) and w <= _READ_AHEAD else 1
+    programs = summing_programs(tokens, batch) if trained or stages > 1 else tokens
     d_affine = x.new_empty(batch, programs if trained else 0, 2, dim, dtype=torch.float32)
-    w = tile(dim)
+    # A program that reads ahead needs fewer warps to keep the memory busy.
+    num_warps = warps(w) if stages > 1 else warps(w, sums=trained)
     with device_current(x):
         _backward[(programs, batch)](
-            gradient, x, scale, d_x, d_affine, eps, tokens, *gradient.stride()[:2], *x.stride()[:2], *_strides(scale, scale),
-            OFFSET=offset, TRAINED=trained, DIM=dim, W=w, num_warps=warps(w, sums=trained), enable_fp_fusion=True,
+            gradient, x, scale, d_x, d_affine, eps, tokens, *gradient.stride()[:2], *x.stride()[:2], s_batch, s_token,
+            OFFSET=offset, TRAINED=trained, PER_TOKEN=s_token != 0, DIM=dim, W=w, STAGES=stages, num_warps=num_warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return d_x, d_affine
 

@@ -92,6 +92,18 @@ def _gated_unit_backward(gradient: Tensor, x: Tensor) -> Any:
     return x.new_empty(x.shape)
 
 
+@_declared("gated_sum(Tensor y, Tensor x, Tensor gate) -> Tensor", "gated_sum", "forward")
+def gated_sum(y: Tensor, x: Tensor, gate: Tensor) -> Any:
+    """x + y · gate in the dtype of x, for one gate [batch, 1, dim] per sample."""
+    return x.new_empty(x.shape)
+
+
+@_declared("gated_sum_backward(Tensor gradient, Tensor gate, ScalarType dtype) -> Tensor", "gated_sum", "backward")
+def gated_sum_backward(gradient: Tensor, gate: Tensor, dtype: torch.dtype) -> Any:
+    """gradient · gate in a dtype."""
+    return gradient.new_empty(gradient.shape, dtype=dtype)
+
+
 @_declared("factor_parts(Tensor down, Tensor up) -> (Tensor, Tensor)", "lora_parts", "factors")
 def factor_parts(down: Tensor, up: Tensor) -> Any:
     """The factors of a LoRA as right matrices of bf16 parts, see `nn/bf16_parts.py: PARTS`."""
@@ -105,6 +117,11 @@ def product_parts(products: Tensor, rank: int, scaling: float) -> Any:
     """scaling · sum of the terms of [n, terms · rank], and that as a left matrix of bf16 parts."""
     rows = len(products)
     return products.new_empty(rows, rank), products.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
+
+
+@_declared("add_product(Tensor(a!) total, Tensor left, Tensor right) -> ()", "added_products", "added")
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """The product of bf16 matrices [n, k] and [k, m] added to one [n, m] in place, rounded once."""
 
 
 @_declared("dequantize_rows(Tensor codes, Tensor scale, ScalarType dtype) -> Tensor", "dequantized", "rows")
@@ -133,6 +150,12 @@ def round_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Any:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
+@_declared("transpose_codes(Tensor codes) -> Tensor", "rounded_rows", "transposed")
+def transpose_codes(codes: Tensor) -> Any:
+    """A matrix of 8-bit codes with its rows as columns, contiguous."""
+    return codes.new_empty(codes.shape[1], codes.shape[0])
+
+
 @_declared(
     "apply_scales(Tensor sums, Tensor scale, Tensor? columns, Tensor? bias, *, Tensor(a!) out) -> ()",
     "rounded_rows",
@@ -140,6 +163,17 @@ def round_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Any:
 )
 def apply_scales(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor) -> None:
     """Sums of products of codes by the scales of rows and columns, plus a bias, in the dtype of `out`."""
+
+
+@_declared(
+    "multiply_codes(Tensor left, Tensor right, Tensor scale, Tensor? columns, Tensor? bias, *, Tensor(a!) out) -> ()",
+    "code_products",
+    "multiplied",
+)
+def multiply_codes(
+    left: Tensor, right: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor
+) -> None:
+    """Products of rows of int8 codes [n, k] and [m, k] by the scales of both, plus a bias, in the dtype of `out`."""
 
 
 @_declared(

@@ -1,5 +1,5 @@
 """Inputs of products in 8 bits and results of their sums, each in one pass and bitwise as torch computes them where they are finite;
-reference: `nn/eight_bit_products.py: rounded` and `_product_of_codes`."""
+reference: `nn/eight_bit_products.py: rounded`, `transposed_product` and `_product_of_codes`."""
 
 import torch
 import triton
@@ -9,6 +9,7 @@ from torch import Tensor
 from ditkit_core.nn.context import device_current
 
 _BLOCK = 2048
+_TILE = 128
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -58,6 +59,16 @@ def _round(
 
 
 @triton.jit
+def _transpose(codes, out, num_rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (row < num_rows) & (column < WIDTH)
+    square = tl.load(codes + row * WIDTH + column, mask=inside, other=0)
+    # In shared memory rows become columns, so that the bytes of a warp are next to each other in both matrices.
+    tl.store(out + tl.trans(column * num_rows + row), tl.trans(square), mask=tl.trans(inside))
+
+
+@triton.jit
 def _scale(
     sums,
     scale,
@@ -92,6 +103,23 @@ def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tupl
             enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scale
+
+
+def transposed(codes: Tensor) -> Tensor:
+    """A contiguous matrix [m, n] of the 8-bit codes of one [n, m]."""
+    num_rows, width = codes.shape
+    out = codes.new_empty(width, num_rows)
+    with device_current(codes):
+        _transpose[(triton.cdiv(num_rows, _TILE), triton.cdiv(width, _TILE))](
+            codes.view(torch.int8),
+            out.view(torch.int8),
+            num_rows,
+            WIDTH=width,
+            TILE=_TILE,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+    return out
 
 
 def scaled(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor) -> None:
