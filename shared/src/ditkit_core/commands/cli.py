@@ -160,9 +160,10 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         if command == "train" and not verb:
             check_installed(config.log.tracker, f"ditkit-{family.name}")
         if command == "watch":  # it reads files alone: the family's spec would take seconds and most of a GiB
-            from ditkit_core.commands.watch import watch
+            from ditkit_core.diagnostics.report.server import watch
 
-            watch(config, flags.options)
+            options = flags.options
+            watch(config.run_folder.path, bind=options.bind, port=options.port, log=options.log)
             return 0
     except UserError as error:
         return _complain(error, 1)

@@ -1,6 +1,7 @@
 """Serves the page of a run, as of now, and the samples in its folder. It reads only, and knows no other file."""
 
 import ipaddress
+import socket
 import threading
 import time
 from http import HTTPStatus
@@ -14,6 +15,8 @@ from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.log_lines import log_part
 from ditkit_core.diagnostics.report.page import RELOAD_SECONDS, report_page
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import say, warn
+from ditkit_core.io.files import local_path
 
 _FRESH_SECONDS = 5.0
 """Age up to which a page is sent again: many readers cost a machine that trains no more than one."""
@@ -83,6 +86,40 @@ class ReportServer(ThreadingHTTPServer):
         if any(each.is_symlink() for each in (file, *list(file.parents)[: len(parts) - 1])) or not file.is_file():
             return None
         return file
+
+
+def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
+    """Serve the page of a run until the process is interrupted; this reads the run's files, and changes none.
+
+    Args:
+        folder: The run's folder.
+        bind: Address to listen at.
+        port: Port to listen at; 0 for a free one.
+        log: File with the output of the run's command; empty for none.
+
+    Raises:
+        UserError: If the address cannot be listened at.
+    """
+    try:
+        server = ReportServer(folder, host=bind, port=port, log=local_path(log) if log else None)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen at {bind}:{port} ({error.strerror or error}); choose another --port, or --port 0 for a free one"
+        ) from error
+    with server:
+        port = server.server_address[1]
+        say(f"watch:    {folder} at {server.address} (Ctrl-C ends it)")
+        if is_loopback(bind):
+            tunnel = f"ssh -N -L {port}:{bind}:{port} {socket.gethostname()}"
+            say(f"          from another computer: {tunnel}, then open this address there")
+        else:
+            warn(
+                f"{bind} is not only this machine: everybody who reaches port {port} can read the run, without a password"
+            )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("watch:    ended; the run goes on")
 
 
 class _Handler(BaseHTTPRequestHandler):
