@@ -21,7 +21,7 @@ GIVEN_NAMES = {
     "main": ("diagnostics.verification.worker", "previews.worker"),  # of programs
     **dict.fromkeys(
         ("forward", "backward"),
-        tuple(f"nn.kernels.{name}" for name in ("gated_unit", "modulated_norm", "norm_rotation")),
+        tuple(f"nn.kernels.{name}" for name in ("gated_sum", "gated_unit", "modulated_norm", "norm_rotation")),
     ),
 }
 """Names that several modules define because something else calls each of them by it."""

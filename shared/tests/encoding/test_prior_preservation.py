@@ -442,11 +442,9 @@ def test_the_caption_of_such_steps_is_encoded_again_if_it_is_damaged_and_is_not_
     data = bytearray(entry.read_bytes())
     data[-1] ^= 1
     entry.write_bytes(data)
-    capsys.readouterr()
-    assert world.train("run", 2, *flags) == 0, capsys.readouterr().err
+    assert capsys.readouterr() and world.train("run", 2, *flags) == 0
     assert "is damaged: it is removed, and encoded again" in capsys.readouterr().err and entry.read_bytes() != data
     other = ("--run.folder", str(tmp_path / "other"), "--sample.captions", "0", "--prune-cache", "unused")
     assert world.run("encode", *other) == 0 and entry.exists(), "another run's pruning knows what this one needs"
-    assert world.train("run", 3, "--prior.match_base", "0.5", *flags[2:]) == 0, (
-        "the caption is no part of the data that stays"
-    )
+    # The caption is no part of the data that stays.
+    assert world.train("run", 3, "--prior.match_base", "0.5", *flags[2:]) == 0

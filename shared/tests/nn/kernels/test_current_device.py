@@ -47,7 +47,7 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     x, rows = there(2, 3, 8), there(4, 8)
     codes, bits = there(4, 64, dtype=torch.int8), there(4, 8, dtype=torch.int16)
     halves = there(4, 8, dtype=torch.bfloat16)
-    yield "added_products.added", (halves, halves, there(8, 8, dtype=torch.bfloat16)), {}
+    yield "added_products.accumulated", (halves, halves, there(8, 8, dtype=torch.bfloat16)), {}
     yield "code_products.multiplied", (codes, codes, there(4, 1), None, None), {"out": there(4, 4)}
     yield "dequantized.rows", (codes, there(4, 1), torch.float32), {}
     yield "dequantized.nf4", (codes.to(torch.uint8), there(8, dtype=torch.int8), *(there(1),) * 3, torch.float32), {}
@@ -131,7 +131,7 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
                 out=torch.empty(len(codes), 64),
             )
             halves = codes.bfloat16()
-            KERNELS.added_products.added(halves, halves, torch.empty(32, 32, dtype=torch.bfloat16))
+            KERNELS.added_products.accumulated(halves, halves, torch.empty(32, 32, dtype=torch.bfloat16))
             KERNELS.gated_sum.forward(x, x, row)
             KERNELS.gated_sum.backward(x, row, torch.bfloat16)
             KERNELS.gated_unit.forward(x)

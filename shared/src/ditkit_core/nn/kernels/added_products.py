@@ -39,7 +39,7 @@ def _add(
     total.store([row, column], sums.to(tl.bfloat16))
 
 
-def added(total: Tensor, left: Tensor, right: Tensor) -> None:
+def accumulated(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the product of [n, k] and [k, m] to a matrix [n, m] in place, all in bf16; 8 divides k and m. Of `right` rows or columns are contiguous."""
     (rows, width), length = total.shape, left.shape[1]
     is_transposed = right.stride(0) == 1

@@ -119,7 +119,7 @@ def product_parts(products: Tensor, rank: int, scaling: float) -> Any:
     return products.new_empty(rows, rank), products.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
 
 
-@_declared("add_product(Tensor(a!) total, Tensor left, Tensor right) -> ()", "added_products", "added")
+@_declared("add_product(Tensor(a!) total, Tensor left, Tensor right) -> ()", "added_products", "accumulated")
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """The product of bf16 matrices [n, k] and [k, m] added to one [n, m] in place, rounded once."""
 
