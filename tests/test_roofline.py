@@ -22,7 +22,7 @@ def test_the_published_rows_are_what_is_counted(kernels: str, base: str, monkeyp
     label = OURS if kernels == "triton" else f"ours, kernels = {kernels}"
     if base != "dtype":
         label = f"ours, {base} computed, kernels = {kernels}"
-    for case in CASES[:2]:  # the third is the second at another size
+    for case in CASES[:2]:  # the others are the second at another size and width
         step = ours(case, kernels=kernels, base=base)
         start = published.index(f"## {case.name}")
         for _, counted in step.blocks.values():
@@ -30,16 +30,16 @@ def test_the_published_rows_are_what_is_counted(kernels: str, base: str, monkeyp
 
 
 def test_a_step_by_default_is_as_small_and_as_fast_as_wanted() -> None:
-    """On an H200, as modelled: a step of Wan 14B in so many seconds, and every case a fifth faster than diffusers under autocast."""
+    """On an H100, as modelled: a step of Wan 14B in so many seconds, and every case a fifth faster than diffusers under autocast."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [
         re.findall(r"[\d.]+", line)
         for line in lines
         if line.startswith("| ours (kernels = triton, the default on GPUs) |")
     ]
-    wan, *steps = rows[0], rows[1], rows[4], rows[7]  # FLUX.2 has two kinds of blocks
+    wan, *steps = rows[0], rows[1], rows[4], rows[7], rows[10], rows[13]  # FLUX.2 has two kinds of blocks
     # Milliseconds and amount of each kind of work, their sum, and launches.
     fp32, traffic, launches = float(wan[7]), float(wan[9]), int(wan[11])
     assert fp32 == 0 and traffic <= 45 and launches <= 300
-    assert float(steps[0][0]) <= 5.1
+    assert float(steps[0][0]) <= 5.5
     assert all(float(step[1]) >= 1.2 for step in steps)

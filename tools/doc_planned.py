@@ -96,7 +96,8 @@ def _chosen(family: str, name: str) -> str:
         return planned(family, str(policy))
 
     try:
-        choice = choose(BudgetTask(profile_of=profile_of, division=_whole(plain), budgets=(budget,)))
+        task = BudgetTask(profile_of=profile_of, division=_whole(plain), budgets=(budget,), gpus=(gpu,))
+        choice = choose(task)
     except UserError:
         return "nothing fits | |"
     again, forward = 0, 0

@@ -25,7 +25,6 @@ from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.search.autotune import least_missing, levers
 from ditkit_core.planner.search.partition_search import Candidate, FitTask
 from ditkit_core.planner.search.update_search import search
-from ditkit_core.planner.step_time import UTILISATION
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
@@ -153,13 +152,10 @@ def line(row: Row) -> str:
 
 def notes() -> str:
     """What the cells mean and assume."""
-    rates = {}
     single = [gpu for gpus in map(parse_gpus, GPUS) if len(gpus) == 1 for gpu in gpus]
-    for gpu in single:
-        rates[gpu.name] = (
-            f"{gpu.name} {gpu.bf16_flops * UTILISATION / 1e12:.0f} TFLOP/s in bf16 and "
-            f"{gpu.fp32_flops * UTILISATION / 1e12:.0f} in fp32"
-        )
+    rates = [
+        f"{gpu.name} {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16, {gpu.fp32_flops / 1e12:.0f} in fp32" for gpu in single
+    ]
     reserves = ", ".join(
         f"{gpu.reserve / GIB:.1f} of {gpu.total / GIB:.1f} ({gpu.name.removesuffix('GiB')})" for gpu in single
     )
@@ -169,8 +165,8 @@ def notes() -> str:
         "follow that `--fit` had to change. Then come the planned peak of "
         "each GPU, page-locked host memory for streamed weights and offloaded activations, and an **estimate** of the seconds per step. A micro-batch "
         "has one sample, the optimizer is AdamW unless it says otherwise, and the other keys are those of the run files. A dash means that nothing fits; the cell then names the "
-        f"mildest single change with which something does. Each GPU keeps free a part of what torch reports: {reserves} GiB. The assumed rates are {UTILISATION:.0%} of the published "
-        f"rates of the slowest known GPU with as much memory: {'; '.join(rates.values())}. The table is of training alone; `--plan` has a second table "
+        f"mildest single change with which something does. Each GPU keeps free a part of what torch reports: {reserves} GiB. Kernels reach the shares that an H100 reached of the published "
+        f"rates of the slowest known GPU with as much memory ({'; '.join(rates)}), and the host is as slow as that H100's. The table is of training alone; `--plan` has a second table "
         f"for encoders and samples. Planned, not measured: fake tensors, torch {_torch()}."
     )
 

@@ -1,10 +1,10 @@
-"""Count what a training step does on a GPU, ours and diffusers', and model its time on four GPUs. No GPU and no weights are needed.
+"""Count what a training step does on a GPU, ours and diffusers', and model its time on five GPUs. No GPU and no weights are needed.
 
     uv run tools/roofline.py > benchmarks/roofline.md       # a minute on one core
     uv run tools/roofline.py --only wan                     # the cases whose name contains this
 
 Both run on fake tensors, and a dispatch mode counts every operation (`planner/memory_tracker.py: Meter`). The time of an operation is that
-of its arithmetic or of its memory traffic, whichever is longer.
+of plans (`planner/kernel_time.py`).
 """
 
 import argparse
@@ -22,21 +22,20 @@ from ditkit_core.adapters.inject import target_modules
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
+from ditkit_core.planner.kernel_time import REACHED, kernel_seconds
 from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import measure
 from ditkit_core.planner.reduced_model import give_memory, reduced_model
-from ditkit_core.planner.step_time import SHARES, rate_of_codes
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS
 from ditkit_wan.spec import WAN
 from fused_kernels import compiled_kernels
+from step_jobs import step_job
 
-GPUS = parse_gpus("h200,rtx5090,rtx4090,rtx3090")
+GPUS = parse_gpus("h100,h200,rtx5090,rtx4090,rtx3090")
 DEVICE = torch.device("cpu:1")
 """Under fake tensors another device than the host."""
 RANK = 32
@@ -85,37 +84,30 @@ CASES = (
     ),
     *(
         Case(
-            name=f"FLUX.2 dev, {side}x{side} ({(side // 16) ** 2:,} tokens and 512 of text)",
+            name=f"FLUX.2 {name}, {side}x{side} ({(side // 16) ** 2:,} tokens and 512 of text)",
             spec=FLUX2,
-            arch=FLUX2_PRESETS["dev"],
+            arch=FLUX2_PRESETS[preset],
             size=(1, side, side),
             kinds={
                 "double block": ("Flux2DoubleBlock", "num_layers"),
                 "single block": ("Flux2SingleBlock", "num_single_layers"),
             },
         )
-        for side in (512, 1024)
+        for name, preset, side in (
+            ("dev", "dev", 512),
+            ("dev", "dev", 1024),
+            ("klein 4B", "klein-base-4b", 512),
+            ("klein 4B", "klein-base-4b", 1024),
+        )
     ),
 )
 
 
 def job_of(case: Case, *, kernels: str = "torch", base: str = "dtype") -> StepJob:
     """Our step of a case."""
-    with torch.device("meta"):
-        item = case.spec.training.empty_item(case.arch, case.size, ())
-    return StepJob(
-        spec=case.spec,
-        arch=case.arch,
-        adapter=AdapterConfig(rank=RANK),
-        precision=Precision(),
-        batch=[item],
-        policy="full",
-        kernels=kernels,
-        quantize="none" if base == "dtype" else base,
-        compute=base,
-        optim=OptimConfig(),
-        ema=EMAConfig(),
-        flow=FlowConfig(),
+    quantize = "none" if base == "dtype" else base
+    return step_job(
+        case.spec, case.arch, case.size, rank=RANK, policy="full", kernels=kernels, quantize=quantize, compute=base
     )
 
 
@@ -145,15 +137,15 @@ def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
     return Step(blocks=blocks, rest=stage(0) + stage(head) + found.forward[head + 1].kernels)
 
 
-def theirs(case: Case, *, autocast: bool) -> Step:
+def theirs(case: Case, *, autocast: bool, checkpointing: bool = True) -> Step:
     """diffusers' step with adapters on the same layers, without autocast or under autocast to bf16, as its training scripts run it."""
     arguments = [argument for _, argument in case.kinds.values()]
     base = dict.fromkeys(arguments, 1)
-    one = their_kernels(case, base, autocast=autocast)
+    one = their_kernels(case, base, autocast=autocast, checkpointing=checkpointing)
     blocks = {}
     for title, (name, argument) in case.kinds.items():
         # What a second block of the kind adds.
-        more = their_kernels(case, base | {argument: 2}, autocast=autocast)
+        more = their_kernels(case, base | {argument: 2}, autocast=autocast, checkpointing=checkpointing)
         blocks[title] = outline(case)[0][name], more - one
     rest = one
     for _, kernels in blocks.values():
@@ -161,13 +153,14 @@ def theirs(case: Case, *, autocast: bool) -> Step:
     return Step(blocks=blocks, rest=rest)
 
 
-def their_kernels(case: Case, num_blocks: Mapping[str, int], *, autocast: bool) -> Kernels:
+def their_kernels(case: Case, num_blocks: Mapping[str, int], *, autocast: bool, checkpointing: bool) -> Kernels:
     """The kernels of a step of diffusers' model with so many blocks."""
     with torch.device("meta"):
         model, inputs = MODELS[case.spec.name](case, num_blocks)
     model.requires_grad_(False)
     _inject_there(case, model)
-    model.enable_gradient_checkpointing()
+    if checkpointing:
+        model.enable_gradient_checkpointing()
     keep = model._keep_in_fp32_modules or ()
 
     def dtype_of(owner: nn.Module, prefix: str, leaf: str, own: nn.Parameter) -> torch.dtype:
@@ -224,13 +217,18 @@ def _wan(case: Case, num_blocks: Mapping[str, int]) -> tuple[nn.Module, dict[str
 def _flux2(case: Case, num_blocks: Mapping[str, int]) -> tuple[nn.Module, dict[str, Any]]:
     from diffusers import Flux2Transformer2DModel
 
-    tokens = case.size[1] * case.size[2] // 256
-    model = Flux2Transformer2DModel(**num_blocks)
+    tokens, arch = case.size[1] * case.size[2] // 256, case.arch
+    model = Flux2Transformer2DModel(
+        num_attention_heads=arch.heads,
+        joint_attention_dim=arch.text_dim,
+        guidance_embeds=arch.guidance,
+        **num_blocks,
+    )
     return model, {
         "hidden_states": torch.empty(1, tokens, 128, dtype=torch.bfloat16),
-        "encoder_hidden_states": torch.empty(1, 512, case.arch.text_dim, dtype=torch.bfloat16),
+        "encoder_hidden_states": torch.empty(1, 512, arch.text_dim, dtype=torch.bfloat16),
         "timestep": torch.empty(1),
-        "guidance": torch.empty(1),
+        "guidance": torch.empty(1) if arch.guidance else None,
         "img_ids": torch.empty(tokens, 4),
         "txt_ids": torch.empty(512, 4),
     }
@@ -279,14 +277,6 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), None
 
 
-def kernel_seconds(kernel: Kernel, gpu: GPU) -> float:
-    """Time of one kernel: of its arithmetic or of its memory traffic, whichever is longer."""
-    rate = gpu.fp32_flops if kernel.kind == "matmul_32" else gpu.bf16_flops
-    rate = rate_of_codes(gpu, kernel.kind.removeprefix("matmul_")) or rate
-    arithmetic = kernel.flops / (rate * SHARES[kernel.kind]) if kernel.flops else 0.0
-    return max(arithmetic, kernel.bytes / (gpu.memory_bandwidth * SHARES["memory"]))
-
-
 def seconds_of(kernels: Kernels, gpu: GPU, *kinds: str) -> float:
     """Modelled time of kernels, of some kinds only if any are named."""
     return sum(count * kernel_seconds(k, gpu) for k, count in kernels.items() if not kinds or k.kind in kinds)
@@ -300,12 +290,12 @@ def block_row(label: str, kernels: Kernels) -> list[str]:
         ("matmul_int8", "matmul_fp8"),
         ("attention", "attention_backward"),
         ("matmul_32",),
-        ("elementwise",),
+        ("elementwise", "fused", "conversion"),
     ):
         chosen = {k: count for k, count in kernels.items() if k.kind in kinds}
         amount = (
             f"{sum(k.bytes * count for k, count in chosen.items()) / 1e9:.1f} GB"
-            if kinds == ("elementwise",)
+            if "elementwise" in kinds
             else f"{sum(k.flops * count for k, count in chosen.items()) / 1e12:.2f} TFLOP"
         )
         cells.append(f"{seconds_of(kernels, gpu, *kinds) * 1e3:.1f} ({amount})")
@@ -318,7 +308,7 @@ def step_row(label: str, step: Step, peer: Step) -> list[str]:
     times = [
         "-"
         if "matmul_fp8" in kinds and not gpu.fp8_flops
-        else f"{step.seconds(gpu):.2f} s ({peer.seconds(gpu) / step.seconds(gpu):.2f})"
+        else f"{step.seconds(gpu):.3g} s ({peer.seconds(gpu) / step.seconds(gpu):.2f})"
         for gpu in GPUS
     ]
     return [label, *times, f"{step.launches:,}"]
@@ -373,7 +363,8 @@ def page(case: Case) -> Iterator[str]:
 
 HEAD = f"""# One training step on a GPU, counted
 
-`uv run tools/roofline.py > benchmarks/roofline.md`. **Counted and modelled on a CPU, not measured: no GPU has run any of it.**
+`uv run tools/roofline.py > benchmarks/roofline.md`. **Counted and modelled on a CPU.** The shares of the model are those that one H100 reached,
+where its times are within 15 % of measured ones ([page](time_truth.md)); nothing here ran on the other GPUs.
 
 A step is forward, loss and backward of a LoRA of rank {RANK} on the default targets, one sample, base in bf16, checkpointing `full`, eager;
 without the optimizer, which is the same for all. *ours* runs in the default precision; *kernels* is `train.kernels`. Its `auto` takes
@@ -384,10 +375,11 @@ all else is counted in the compiled graphs. *computed* is `base.compute`, produc
 of that format. Assumptions:
 
 - An operation reads each input and writes each result once, and is one launch. It takes as long as its arithmetic or its memory traffic,
-  whichever is longer; launches cost nothing, and nothing overlaps. Interleaved halves (diffusers' rotation) count as if they were dense.
+  whichever is longer, and a moment to start; nothing overlaps, and the GPU never waits for the host, as when a step is replayed. Interleaved
+  halves (diffusers' rotation) count as if they were dense.
 - RMS norm, layer norm and attention are one fused kernel each way for both, as CUDA has them.
-- Shares of the published rates (`planner/gpus.py`) that kernels reach: {", ".join(f"{kind} {share:g}" for kind, share in SHARES.items())}.
-  Consumer GPUs reach more of theirs in attention. The same shares hold for both sides.
+- Shares of the published rates (`planner/gpus.py`) that kernels reach: {", ".join(f"{kind} {reach.arithmetic:g}" for kind, reach in REACHED.items() if reach.arithmetic)},
+  of the memory's {REACHED["elementwise"].memory:g}, for matmuls {REACHED["matmul_16"].memory:g}. Consumer GPUs reach more of theirs in attention. The same shares hold for both sides.
 - Memory is not looked at: FLUX.2 dev fits on none of the smaller GPUs as it is."""
 
 

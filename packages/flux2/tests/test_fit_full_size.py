@@ -7,9 +7,9 @@ import pytest
 from ditkit_core.commands.fit_task import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import PLAIN
 from ditkit_core.planner.search.autotune import HARDLY_LONGER, POLICIES, candidates, fit
 from ditkit_core.planner.step_time import step_seconds
+from ditkit_core.planner.workload import PLAIN
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from made_profiles import products
 from toy_world import World, equal
 
 from ditkit_core.config.resolve import resolve
@@ -17,10 +18,11 @@ from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.planner import partition as division
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
-from ditkit_core.planner.memory import Budget, Profile, StageCost, Workload
+from ditkit_core.planner.memory import Budget, Profile, StageCost
 from ditkit_core.planner.plan import make_report, planned_step
 from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.report import plan_json
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
@@ -60,8 +62,8 @@ def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
                 forward_extra=(max(kept, scratch) + 20) * MIB,
                 backward_extra=(whole[kind] - kept + sent + extra) * MIB,
                 backward_extra_again=(whole[kind] - kept + sent + extra + 2) * MIB,
-                flops_forward=flops[kind] * 10**12,
-                flops_backward=(2 * flops[kind] + again) * 10**12,
+                kernels_forward=products(flops[kind] * 10**12),
+                kernels_backward=products((2 * flops[kind] + again) * 10**12),
             )
         )
     end = StageCost(

@@ -16,8 +16,8 @@ from ditkit_core.planner.gpus import (
     parse_gpus,
 )
 from ditkit_core.planner.gpus import _plain as gpu_name
-from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.step_time import assumptions
+from ditkit_core.planner.workload import Workload
 
 SOLD = {
     "rtx2080ti": 11, "t4": 16, "v100-16": 16, "v100-32": 32, "rtx3060": 12, "rtx3080": 10, "rtx3090": 24, "rtx4060ti-16": 16,
@@ -204,7 +204,7 @@ def test_gpus_before_ampere_compute_in_fp16_alone_and_stand_for_no_size():
     old = {gpu.name for gpu, _ in KNOWN_GPUS if gpu.half == "fp16"}
     assert old == {"rtx2080ti", "t4", "v100-16", "v100-32"}
     assert not any(of_size(size * GIB, "").half == "fp16" for size in (8, 11, 12, 15, 16, 32))
-    assert "50% of 65 in fp16" in assumptions(parse_gpus("t4"), Workload())[0]
+    assert "82% of 65 TFLOP/s in fp16" in assumptions(parse_gpus("t4"), Workload())[0]
 
 
 def test_what_is_no_gpu_is_refused():

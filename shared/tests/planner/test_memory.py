@@ -9,9 +9,10 @@ from toy_jobs import ARCH, toy_job
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.planner.memory import Budget, DevicePlan, Profile, StageCost, Workload
-from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.memory import Budget, DevicePlan, Profile, StageCost
+from ditkit_core.planner.memory_tracker import MemoryTracker, flops_in
 from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.workload import Workload
 from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
@@ -118,9 +119,16 @@ def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_a
     plain, found = (each.blocks[1] for each in profiles)
     arithmetic = plain.flops_forward, plain.flops_backward
     assert (found.flops_forward, found.flops_backward) == pytest.approx(arithmetic, rel=1e-3)
-    assert plain.flops_8_forward == plain.bytes_8_backward == 0
-    assert 0.4 < found.flops_8_forward / found.flops_forward < 1 and found.bytes_8_forward > 0
-    assert 0 < found.flops_8_backward < found.flops_backward and found.bytes_8_backward > 0
+    in_8_bits = {
+        stage: [
+            flops_in((kernel, count) for kernel, count in kernels if kernel.kind == "matmul_int8")
+            for kernels in (stage.kernels_forward, stage.kernels_backward)
+        ]
+        for stage in (plain, found)
+    }
+    assert in_8_bits[plain] == [0, 0]
+    assert 0.4 < in_8_bits[found][0] / found.flops_forward < 1
+    assert 0 < in_8_bits[found][1] < found.flops_backward
     assert (found.kept, found.released) == (plain.kept, plain.released)
     check_plan(profiles[1], computed, (), rel=0.0)
 

@@ -13,7 +13,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.planner import partition
 from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
-from ditkit_core.planner.memory import Budget, Partition, Profile, StageCost, Workload, compose
+from ditkit_core.planner.memory import Budget, Partition, Profile, StageCost, compose
 from ditkit_core.planner.partition import (
     budgets_here,
     budgets_of,
@@ -23,6 +23,7 @@ from ditkit_core.planner.partition import (
     weights_profile,
 )
 from ditkit_core.planner.plan import make_report
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.prepare import build_on_meta

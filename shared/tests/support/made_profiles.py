@@ -4,15 +4,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ditkit_core.planner.memory import Profile, StageCost
+from ditkit_core.planner.memory_tracker import Kernel, KernelCounts
 from ditkit_core.run.config import RunConfig
 
 GIB, MIB, TERA = 2**30, 2**20, 10**12
 
 _KEPT = {"none": 1200, "attn_only": 220, "full": 100, "full+offload": 0}
-_FLOPS_BACKWARD = {"none": 20, "attn_only": 27, "full": 30, "full+offload": 30}
+_TERA_BACKWARD = {"none": 20, "attn_only": 27, "full": 30, "full+offload": 30}
 _SENT = 100
 """MiB that a block with activations on the host sends there."""
 _STORED = {"none": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}
+
+
+def products(flops: int, number: int = 1) -> KernelCounts:
+    """Matmuls of so many floating-point operations each, so wide that their time is that of their arithmetic."""
+    return frozenset({(Kernel("matmul_16", flops, 0), number)})
 
 
 def made_profile(
@@ -39,16 +45,19 @@ def made_profile(
         forward_extra=int(300 * work * MIB),
         backward_extra=int(1300 * work * MIB) + sent,
         backward_extra_again=int(1310 * work * MIB) + sent,
-        flops_forward=int(10 * work * TERA),
-        flops_backward=int(_FLOPS_BACKWARD[policy] * work * TERA),
+        kernels_forward=products(int(work * TERA), 10),
+        kernels_backward=products(int(work * TERA), _TERA_BACKWARD[policy]),
     )
     end = StageCost(
-        weights=200 * MIB, kept=int(100 * work * MIB), released=int(100 * work * MIB), flops_forward=TERA // 10
+        weights=200 * MIB,
+        kept=int(100 * work * MIB),
+        released=int(100 * work * MIB),
+        kernels_forward=products(TERA // 10),
     )
     return Profile(
         embed=end,
         blocks=(block,) * num_blocks,
-        head=replace(end, flops_backward=TERA // 10),
+        head=replace(end, kernels_backward=products(TERA // 10)),
         crossing=(int(120 * work * MIB),) * (num_blocks + 1),
         crossing_back=(int(100 * work * MIB),) * (num_blocks + 1),
     )

@@ -23,7 +23,7 @@ from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.memory import Budget, Partition, Workload, compose
+from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
@@ -31,6 +31,7 @@ from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.ranks.traffic import RankStep
+from ditkit_core.planner.workload import Workload
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.replicas import forked
 from ditkit_core.testing.toy import TOY, ToyArch

@@ -14,11 +14,12 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.planner.memory import Partition, Profile, Workload
+from ditkit_core.planner.memory import Partition, Profile
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.reduced_model import materialise, reduced_model
+from ditkit_core.planner.workload import Workload
 from ditkit_core.testing.plans import divided, planned
 from ditkit_core.training.optim.clipping import Clipping, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward

@@ -11,6 +11,7 @@ activations are alive, so recomputing there would add to the peak. Earlier block
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,23 +19,24 @@ from ditkit_core.config.sizes import gib
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
+from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import (
-    PLAIN,
     Budget,
     DevicePlan,
     DeviceSpan,
     Partition,
     Profile,
-    Round,
-    Workload,
+    StageCost,
     compose,
     mixed,
 )
+from ditkit_core.planner.step_time import compute_time
+from ditkit_core.planner.workload import PLAIN, Round, Workload
 
 SELF = "self"
 """The attention call whose outputs save most recompute per byte; other calls save less for the same bytes."""
 _HOST_PRICE = 2**50
-"""Price of a byte on the host, in floating-point operations: more than any step has, so that recompute is always preferred."""
+"""Price of a byte on the host, in nanoseconds or floating-point operations: more than any step has, so that recompute is always preferred."""
 _FINEST = 2000
 """Number of partial choices to follow at once. Beyond it, bytes are divided into as many bins, and each keeps the choice that recomputes
 least. No known model needs that, because equal blocks have few different sums."""
@@ -53,11 +55,19 @@ class BudgetTask:
     """Bytes that offloaded activations may take on the host; None for any."""
     can_offload: bool = True
     """Whether the devices are not the host itself."""
+    gpus: tuple[GPU, ...] = ()
+    """The devices, whose time recomputes take; without rates, as on CPUs, recomputed operations are counted."""
 
     def plan(self, policies: Sequence[Policy]) -> tuple[DevicePlan, ...]:
         """The memory of each device under these policies."""
         profile = mixed([self.profile_of(policy) for policy in policies])
         return compose(profile, self.division, self.budgets, self.work)
+
+    def price_on(self, device: int) -> Callable[[StageCost], int]:
+        """What the backward of a stage costs there, recompute included."""
+        if not self.gpus:
+            return lambda stage: stage.flops_backward
+        return partial(compute_time, gpu=self.gpus[device], work=self.work, backward=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +169,7 @@ class _Way(NamedTuple):
     live: int
     """Bytes that these blocks keep."""
     price: int
-    """Their recompute in floating-point operations, plus `_HOST_PRICE` for each byte on the host."""
+    """Their recompute, in nanoseconds or floating-point operations, plus `_HOST_PRICE` for each byte on the host."""
     highest: tuple[int, ...]
     """Their peaks in the first and in a later micro-batch, if micro-batches wait: each of those adds all bytes that are kept in the end.
     Empty if none waits."""
@@ -194,7 +204,7 @@ class _Device:
         spans = [DeviceSpan(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
         self._before = max(span.receives + span.targets for span in spans)
         rounds = task.work.rounds(trains_all=spans[0].profile.trains_all)
-        by_policy = [_variants(span, rounds, task.budgets[device].workspace) for span in spans]
+        by_policy = [_variants(span, rounds, task.budgets[device].workspace, task.price_on(device)) for span in spans]
         self._stages = [_priced(stage) for stage in zip(*by_policy, strict=True)]
         for place in set(range(len(self._stages))) - set(self._blocks):
             # Embedding and head have no policy. Their costs differ between profiles, because some blocks share their tensors: take the highest.
@@ -241,7 +251,9 @@ class _Device:
         return self._stages[-1][way.chosen[-1]].freed_at_cut if is_cut else 0
 
 
-def _variants(span: DeviceSpan, rounds: Sequence[Round], workspace: int) -> list[_Variant]:
+def _variants(
+    span: DeviceSpan, rounds: Sequence[Round], workspace: int, price: Callable[[StageCost], int]
+) -> list[_Variant]:
     """The stages of a device under one policy, from the peaks of its plan."""
     always = sum(span.static().values()) + workspace
     before = span.receives + span.targets
@@ -255,7 +267,7 @@ def _variants(span: DeviceSpan, rounds: Sequence[Round], workspace: int) -> list
             backward=tuple(each[2 * count - 1 - place] - kept[place + 1] for each in moments),
             sent=stage.on_host,
             freed_at_cut=stage.freed_at_cut,
-            price=stage.flops_backward,
+            price=price(stage),
         )
         for place, stage in enumerate(span.stages)
     ]

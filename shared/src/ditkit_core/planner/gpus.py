@@ -52,6 +52,8 @@ class GPU:
     """Where the figures are from."""
     half: str = "bf16"
     """The 16-bit format of `bf16_flops`: `fp16` for GPUs older than Ampere, which compute no bf16."""
+    is_hopper: bool = False
+    """Whether torch's own choice of an attention kernel is cuDNN's."""
 
     @property
     def budget(self) -> Budget:
@@ -71,7 +73,8 @@ _VOLTA = "NVIDIA V100 datasheet, SXM2"
 _BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
 _FP16_ONLY = (_TURING, _VOLTA, "NVIDIA T4 datasheet")
 _H100 = "NVIDIA H100 datasheet, SXM", "NVIDIA H100 datasheet, PCIe"
-_FP8 = (_ADA, _BLACKWELL, *_H100, "NVIDIA L40S datasheet", "NVIDIA H200 datasheet")
+_H200 = "NVIDIA H200 datasheet"
+_FP8 = (_ADA, _BLACKWELL, *_H100, "NVIDIA L40S datasheet", _H200)
 """Sources of GPUs that multiply fp8."""
 _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
 
@@ -112,7 +115,7 @@ _TABLE = (
     ("a100-80", "a100", 79.14, 312.0, 19.5, 2039, "4x16", "NVIDIA A100 datasheet, SXM"),
     ("h100-80", "h100", 79.11, 989.4, 66.9, 3350, "5x16", _H100[0]),
     ("h100pcie", "", 79.11, 756.5, 51.0, 2000, "5x16", _H100[1]),
-    ("h200-141", "h200", 139.80, 989.4, 66.9, 4800, "5x16", "NVIDIA H200 datasheet"),
+    ("h200-141", "h200", 139.80, 989.4, 66.9, 4800, "5x16", _H200),
 )
 
 
@@ -132,6 +135,7 @@ def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
             host_bandwidth=_PCIE[link],
             source=f"{source}; PCIe {link[0]} {link[1:]}",
             half="fp16" if source in _FP16_ONLY else "bf16",
+            is_hopper=source in (*_H100, _H200),
         )
         known.append((gpu, frozenset(_plain(each) for each in (name, *others.split("|")) if each)))
     return tuple(known)

@@ -3,75 +3,15 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ditkit_core.training.optim.gradient_sum import num_waiting_sums
+from ditkit_core.planner.memory_tracker import KernelCounts, flops_in
+from ditkit_core.planner.workload import PLAIN, Round, Workload
 
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
 autograd's. Its sources set 32 MiB each on Hopper GPUs and 8.1 MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG is set.
 A plan uses twice the larger for every GPU; assumed, not measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Properties of a step apart from its model."""
-
-    micro_batches: int = 1
-    """Number accumulated; gradients of the first exist while the second runs."""
-    pipelined: bool = False
-    """Whether all forwards run before one backward, so that their activations are alive at once."""
-    fp32: bool = False
-    """Whether matrices are multiplied in fp32."""
-    quantize: str = "none"
-    """Format of the frozen matrices."""
-    compute: str = "dtype"
-    """`base.compute`."""
-    kernels: str = "torch"
-    """`train.kernels`."""
-    match_base: float = 0.0
-    """`prior.match_base`: share of the steps with another forward, which keeps nothing."""
-    rounding: str = ""
-    """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
-    ranks: "RankGradients | None" = None
-    """Gradients of the fullest rank, if several ranks share the step; `micro_batches` are then those of the rank that has most."""
-
-    @property
-    def waiting(self) -> int:
-        """Micro-batches whose activations are alive when the first backward runs."""
-        return self.micro_batches - 1 if self.pipelined else 0
-
-    def rounds(self, *, trains_all: bool) -> list["Round"]:
-        """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set."""
-        if self.ranks is not None:
-            return list(self.ranks.rounds)
-        apart = not (trains_all or self.pipelined)  # else all are added to one set
-        leaves = range(self.micro_batches)
-        sums = [max((num_waiting_sums(leaf) for leaf in leaves[odd::2]), default=0) * apart for odd in (0, 1)]
-        return [Round(again=False, sums=sums[0]), Round(again=True, sums=sums[1])][: self.micro_batches]
-
-
-class Round(NamedTuple):
-    """The gradients of earlier micro-batches that exist while one runs."""
-
-    again: bool
-    """Whether its gradients are added in place to those of the one before."""
-    sums: int = 0
-    """Sets of gradients that wait to be added to others. Where ranks divide gradients: whether they already have their parts of some."""
-    whole: bool = False
-    """Whether ranks that divide gradients leave them whole, because a later micro-batch adds to them."""
-
-
-class RankGradients(NamedTuple):
-    """Sets of gradients of ranks that share a step; each figure is that of the fullest rank."""
-
-    rounds: tuple[Round, ...]
-    exchanged: int
-    """Sets that exist while ranks exchange theirs, buffers included."""
-
-
-PLAIN = Workload()
-"""One micro-batch of exact weights."""
 
 
 class ParameterRows(NamedTuple):
@@ -112,16 +52,12 @@ class StageCost:
     """Peak of its backward, recompute included, above the memory at its start."""
     backward_extra_again: int = 0
     """The same if gradients of an earlier micro-batch exist, and are added to."""
-    flops_forward: int = 0
-    """Floating-point operations of matmuls and attention."""
-    flops_backward: int = 0
-    """The same for the backward, recompute included."""
-    flops_8_forward: int = 0
-    """Those of them that multiply 8-bit codes."""
-    flops_8_backward: int = 0
-    bytes_8_forward: int = 0
-    """Bytes that products of 8-bit codes read and write."""
-    bytes_8_backward: int = 0
+    kernels_forward: KernelCounts = frozenset()
+    """What its forward runs; the head's has the loss too."""
+    kernels_backward: KernelCounts = frozenset()
+    """The same for its backward, recompute included."""
+    update_launches: int = 0
+    """Operations of the optimizer's step; 0 where it is in the backward."""
     sent_forward: int = 0
     """Bytes of tokens that its forward sends to ranks with which it shares samples."""
     sent_backward: int = 0
@@ -134,6 +70,16 @@ class StageCost:
     """Of ranks that divide the weights: bytes of the whole gradients while they are added up over ranks."""
     whole_gradients: int = 0
     """The same before that: in the dtype of gradients, of all ranks' rows."""
+
+    @property
+    def flops_forward(self) -> int:
+        """Floating-point operations of matmuls and attention in its forward."""
+        return flops_in(self.kernels_forward)
+
+    @property
+    def flops_backward(self) -> int:
+        """The same for its backward, recompute included."""
+        return flops_in(self.kernels_backward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +103,8 @@ class Profile:
     update_adds_up: bool = False
     """Whether the optimizer works on all parameters of a device at once, so that its temporary memory adds up over stages; else only
     the largest stage counts."""
+    updates_in_backward: bool = False
+    """Whether `kernels_backward` has the optimizer's step too: of several micro-batches the last one's backward alone has it."""
     attention: tuple[str, ...] = ()
     """Names of the attention calls in blocks."""
 
@@ -216,7 +164,9 @@ def _least(variants: Sequence[StageCost], own: StageCost) -> int:
 
 def _most(variants: Sequence[StageCost]) -> StageCost:
     """The embedding or the head, which have no policy: the largest figures, because only some blocks may save tensors shared with it."""
-    return StageCost(**{each.name: max(getattr(stage, each.name) for stage in variants) for each in fields(StageCost)})
+    figures = [field.name for field in fields(StageCost) if isinstance(getattr(variants[0], field.name), int)]
+    highest: dict[str, Any] = {name: max(getattr(stage, name) for stage in variants) for name in figures}
+    return replace(variants[0], **highest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -193,12 +193,22 @@ class Kernel(NamedTuple):
     """The work of one operation."""
 
     kind: str
-    """`matmul_16` and `matmul_32` (bits of its inputs), `matmul_int8`, `matmul_fp8`, `attention`, `attention_backward`, or `elementwise` for
-    all else."""
+    """`matmul_16` and `matmul_32` (bits of its inputs), `matmul_int8`, `matmul_fp8`; `attention`, `attention_backward`, and with `_32` where their
+    inputs are fp32; of all else `fused` for the kernels of `nn/kernels`, `conversion` for those that read quantized weights, `transfer` for
+    copies between devices, and `elementwise`."""
     flops: int
     """Of matmuls and attention; 0 for all else."""
     bytes: int
     """Read and written in the device's memory: each input once, each output once."""
+
+
+KernelCounts = frozenset[tuple[Kernel, int]]
+"""Kernels and how often each runs. A frozenset remembers its hash, so that times of the same kernels are looked up."""
+
+
+def flops_in(kernels: Iterable[tuple[Kernel, int]]) -> int:
+    """Floating-point operations of matmuls and attention."""
+    return sum(kernel.flops * count for kernel, count in kernels)
 
 
 class Meter(MemoryTracker):
@@ -235,7 +245,8 @@ class Meter(MemoryTracker):
         count = flop_registry.get(_COUNTED_AS.get(func._overloadpacket, func._overloadpacket))
         flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
         if moved := _traffic(func, args, kwargs or {}, out):
-            self.kernels[Kernel(_kind(func, args) if flops else "elementwise", flops, moved)] += 1
+            kind = _kind_of_product(func, args) if flops else _kind_of_pass(func, args, out)
+            self.kernels[Kernel(kind, flops, moved)] += 1
         del workspace
         return out
 
@@ -251,14 +262,21 @@ class Meter(MemoryTracker):
         return made
 
 
-def _kind(func: Any, args: Any) -> str:
-    name = func._overloadpacket.__name__
+def _kind_of_product(func: Any, args: Any) -> str:
+    name, first = func._overloadpacket.__name__, _leaves(args)[0]
     if "attention" in name:
-        return "attention_backward" if "backward" in name else "attention"
-    first = _leaves(args)[0]
+        return f"attention{'_backward' * ('backward' in name)}{'_32' * (first.dtype.itemsize > 2)}"
     if first.dtype.itemsize == 1:
         return "matmul_int8" if first.dtype == torch.int8 else "matmul_fp8"
     return "matmul_16" if first.dtype.itemsize == 2 else "matmul_32"
+
+
+def _kind_of_pass(func: Any, args: Any, out: Any) -> str:
+    if func.namespace == "ditkit":
+        return "conversion" if func._overloadpacket.__name__.startswith("dequantize") else "fused"
+    if "copy" in func._overloadpacket.__name__ and len({x.device for x in (*_leaves(args), *_leaves(out))}) > 1:
+        return "transfer"
+    return "elementwise"
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:

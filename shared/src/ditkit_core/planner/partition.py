@@ -27,19 +27,10 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves
-from ditkit_core.planner.memory import (
-    PLAIN,
-    Budget,
-    DeviceSpan,
-    Partition,
-    Profile,
-    StageCost,
-    Workload,
-    mixed,
-    on_host,
-)
+from ditkit_core.planner.memory import Budget, DeviceSpan, Partition, Profile, StageCost, mixed, on_host
 from ditkit_core.planner.planned_step import StepJob, as_held, job_of, largest_bucket, work_of
 from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.workload import PLAIN, Workload
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import MetaModel
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES, free_memory_bytes
@@ -228,7 +219,7 @@ class Targets:
     budgets: tuple[Budget, ...] = ()
     """Budgets of these devices; not needed if train.split_points is set."""
     gpus: tuple[GPU, ...] = ()
-    """The GPUs with their rates, if times are needed."""
+    """The GPUs with their rates."""
     host: int | None = None
     """Bytes available on the host in addition; None for no limit."""
 
@@ -293,6 +284,7 @@ class Partitioner:
             work=self.work,
             host=host,
             can_offload=targets.kind == "cuda",
+            gpus=targets.gpus,
         )
         choice = choose(task)
         placement = replace(placement, checkpointing=choice.schedule)
@@ -363,6 +355,7 @@ def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Pl
         kind=kind,
         devices=run.devices,
         budgets=budgets_here(run.devices, config.reserve) if several or planned else (),
+        gpus=gpus_here(run.devices) if planned and kind == "cuda" else (),
         host=host_limit("", here=True) if planned and kind == "cuda" else None,  # a CPU is the host itself
     )
     if not planned:

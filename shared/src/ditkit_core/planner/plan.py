@@ -12,7 +12,8 @@ from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
 from ditkit_core.planner.auxiliary_plan import plan_auxiliary
-from ditkit_core.planner.memory import Budget, Profile, Workload, compose, on_host
+from ditkit_core.planner.kernel_time import rate_of_codes
+from ditkit_core.planner.memory import Budget, Profile, compose, on_host
 from ditkit_core.planner.partition import (
     Partitioner,
     Solution,
@@ -29,7 +30,8 @@ from ditkit_core.planner.ranks.links import Route, parse_links
 from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.report import PlanReport
-from ditkit_core.planner.step_time import assumptions, both_orders, rate_of_codes, step_seconds
+from ditkit_core.planner.step_time import assumptions, both_orders, step_seconds
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on

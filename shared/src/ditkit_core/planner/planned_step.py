@@ -26,7 +26,7 @@ from ditkit_core.io.files import local_path
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.memory import Workload
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.prepare import arch_here
 from ditkit_core.sampling.prompts import Shape, shape_of
@@ -180,6 +180,7 @@ def work_of(run: RunContext) -> Workload:
         quantize=run.config.base.quantize,
         compute=run.config.base.compute,
         kernels=run.config.train.kernels,
+        attention=run.config.train.attention,
         match_base=run.config.prior.match_base,
         rounding=run.config.optim.rounding if trains_bf16 else "",
     )

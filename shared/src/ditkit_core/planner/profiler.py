@@ -24,7 +24,7 @@ from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.memory import ParameterRows, Profile, StageCost, behind, mixed
-from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
+from ditkit_core.planner.memory_tracker import Kernel, KernelCounts, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.ranks.recorded import RecordedRanks
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
@@ -66,7 +66,11 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     together = measure(job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward)
     # The cost of a split does not depend on other micro-batches, so one is enough.
     apart = measure(replace(job, micro_batches=1), model, _places(model), updates=like is None, backward=like is None)
-    return replace(_profile(model, together, apart, like), trains_all=job.adapter.method == "full")
+    return replace(
+        _profile(model, together, apart, like),
+        trains_all=job.adapter.method == "full",
+        updates_in_backward=job.optim.fused_backward and job.micro_batches == 1,
+    )
 
 
 def _places(model: ReducedModel) -> list[int]:
@@ -92,20 +96,10 @@ class StageMoment:
     sent: int = 0
     """Bytes of tokens that were sent to other ranks until the next boundary."""
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of matmuls and attention until the next boundary."""
-        return sum(kernel.flops * count for kernel, count in self.kernels.items())
 
-    @property
-    def in_8_bits(self) -> tuple[int, int]:
-        """Those of products of 8-bit codes, and the bytes that these products read and write."""
-        found = [
-            (kernel, count) for kernel, count in self.kernels.items() if kernel.kind in ("matmul_int8", "matmul_fp8")
-        ]
-        return sum(kernel.flops * count for kernel, count in found), sum(
-            kernel.bytes * count for kernel, count in found
-        )
+def counts_of(moments: Sequence[StageMoment]) -> KernelCounts:
+    """The kernels of some moments, as costs have them."""
+    return frozenset(sum((moment.kernels for moment in moments), Counter[Kernel]()).items())
 
 
 @dataclass
@@ -361,19 +355,20 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
     )
     if like is None:
         update, whole = _extra(apart.update), _extra(together.update)[0]
+        launches = _launches_of_updates(costs, together)
         extras = [
-            (cost.optimizer, cost.sums, update[place] * (cost.adapters > 0))
-            for cost, place in zip(costs, apart.places, strict=True)
+            (cost.optimizer, cost.sums, update[place] * (cost.adapters > 0), launched)
+            for cost, place, launched in zip(costs, apart.places, launches, strict=True)
         ]
         adds_up = 2 * whole > sum(update.values()) + max(update.values())
         found = replace(found, update_adds_up=adds_up)
         of_stages = [extras[stage] for stage in (0, *blocks, head)]
     else:
         found = replace(found, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up)
-        of_stages = [(cost.optimizer, cost.sums, cost.update_extra) for cost in like.stages]
+        of_stages = [(cost.optimizer, cost.sums, cost.update_extra, cost.update_launches) for cost in like.stages]
     stages = [
-        replace(cost, optimizer=state, sums=sums, update_extra=extra)
-        for cost, (state, sums, extra) in zip(found.stages, of_stages, strict=True)
+        replace(cost, optimizer=state, sums=sums, update_extra=extra, update_launches=launched)
+        for cost, (state, sums, extra, launched) in zip(found.stages, of_stages, strict=True)
     ]
     return replace(found, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
 
@@ -382,6 +377,14 @@ def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost
     """A block's costs after another block than the one that ran before it, which may offload more or less."""
     more = costs[before].on_host - costs[stage - 1].on_host
     return behind(costs[stage], -more) if more else costs[stage]
+
+
+def _launches_of_updates(costs: Sequence[StageCost], together: MeasuredStep) -> list[int]:
+    """By stage, its part of the operations that updated all of them, by its trained tensors; 0 where that is in the backward."""
+    assert together.update is not None
+    trained = [sum(rows.is_trained for rows in cost.rows) for cost in costs]
+    launched = together.update.kernels.total()
+    return [round(launched * each / max(1, sum(trained))) for each in trained]
 
 
 def _extra(moment: StageMoment | None) -> dict[int, int]:
@@ -399,14 +402,13 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
     # Each figure is the difference between two boundaries, so that it does not include the other stages.
     for stage, static in enumerate(measured.static):
         entered, following = forward[stage], forward[stage + 1] if stage < head else backward[head]
-        highest = max(moment.peak[0] for moment in forward[stage : stage + (2 if stage == head else 1)])
+        moments = forward[stage : stage + (2 if stage == head else 1)]  # the loss is the head's
+        highest = max(moment.peak[0] for moment in moments)
         cost = replace(
             static,
             kept=following.activations[0] - entered.activations[0],
             forward_extra=highest - entered.total[0],
-            flops_forward=entered.flops,
-            flops_8_forward=entered.in_8_bits[0],
-            bytes_8_forward=entered.in_8_bits[1],
+            kernels_forward=counts_of(moments),
             on_host=following.on_host - entered.on_host if 0 < stage < head else 0,
             sent_forward=entered.sent,
         )
@@ -419,9 +421,7 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
                 released=here.activations[0] - then.activations[0],
                 backward_extra=here.peak[0] - here.total[0],
                 backward_extra_again=added.peak[0] - added.total[0],
-                flops_backward=here.flops,
-                flops_8_backward=here.in_8_bits[0],
-                bytes_8_backward=here.in_8_bits[1],
+                kernels_backward=counts_of([here]),
                 sent_backward=here.sent,
             )
         costs.append(cost)

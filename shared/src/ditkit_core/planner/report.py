@@ -8,9 +8,10 @@ from ditkit_core.config.sizes import gib
 from ditkit_core.io.console import say
 from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.memory import DevicePlan, Partition, Workload
+from ditkit_core.planner.memory import DevicePlan, Partition
 from ditkit_core.planner.ranks.traffic import RanksPlan
 from ditkit_core.planner.step_time import Comparison
+from ditkit_core.planner.workload import Workload
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.io.console import doing
 from ditkit_core.planner.gpus import gpus_here
+from ditkit_core.planner.memory_tracker import flops_in
 from ditkit_core.planner.planned_step import PlannedStep, StepJob, as_held
 from ditkit_core.planner.profiler import measure
 from ditkit_core.planner.reduced_model import reduced_model
@@ -79,7 +80,7 @@ def flops_of(job: StepJob, item: Mapping[str, Tensor]) -> float:
     model = reduced_model(job)
     # Arithmetic needs neither updates nor a measurement of each stage on a device of its own, which take most of the time of a profile.
     found = measure(job, model, [0] * len(model.stages()), updates=False)
-    counted = [moment.flops for moment in found.forward]
+    counted = [flops_in(moment.kernels.items()) for moment in found.forward]
     for stage, moment in found.backward.items():
-        counted[stage] += moment.flops
+        counted[stage] += flops_in(moment.kernels.items())
     return sum(counted[stage] for stage in (0, *(1 + place for place in model.stands_for), len(found.static) - 1))

@@ -13,11 +13,12 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.memory import PLAIN, Budget, DevicePlan, Partition, Profile, Workload, compose
+from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, compose
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import MeasuredStep, measure, profile
 from ditkit_core.planner.reduced_model import reduced_model
+from ditkit_core.planner.workload import PLAIN, Workload
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
 from ditkit_core.training.config import EMAConfig, FlowConfig

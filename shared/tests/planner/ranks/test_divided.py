@@ -1,13 +1,15 @@
 """What a rank has of weights that it divides with others."""
 
 import pytest
+from made_profiles import products
 
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import ParameterRows, Partition, Profile, StageCost, Workload
+from ditkit_core.planner.memory import ParameterRows, Partition, Profile, StageCost
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.ranks.traffic import RankStep
+from ditkit_core.planner.workload import Workload
 
 ROWS = (ParameterRows(4096, 8192, False), ParameterRows(32, 16384, True))
 BLOCK = StageCost(
@@ -18,8 +20,8 @@ BLOCK = StageCost(
     kept=8000,
     backward_extra=32 * 16384 + 4000,
     rows=ROWS,
-    flops_forward=10**12,
-    flops_backward=2 * 10**12,
+    kernels_forward=products(10**12),
+    kernels_backward=products(2 * 10**12),
 )
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from ditkit_core.errors import UserError
 from ditkit_core.planner.ranks.layout import RankLayout
-from ditkit_core.planner.ranks.links import LINKS, parse_links
-from ditkit_core.planner.step_time import LINK_SHARE
+from ditkit_core.planner.ranks.links import LINK_SHARE, LINKS, parse_links
 
 NODE, CLUSTER = RankLayout(nproc=8), RankLayout(nproc=8, nodes=4)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.ranks.replicas import replica_sums
+from ditkit_core.planner.workload import Workload
 
 
 @pytest.mark.parametrize("micro_batches", range(1, 14))

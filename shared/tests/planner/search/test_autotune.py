@@ -14,7 +14,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.engine.block_swap import choose_streamed
 from ditkit_core.engine.placement import Placement
 from ditkit_core.planner.gpus import of_size, parse_gpus
-from ditkit_core.planner.memory import Partition, Workload, compose
+from ditkit_core.planner.memory import Partition, compose
 from ditkit_core.planner.search.autotune import (
     HARDLY_LONGER,
     POLICIES,
@@ -27,6 +27,7 @@ from ditkit_core.planner.search.autotune import (
 )
 from ditkit_core.planner.search.partition_search import PRICE, FitTask
 from ditkit_core.planner.step_time import step_seconds
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.toy import TOY

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from ditkit_core.planner.memory import ParameterRows, Profile, RankGradients, Round, StageCost, Workload
+from ditkit_core.planner.memory import ParameterRows, Profile, StageCost
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.replicas import replica_sums
+from ditkit_core.planner.workload import RankGradients, Round, Workload
 
 
 def profile_of_rank(whole: Profile, layout: RankLayout, reduction: torch.dtype = torch.float32) -> Profile:

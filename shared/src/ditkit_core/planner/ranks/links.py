@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from ditkit_core.errors import UserError
 from ditkit_core.planner.ranks.layout import RankLayout
-from ditkit_core.planner.step_time import LINK_SHARE
+
+LINK_SHARE = 0.8
+"""Share of a link's published rate that exchanges between ranks are assumed to reach; not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import nn
 
-from ditkit_core.planner.memory import RankGradients, Round
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.ranks.recorded import Move, RecordedRanks
+from ditkit_core.planner.workload import RankGradients, Round
 from ditkit_core.training.optim.gradient_sum import GradientSum
 
 _SET = 1024

@@ -9,6 +9,7 @@ Only quantization changes the training result, so it has a price: 8-bit weights 
 If no settings fit, `levers` lists changes of the run itself, or of the GPUs. Each is planned, none is guessed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -126,7 +127,9 @@ def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Cand
     work = replace(task.work, pipelined=setting.pipelined, quantize=setting.quantize)
     profile_of = cache(lambda policy: task.profile_of(str(policy), setting.quantize))
     limits = tuple(replace(each, total=int(each.available * share), reserve=0) for each in budgets)
-    problem = BudgetTask(profile_of=profile_of, division=like.division, budgets=limits, work=work, can_offload=False)
+    problem = BudgetTask(
+        profile_of=profile_of, division=like.division, budgets=limits, work=work, can_offload=False, gpus=tuple(gpus)
+    )
     try:
         choice = choose(problem)
     except UserError:
@@ -178,7 +181,8 @@ def shortest_seconds(task: FitTask) -> float:
     profile = task.profile_of(POLICIES[0], "none")
 
     def without_recompute(stage: StageCost) -> StageCost:
-        return replace(stage, flops_backward=max(0, stage.flops_backward - stage.flops_forward))
+        left = Counter(dict(stage.kernels_backward)) - Counter(dict(stage.kernels_forward))
+        return replace(stage, kernels_backward=frozenset(left.items()))
 
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
     whole = Partition(devices=(0,) * len(profile.blocks))

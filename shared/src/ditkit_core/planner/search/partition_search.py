@@ -12,20 +12,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.memory import (
-    PLAIN,
-    Budget,
-    DevicePlan,
-    DeviceSpan,
-    Partition,
-    Profile,
-    Workload,
-    compose,
-    on_host,
-)
+from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition, Profile, compose, on_host
 from ditkit_core.planner.partition import least_full, streamed_of
 from ditkit_core.planner.step_time import StageTime, crossing_time, sending, span_time, step_time
 from ditkit_core.planner.step_time import step_seconds as seconds_of
+from ditkit_core.planner.workload import PLAIN, Workload
 
 PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
 """Factor on a step's time when settings are compared, by the format of the weights."""

@@ -1,0 +1,71 @@
+"""What a step does apart from its model: how many micro-batches it has, in which formats they are multiplied, and who shares them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ditkit_core.training.optim.gradient_sum import num_waiting_sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Properties of a step apart from its model."""
+
+    micro_batches: int = 1
+    """Number accumulated; gradients of the first exist while the second runs."""
+    pipelined: bool = False
+    """Whether all forwards run before one backward, so that their activations are alive at once."""
+    fp32: bool = False
+    """Whether matrices are multiplied in fp32."""
+    quantize: str = "none"
+    """Format of the frozen matrices."""
+    compute: str = "dtype"
+    """`base.compute`."""
+    kernels: str = "torch"
+    """`train.kernels`."""
+    attention: str = "sdpa"
+    """`train.attention`."""
+    replayed: bool = False
+    """Whether micro-batches and updates are replayed as CUDA graphs, so that the host launches none of their operations."""
+    match_base: float = 0.0
+    """`prior.match_base`: share of the steps with another forward, which keeps nothing."""
+    rounding: str = ""
+    """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
+    ranks: "RankGradients | None" = None
+    """Gradients of the fullest rank, if several ranks share the step; `micro_batches` are then those of the rank that has most."""
+
+    @property
+    def waiting(self) -> int:
+        """Micro-batches whose activations are alive when the first backward runs."""
+        return self.micro_batches - 1 if self.pipelined else 0
+
+    def rounds(self, *, trains_all: bool) -> list["Round"]:
+        """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set."""
+        if self.ranks is not None:
+            return list(self.ranks.rounds)
+        apart = not (trains_all or self.pipelined)  # else all are added to one set
+        leaves = range(self.micro_batches)
+        sums = [max((num_waiting_sums(leaf) for leaf in leaves[odd::2]), default=0) * apart for odd in (0, 1)]
+        return [Round(again=False, sums=sums[0]), Round(again=True, sums=sums[1])][: self.micro_batches]
+
+
+class Round(NamedTuple):
+    """The gradients of earlier micro-batches that exist while one runs."""
+
+    again: bool
+    """Whether its gradients are added in place to those of the one before."""
+    sums: int = 0
+    """Sets of gradients that wait to be added to others. Where ranks divide gradients: whether they already have their parts of some."""
+    whole: bool = False
+    """Whether ranks that divide gradients leave them whole, because a later micro-batch adds to them."""
+
+
+class RankGradients(NamedTuple):
+    """Sets of gradients of ranks that share a step; each figure is that of the fullest rank."""
+
+    rounds: tuple[Round, ...]
+    exchanged: int
+    """Sets that exist while ranks exchange theirs, buffers included."""
+
+
+PLAIN = Workload()
+"""One micro-batch of exact weights."""

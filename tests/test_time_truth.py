@@ -1,0 +1,57 @@
+"""Plans take the times that an H100 measured, and benchmarks/time_truth.md is what tools/time_truth.py prints today."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from workspace import ROOT
+
+PAGE = (ROOT / "benchmarks" / "time_truth.md").read_text(encoding="utf-8").splitlines()
+made_with_another_torch = f"torch {torch.__version__.partition('+')[0]}." not in "\n".join(PAGE[:4])
+
+
+@pytest.fixture(scope="module")
+def truth():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT / "tools"))
+        import time_truth
+
+        yield time_truth
+
+
+def steps_of(truth, *names):
+    return [next(step for step in truth.STEPS if step.name == name) for name in names]
+
+
+def test_a_step_that_waits_for_the_host_and_one_that_does_not_take_what_was_measured(truth):
+    """Of one model with few tokens, and of one with many: launched, replayed, and each kind of kernel."""
+    small, large = steps_of(
+        truth, "FLUX.2 klein 4B, 512×512, full, triton", "Wan 14B, 480×832×49, 4 blocks, full, triton"
+    )
+    assert small.off() <= truth.BOUND and large.off() <= truth.BOUND
+    assert small.planned() > 3 * small.planned(replayed=True), "the host feeds it"
+    assert large.planned() < 1.05 * large.planned(replayed=True), "the host hides behind it"
+    assert small.planned_kinds().total() == pytest.approx(small.graph, rel=truth.BOUND)
+    for step in (small, large):
+        for kind, measured in step.kinds.items():
+            assert step.planned_kinds()[kind] == pytest.approx(measured, rel=truth.BOUND)
+        assert step.planned_launches() == pytest.approx(step.launches, rel=truth.BOUND)
+        if not made_with_another_torch:
+            assert truth.whole_row(step) in PAGE and truth.kinds_row(step) in PAGE
+
+
+@pytest.mark.slow
+def test_every_step_takes_what_was_measured(truth):
+    assert {step.name: step.off() for step in truth.STEPS if step.off() > truth.BOUND} == {}
+    if not made_with_another_torch:
+        assert [row for row in map(truth.whole_row, truth.STEPS) if row not in PAGE] == []
+
+
+def test_a_plan_that_is_off_is_reported_by_its_distance(truth):
+    (step,) = steps_of(truth, "FLUX.2 klein 4B, 512×512, full, triton")
+    planned, replayed = step.planned(), step.planned(replayed=True)
+    for measured, off in ((planned, 0.0), (2 * planned, 0.5), (0.5 * planned, 1.0)):
+        assert replace(step, seconds=(measured,), replayed=()).off() == pytest.approx(off)
+    assert replace(step, seconds=(planned,), replayed=(2 * replayed,)).off() == pytest.approx(0.5), "the worse of both"
+    assert replace(step, seconds=(0.5 * planned, 2 * planned), replayed=()).off() == 0, "measurements scatter"
