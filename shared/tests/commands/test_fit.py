@@ -19,10 +19,10 @@ from ditkit_core.io import console
 from ditkit_core.planner import plan as plan_stage
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.search.autotune import best_first, candidates, fit, least_missing, levers
 from ditkit_core.planner.search.partition_search import FitTask
 from ditkit_core.planner.search.update_search import levels as update_levels
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.specs import altered
@@ -403,7 +403,7 @@ def test_micro_batches_do_not_overlap_where_the_optimizer_steps_in_the_backward(
     sections = {"adapter": {"method": "full"}, "model": {"dtype": "fp32", "preset": "tiny"}}
     config = config_of(**sections, train={"accumulation": 4, "pipelined": True})
     _, *fused = update_levels(config)
-    assert len(fused) == 5
+    assert len(fused) == 6
     for level in fused:
         task = fit_stage.task_for(create_run(TOY, level.config), parse_gpus("24GiB,24GiB"))
         task = replace(task, profile_of=made_full_profiles(level.config))

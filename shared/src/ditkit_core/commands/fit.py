@@ -125,7 +125,10 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
     config, lines = apply(level.config, found.chosen, names), list(explained(found, task, names))
     for later, candidate in searched.later:
         host_gib = f", {candidate.host / GIB:.1f} GiB in host memory" if candidate.host else ""
-        lines.append(f"not chosen, because it changes more: {later.short}: {in_words(candidate, names)}{host_gib}")
+        cost = "; ".join(change.cost for change in later.changed if change not in level.changed)
+        lines.append(
+            f"not chosen, because it changes more: {later.short}: {in_words(candidate, names)}{host_gib}; price: {cost}"
+        )
     title = in_words(found.chosen, names)
     return Found(config=config, lines=[*_levers(level, task), *lines], chosen=found.chosen, title=title, level=level)
 

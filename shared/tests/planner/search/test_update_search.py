@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from made_profiles import GIB, made_full_profiles
+from made_profiles import GIB, made_full_profiles, made_profile
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.search.autotune import HARDLY_LONGER, candidates, fit, scheduled
 from ditkit_core.planner.search.partition_search import FitTask
 from ditkit_core.planner.search.update_search import COSTS, levels, search, state_bytes
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 
 FULL = {"adapter.method": "full", "model.dtype": "fp32", "train.accumulation": 4}
@@ -26,25 +26,28 @@ def shorts(config):
 
 
 FUSED = "optim.fused_backward = true, train.clip_by = last_step"
+FAST = "precision.preset = fast"
 
 
 def test_levers_are_added_in_the_order_of_what_they_change():
     split = f"{FUSED}, model.dtype = bf16, optim.rounding = split"
     stochastic = split.replace("split", "stochastic")
     eight_bits, adafactor = (f"{stochastic}, optim.name = {name}" for name in ("adamw8bit", "adafactor"))
-    assert shorts(config_of()) == ["", FUSED, split, stochastic, eight_bits, adafactor]
+    assert shorts(config_of()) == ["", FUSED, split, stochastic, eight_bits, adafactor, f"{adafactor}, {FAST}"]
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ({"adapter__method": "lora"}, [""]),
+        ({"adapter__method": "lora", "model__dtype": "bf16"}, ["", FAST]),
+        ({"adapter__method": "lora", "model__dtype": "bf16", "precision__residual": "bf16"}, [""]),
         ({"optim__name": "prodigy", "optim__lr": 1.0}, [""]),
         ({"optim__name": "schedulefree_adamw"}, ["", FUSED]),
         ({"train__clip_norm": 0.0, "optim__name": "schedulefree_adamw"}, ["", "optim.fused_backward = true"]),
         (
             {"optim__name": "muon", "model__dtype": "bf16", "optim__rounding": "stochastic"},
-            ["", FUSED, f"{FUSED}, optim.name = adafactor"],
+            ["", FUSED, f"{FUSED}, optim.name = adafactor", f"{FUSED}, optim.name = adafactor, {FAST}"],
         ),
         (
             {
@@ -54,7 +57,7 @@ def test_levers_are_added_in_the_order_of_what_they_change():
                 "optim__fused_backward": True,
                 "train__clip_by": "block",
             },
-            ["", "optim.rounding = stochastic"],
+            ["", "optim.rounding = stochastic", f"optim.rounding = stochastic, {FAST}"],
         ),
     ],
 )
@@ -65,7 +68,7 @@ def test_what_is_set_already_is_not_undone(flags, expected):
 def test_each_change_says_what_it_was_and_what_it_costs():
     *_, last = levels(config_of())
     assert [str(each).partition(" (was ")[2].partition(")")[0] for each in last.changed] == [
-        "false", "step", "fp32", "nearest", "adamw",
+        "false", "step", "fp32", "nearest", "adamw", "default",
     ]  # fmt: skip
     keys = {each.key for level in levels(config_of()) for each in level.changed}
     assert keys == {key.partition(" = ")[0] for key in COSTS if not key.startswith("encode.")}
@@ -121,11 +124,57 @@ def test_a_level_that_contradicts_another_setting_is_passed_over():
 
 def test_where_nothing_fits_the_last_level_is_what_lacks_least():
     found = search(config_of(), task_of("2GiB"))
-    assert found.fit.chosen is None and found.level.short.endswith("optim.name = adafactor") and not found.later
+    assert found.fit.chosen is None and found.level.short.endswith(f"optim.name = adafactor, {FAST}")
+    assert not found.later
     first, last = (
         state_bytes(task_of("2GiB")(each).profile_of("full", "none")) for each in (config_of(), found.level.config)
     )
     assert last < first / 7
+
+
+LORA = {"adapter.method": "lora", "model.dtype": "bf16"}
+
+
+def adapting(gpus, made_for):
+    """A LoRA over blocks that keep and use half as much with the preset `fast`; each planned precision is added to a list."""
+
+    def task(config):
+        narrow = config.precision.preset == "fast"
+        made_for.append(config.precision.preset)
+
+        def profile_of(policy, quantize):
+            made = made_profile(policy, quantize, num_blocks=12)
+            halved = {
+                name: getattr(made.blocks[0], name) // 2
+                for name in ("kept", "released", "forward_extra", "backward_extra")
+            }
+            return replace(made, blocks=(replace(made.blocks[0], **halved),) * 12) if narrow else made
+
+        return FitTask(gpus=parse_gpus(gpus), profile_of=profile_of)
+
+    return task
+
+
+def test_a_lora_is_offered_the_narrow_residual_where_that_streams_less():
+    config, made_for = resolve(RunConfig, flags=LORA), []
+    found = search(config, adapting("24GiB", made_for))
+    chosen, ((level, offer),) = found.fit.chosen, found.later
+    assert not found.level.changed and level.short == FAST and "1.1 to 1.2 %" in level.changed[-1].cost
+    assert all(plan.fits for plan in offer.plan)
+    assert offer.score <= 0.9 * chosen.score or offer.host < 0.75 * chosen.host
+    assert "fast" in made_for
+
+
+def test_it_is_not_planned_where_nothing_is_recomputed_or_streamed():
+    made_for = []
+    found = search(resolve(RunConfig, flags=LORA), adapting("48GiB", made_for))
+    assert found.fit.chosen.setting.policy == "none" and not found.later
+    assert made_for == ["default"]
+
+
+def test_a_lora_that_fits_no_other_way_takes_it():
+    found = search(resolve(RunConfig, flags=LORA), adapting("3.5GiB", []))
+    assert found.level.short == FAST and all(plan.fits for plan in found.fit.chosen.plan)
 
 
 def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
