@@ -32,7 +32,7 @@ from ditkit_core.io.memory import release_memory
 from ditkit_core.models.precision import Precision, set_precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, gpus_here, parse_gpus
-from ditkit_core.planner.memory import Budget, Partition, Workload, compose
+from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import step_seconds

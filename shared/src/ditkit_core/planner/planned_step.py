@@ -173,6 +173,8 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
 def work_of(run: RunContext) -> Workload:
     """The properties of a run's step apart from its model."""
     trains_bf16 = run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
+    train, ranks = run.config.train, run.config.ranks
+    is_eager = train.cuda_graphs == "off" or train.pipelined or train.compile or run.config.optim.fused_backward
     return Workload(
         micro_batches=run.config.micro_batches,
         pipelined=run.config.train.pipelined,
@@ -181,6 +183,7 @@ def work_of(run: RunContext) -> Workload:
         compute=run.config.base.compute,
         kernels=run.config.train.kernels,
         attention=run.config.train.attention,
+        replayed=not (is_eager or ranks.shard > 1 or ranks.context > 1),
         match_base=run.config.prior.match_base,
         rounding=run.config.optim.rounding if trains_bf16 else "",
     )

@@ -14,7 +14,7 @@ to launch a stage than the device to run it, the stage takes that long; steps th
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -194,6 +194,9 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
         stages.insert(0, (profile.embed, False))
     if end == len(profile.blocks):
         stages.append((profile.head, False))
+    is_alone = start == 0 and end == len(profile.blocks)
+    if work.replayed and (streamed or not is_alone or any(stage.on_host for stage, _ in stages)):
+        work = replace(work, replayed=False)  # as `training/replay.py: not_replayed` has it
     link = gpu.host_bandwidth * LINK_SHARE
     # Blocks of a kind have one object of counts. A search asks for a hundred thousand spans, so each is looked up by identity, once for a span.
     every = [counts for stage, _ in stages for counts in (stage.kernels_forward, stage.kernels_backward)]

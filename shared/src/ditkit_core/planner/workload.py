@@ -25,7 +25,8 @@ class Workload:
     attention: str = "sdpa"
     """`train.attention`."""
     replayed: bool = False
-    """Whether micro-batches and updates are replayed as CUDA graphs, so that the host launches none of their operations."""
+    """Whether micro-batches may be replayed as CUDA graphs, so that the host launches none of their operations: `train.cuda_graphs` replays those that
+    the host would launch too slowly."""
     match_base: float = 0.0
     """`prior.match_base`: share of the steps with another forward, which keeps nothing."""
     rounding: str = ""
