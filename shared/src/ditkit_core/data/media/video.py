@@ -174,6 +174,22 @@ def converted_primaries(path: Path) -> str:
         return wide.name if wide else ""
 
 
+_UNSPECIFIED = 2
+"""libav's number for a matrix of colours that a stream does not name."""
+
+
+def has_no_matrix(path: Path) -> bool:
+    """Whether a video stores brightness and colour differences and does not say by which matrix; libav then takes BT.601.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    with _opened(path) as (_, stream):
+        context = stream.codec_context
+        is_yuv = context.pix_fmt is not None and context.pix_fmt.startswith(("yuv", "nv", "p0"))
+        return is_yuv and context.colorspace == _UNSPECIFIED
+
+
 def frames_at(path: Path, times: Sequence[float]) -> Iterator[RgbImage]:
     """The image on screen at each time; bitwise identical wherever the times begin.
 

@@ -40,7 +40,13 @@ from ditkit_core.diagnostics.doctor.findings import (
     grouped,
     one_line,
 )
-from ditkit_core.diagnostics.doctor.media import Fingerprint, WindowLook, look_at_window, near_duplicates
+from ditkit_core.diagnostics.doctor.media import (
+    Fingerprint,
+    WindowLook,
+    look_at_window,
+    near_duplicates,
+    without_matrix,
+)
 from ditkit_core.diagnostics.doctor.rules import (
     check_boundary_images,
     check_buckets,
@@ -56,6 +62,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_file,
     check_frames,
     check_mask,
+    check_matrices,
     check_shortened,
     count_captions,
     file_row,
@@ -127,6 +134,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
         *check_coverage([row for row, _ in files]),
         *check_colours(_stored_colours(run, everything)),
+        *check_matrices(without_matrix([row for row, _ in files]), len(files)),
         *(finding for looks in both for finding in looks.findings),
         *map(refusal, dict.fromkeys([*own.lacking, *prior.lacking, *_prompt_errors(run, samples)])),
         *check_duplicates(same, alike),

@@ -52,6 +52,7 @@ CODES: Mapping[str, str] = {
     "D31": "colours that cannot be converted",
     "D32": "pictures of which more than a quarter is cut away",
     "D33": "clips that are shorter than asked for, and trained as they are",
+    "D40": "an HD video that does not name its matrix of colours",
 }
 """The subject of each code."""
 

@@ -4,7 +4,8 @@ Differences are mean absolute differences between thumbnails, in levels of 0…2
 flashes, cuts, re-encoded copies); so their findings are warnings and never exclude a sample.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 
 from ditkit_core.data.media.clip import stored_images
 from ditkit_core.data.media.image import RgbImage
+from ditkit_core.data.media.video import has_no_matrix
+from ditkit_core.diagnostics.doctor.findings import FileRow
+from ditkit_core.errors import UserError
 
 SIDE = 32
 """Side of a thumbnail, in pixels."""
@@ -26,6 +30,8 @@ STILL_LEVELS = 1.0
 """A clip does not move if all its frames differ from the first by less."""
 FROZEN_LEVELS = 0.05
 """Frames that differ by less count as the same image."""
+HD_LINES = 720
+"""Height from which on videos are usually BT.709."""
 BLANK_LEVELS = 1.5
 """Standard deviation below which a frame counts as one colour."""
 
@@ -214,3 +220,14 @@ def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[
         latest[every, values[index], count[every, values[index]] % _MOST_COMPARED] = index
         count[every, values[index]] += 1
     return [tuple(group) for group in groups.values()]
+
+
+def without_matrix(rows: Sequence[FileRow]) -> list[str]:
+    """The HD videos among these files that do not name their matrix of colours."""
+    files = []
+    for row in rows:
+        path = Path(row.file)
+        with suppress(UserError):  # damaged after its windows, which is reported already
+            if row.seconds and row.height >= HD_LINES and path.is_file() and has_no_matrix(path):
+                files.append(row.file)
+    return files

@@ -25,7 +25,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     Finding,
     listed,
 )
-from ditkit_core.diagnostics.doctor.media import WindowLook
+from ditkit_core.diagnostics.doctor.media import HD_LINES, WindowLook
 from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
@@ -131,6 +131,17 @@ def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
         others = spaces.total() - 1
         where = f"{spaces.total()} files ({first}, …)" if others else first
         yield Finding.note("D30", where, what, "nothing to do; --dump shows them as they are trained")
+
+
+def check_matrices(files: Sequence[str], of: int) -> Iterator[Finding]:
+    """One note about all HD videos that do not name their matrix of colours, of this number of files."""
+    if files:
+        where = files[0] if len(files) == 1 else f"{len(files)} of {plural(of, 'file')} ({files[0]}, …)"
+        what = (
+            f"{HD_LINES} lines or more and no matrix of colours: read as BT.601, as ffmpeg and OpenCV do, not as BT.709"
+        )
+        remedy = "if players show other reds and greens than --dump, tag it: ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 OUT"
+        yield Finding.note("D40", where, what, remedy)
 
 
 def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
