@@ -17,6 +17,19 @@ def test_text_is_escaped_and_markup_is_not() -> None:
     assert element("img", src="a") == '<img src="a">' and element("td") == "<td></td>"
 
 
+def test_marks_that_turn_a_line_around_are_not_written() -> None:
+    turned = "\u202egpj.\u2066x\u2069 אבג"
+    assert escape_html(turned) == "\ufffdgpj.\ufffdx\ufffd אבג", "letters that are written from the right stay"
+    made = (
+        element("p", turned, title=turned)
+        + html_page(turned, element("p", turned))
+        + json_script({turned: [turned]}, id="numbers")
+    )
+    assert not re.search("[\u202a-\u202e\u2066-\u2069]", made) and not re.search(r"\\u(202[a-e]|206[6-9])", made)
+    (text,) = re.findall("<script[^>]*>(.*)</script>", json_script({"a": turned}, id="numbers"))
+    assert json.loads(text) == {"a": "\ufffdgpj.\ufffdx\ufffd אבג"}
+
+
 def test_a_table_escapes_its_cells_and_marks_rows_and_numbers() -> None:
     table = Table(head=["file", "frames"], rows=[["<b>", "9"], [element("i", "x"), "4"]])
     made = html_table(table, classes=["warning", ""])

@@ -46,11 +46,13 @@ def join_html(*parts: str) -> Html:
 
 
 def escape_html(text: str) -> str:
-    """Escape a text for HTML and SVG; control characters and lone surrogates become the replacement character."""
+    """Escape a text for HTML and SVG; what is not shown, or turns the order of a line around, becomes the replacement character."""
     return html.escape(_UNSHOWN.sub("\ufffd", text), quote=True)
 
 
-_UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+"""Control characters, lone surrogates, and marks behind which a line reads backwards: a name could then look like another one."""
+_TURNING_IN_JSON = re.compile(r"\\u(202[a-e]|206[6-9])")
 
 
 def html_table(table: Table, *, row_titles: bool = False, classes: Sequence[str] = ()) -> Html:
@@ -114,7 +116,7 @@ def json_text(values: Mapping[str, Any]) -> str:
 
 def json_script(values: Mapping[str, Any], id: str) -> Html:
     """Plain values as JSON for a page's script, in a script element."""
-    text = json.dumps(values, allow_nan=False)
+    text = _TURNING_IN_JSON.sub(r"\\ufffd", json.dumps(values, allow_nan=False))
     # Escaped, because a caption with `</script>` would end the element.
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -101,7 +101,7 @@ def test_any_header_makes_a_card(config: str) -> None:
 
 
 def test_texts_of_strangers_make_no_markup() -> None:
-    hostile = "a\n# title\n---\n<script>|*x*"
+    hostile = "a\n# title\n---\n<script>|*x*\u202e"
     sample = CardSample(path="samples/a.png", prompt=hostile)
     header = {"ditkit.config": f"[data]\ntrigger = {hostile!r}\n", "ditkit.data": hostile}
     metadata, body = card(CardFile(path="a.safetensors", header=header, readers={}), samples=[sample])
@@ -109,4 +109,5 @@ def test_texts_of_strangers_make_no_markup() -> None:
     assert "<script>" not in body.replace("    ", "") or all(
         line.startswith("    ") or "`" in line for line in body.splitlines() if "<script>" in line
     )
+    assert "\u202e" not in body.replace("    ", "").partition("<details>")[0]
     assert "# title" not in body.splitlines() and "---" not in body.splitlines()

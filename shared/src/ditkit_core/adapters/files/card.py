@@ -9,7 +9,7 @@ from typing import Any
 
 from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.config.toml import flatten
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, printable
 from ditkit_core.io.files import parse_json_object
 from ditkit_core.models.paths import is_hub_id
 from ditkit_core.models.spec import ModelSpec
@@ -240,12 +240,12 @@ def _product(config: Mapping[str, Any], *keys: str) -> int | None:
 
 def _plain(value: Any) -> str:
     """A user's text escaped for one line of Markdown, so that it makes no markup, line break or table column."""
-    text = " ".join(str(value).split())
+    text = printable(" ".join(str(value).split()))
     return "".join(f"\\{character}" if character in "\\`*_[]<>|#~" else character for character in text)
 
 
 def _code(value: Any) -> str:
-    return " ".join(str(value).split()).replace("`", "'")
+    return printable(" ".join(str(value).split())).replace("`", "'")
 
 
 def name_of(files: Sequence[Path], repository: str) -> str:
