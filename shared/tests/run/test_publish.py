@@ -168,3 +168,17 @@ def test_options_that_do_not_go_together_are_refused(
 ) -> None:
     assert trained.run("export", "--adapter", "a.safetensors", *flags) == 2
     assert said in capsys.readouterr().err
+
+
+def test_samples_whose_list_was_changed_are_not_pushed(
+    trained: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trained.folder / "fox" / "samples" / "step-000002.json"
+    content = path.read_text()
+    path.write_text(content.replace("a: blue one", "a: blve one"))
+    try:
+        assert export(trained, "fox", "--card", str(tmp_path / "card.md")) == 0
+    finally:
+        path.write_text(content)
+    assert f"{path} was changed or damaged since it was written: its samples are left out" in capsys.readouterr().err
+    assert "widget" not in card_of((tmp_path / "card.md").read_text())[0]

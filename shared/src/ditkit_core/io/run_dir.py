@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +21,7 @@ from ditkit_core.config.resume import ConfigChange, compare, refuse
 from ditkit_core.config.schema import config_fields
 from ditkit_core.config.toml import read_stored_file, to_toml
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import dicts_of, json_part, remove_unfinished, write_text
+from ditkit_core.io.files import dicts_of, json_hash, json_part, remove_unfinished, write_text
 from ditkit_core.io.ranks import Ranks
 
 CHECKS = ("check.json", "check.html")
@@ -95,6 +95,27 @@ class ListedSample:
     seed: str
     decoded: str
     """How the VAE decoded it, in words; empty for samples of earlier versions."""
+
+
+def sample_list(samples: Sequence[Mapping[str, Any]], shown: str) -> str:
+    """The JSON list of samples, with a digest of itself by which a later change is seen.
+
+    Args:
+        samples: For each its `file`, `prompt`, `seed` and how it was `decoded`.
+        shown: Name of the image that shows all of them.
+    """
+    content = {"samples": list(samples), "shown": shown}
+    return json.dumps({**content, _DIGEST: json_hash(content)}, indent=1) + "\n"
+
+
+def is_changed_list(path: Path) -> bool:
+    """Whether a JSON list of samples differs from its digest; earlier versions wrote none."""
+    content = json_part(path)
+    digest = content.pop(_DIGEST, None)
+    return digest is not None and digest != json_hash(content)
+
+
+_DIGEST = "digest"
 
 
 def listed_samples(path: Path) -> list[ListedSample]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from ditkit_core.adapters.files.card import Card, CardFile, CardSample, name_of
 from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import say
+from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import json_part, read_json_object, read_text, write_text
 from ditkit_core.io.hub import Hub, check_hub, upload
-from ditkit_core.io.run_dir import RunFolder, listed_samples
+from ditkit_core.io.run_dir import RunFolder, is_changed_list, listed_samples
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.weights.fp8_scaled import open_weights
@@ -94,7 +94,11 @@ def _inside(folder: Path) -> dict[str, Path | bytes]:
 
 def _samples_of(run: RunFolder, step: int) -> dict[str, tuple[Path, str]]:
     """By path in the repository, the samples of a step and their prompts; none where that step has none."""
-    found = listed_samples(run.samples / f"step-{step:06d}.json")[:_MOST_SAMPLES]
+    path = run.samples / f"step-{step:06d}.json"
+    if is_changed_list(path):
+        warn(f"{path} was changed or damaged since it was written: its samples are left out of the card")
+        return {}
+    found = listed_samples(path)[:_MOST_SAMPLES]
     return {f"samples/{each.file.name}": (each.file, each.prompt) for each in found if each.file.is_file()}
 
 

@@ -1,6 +1,5 @@
 """Writes samples as files: an image or a video each, and all of them in one image."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -12,6 +11,7 @@ from torch import Tensor
 from ditkit_core.data.media.clip import write_image, write_video
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
+from ditkit_core.io.run_dir import sample_list
 from ditkit_core.models.encoders import GenerationRequest, Sampler
 from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
 from ditkit_core.sampling.denoise import DenoiserStage, generate
@@ -87,8 +87,7 @@ def render_samples(
     files = [to.folder / sample.about["file"] for sample in samples]
     if files and shares.ranks.is_first:
         files += _overview([sample.frames for sample in samples], to)
-        all_of_them = {"samples": [sample.about for sample in samples], "shown": files[-1].name}
-        write_text(to.folder / f"{to.stem}.json", json.dumps(all_of_them, indent=1) + "\n")
+        write_text(to.folder / f"{to.stem}.json", sample_list([sample.about for sample in samples], files[-1].name))
     return files
 
 

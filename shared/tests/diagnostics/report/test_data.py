@@ -11,7 +11,7 @@ from made_runs import SIGMAS, write_run, write_samples
 from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, chart_figure
 from ditkit_core.diagnostics.report.data import MOST_POINTS, MOST_TIMES, Series, read_metrics, read_sections
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import reserve_sample_number
+from ditkit_core.io.run_dir import is_changed_list, listed_samples, reserve_sample_number, sample_list
 
 
 def series(values: list[float]) -> Series:
@@ -95,6 +95,29 @@ def test_samples_are_of_few_steps_with_the_first_and_the_last(tmp_path: Path) ->
     assert len(steps) == MOST_TIMES and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
     files = [sample.file for each in section.samples for sample in each.samples]
     assert all(file.parent == run / "samples" for file in files), "none from elsewhere"
+
+
+def test_a_list_of_samples_that_changed_since_is_called_so(tmp_path: Path) -> None:
+    """One bit of it: every flip inside a value shows, and a list of an earlier version has no digest to compare with."""
+    run = write_run(tmp_path, 40)
+    path = run / "samples" / "step-000010.json"
+    listed = [{"file": "step-000010-0.png", "prompt": "a cat", "seed": 3, "decoded": ""}]
+    path.write_text(sample_list(listed, "step-000010-0.png"))
+    content = path.read_bytes()
+    assert not is_changed_list(path) and listed_samples(path)[0].prompt == "a cat"
+    for place in (
+        content.index(b"cat") + 1,
+        content.index(b"3"),
+        content.index(b"-0.png"),
+        content.index(b'"digest": "') + 12,
+    ):
+        path.write_bytes(bytes(byte ^ (1 if index == place else 0) for index, byte in enumerate(content)))
+        assert is_changed_list(path), place
+    (section,) = read_sections(run)
+    titles = [each.title for each in section.samples]
+    assert "step 10 (step-000010.json was changed or damaged since it was written)" in titles
+    write_samples(run / "samples", 20, ("a",))
+    assert not is_changed_list(run / "samples" / "step-000020.json")
 
 
 def test_a_series_is_flat_if_a_curve_would_show_nothing() -> None:

@@ -11,7 +11,7 @@ from ditkit_core.config.toml import flatten, read_toml
 from ditkit_core.diagnostics.verification.exported import current_results
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import dicts_of, json_part
-from ditkit_core.io.run_dir import ListedSample, RunFolder, listed_samples, sample_number
+from ditkit_core.io.run_dir import ListedSample, RunFolder, is_changed_list, listed_samples, sample_number
 
 MOST_POINTS = 2000
 """Largest number of points of a curve in a page."""
@@ -199,4 +199,6 @@ def _by_command(folder: Path) -> list[SampleSet]:
 def _listed(path: Path, title: str) -> SampleSet | None:
     """The samples in a JSON list; None if there are none."""
     samples = listed_samples(path)
-    return SampleSet(title=title, samples=samples) if samples else None
+    # Its prompts and seeds may then be those of other samples.
+    changed = f" ({path.name} was changed or damaged since it was written)" if is_changed_list(path) else ""
+    return SampleSet(title=f"{title}{changed}", samples=samples) if samples else None
