@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
 from ditkit_core.adapters.dora import in_norm_of
 from ditkit_core.adapters.extract import Extracted, as_lokr, as_lora, extract
 from ditkit_core.adapters.files.convert import (
@@ -240,28 +240,43 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         config_json=description if description.is_file() else None,
     )
     for each in folders:
-        worst = _difference(_stored(spec, arch, open_weights(each)), merged, list(merged.edits))
+        worst, lost = _rounding(_stored(spec, arch, open_weights(each)), merged)
         also = f" and differences of {described(list(file.differences))}" if file.differences else ""
         what = f"{len(found.shapes)} modules{also} merged at strength {strength:g}"
-        say(f"{each}: {what}; the written weights differ by {worst:.1e} (rounding)")
+        of_change = f", which is {lost:.1%} of what the file changes" if worst else ""
+        say(f"{each}: {what}; rounding to {dtype} changes the written weights by {worst:.1e}{of_change}")
+        if lost > _MUCH_LOST:
+            wider = "bf16 or fp32" if dtype == FP8_SCALED else "fp32"
+            warn(f"{each}: rounding is {lost:.0%} of what the file changes; write it with --dtype {wider}")
 
 
 def _stored(spec: ModelSpec, arch: Any, source: SafetensorsSource) -> StoredParameters:
     return StoredParameters.of(source, spec.architecture.names, parameters_of(spec.architecture.build, arch))
 
 
-def _difference(written: StoredParameters, expected: StoredParameters, names: list[str]) -> float:
-    """Largest relative difference of some parameters of a file to their expected values."""
-    worst = 0.0
-    for name in names:
-        wanted = expected.read(name)
+_MUCH_LOST = 0.1
+"""Share of a merged change that may be lost in rounding without a warning."""
+
+
+def _rounding(written: StoredParameters, expected: StoredParameters) -> tuple[float, float]:
+    """The rounding of the parameters of a file that a merge changed.
+
+    Returns:
+        The largest difference to the expected values, relative to a parameter; and that of all of them, relative to what the merge changed.
+    """
+    worst, lost, changed, base = 0.0, 0.0, 0.0, replace(expected, edits={})
+    for name in expected.edits:
+        wanted = expected.read(name).clone()
+        error = float(torch.linalg.vector_norm(written.read(name) - wanted))
         size = float(torch.linalg.vector_norm(wanted))
-        worst = max(worst, float(torch.linalg.vector_norm(written.read(name) - wanted)) / (size or 1.0))
+        worst = max(worst, error / (size or 1.0))
+        lost += error**2
+        changed += float(torch.linalg.vector_norm(wanted - base.read(name))) ** 2
     if not worst <= 0.1:  # rounding to 8 bits costs about 3 %; `not <=` also refuses NaN
         raise UserError(
             f"{written.source.path}: the merged weights differ by {worst:.1%} when read back; check the disk, and write them again"
         )
-    return worst
+    return worst, (lost / changed) ** 0.5 if changed else 0.0
 
 
 def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> None:
