@@ -281,3 +281,17 @@ def test_the_file_of_metrics_is_not_left_open(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt), log:
         pass
     assert log._file.closed
+
+
+def test_where_the_trackers_run_is_is_said_once(
+    local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples that are left when training has ended open the run a second time."""
+    pytest.importorskip("trackio", reason="the extra trackio is not installed")
+    with MetricsLog(tmp_path, config("trackio"), tracked=RUN):
+        pass
+    assert capsys.readouterr().out.count("trackio show --project tests") == 1
+    for is_said in (True, False):  # after training, or by a command that found the run complete
+        add_samples(tmp_path, 10 + is_said)
+        log_left_samples(tmp_path, config("trackio"), RUN, lambda line: pytest.fail(line), is_said=is_said)
+        assert capsys.readouterr().out.count("trackio show --project tests") == (not is_said)

@@ -200,7 +200,7 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
         if previews is not None:
             # Last, after the run is marked complete: if a signal ends the wait, the same command only generates what is left.
             previews.wait()
-    log_left_samples(folder.path, run.config.log, tracked_run(run, folder), warn)
+    log_left_samples(folder.path, run.config.log, tracked_run(run, folder), warn, is_said=True)
 
 
 def _prepare(whole: ComponentRuns, left: Sequence[Component]) -> None:

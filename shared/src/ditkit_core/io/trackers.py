@@ -152,7 +152,16 @@ class LibraryTracker:
     `tracker.json` in the run's folder has the id, so that a resumed run continues the same one, and which samples were logged.
     """
 
-    def __init__(self, folder: Path, library: str, project: str, run: TrackedRun, *, is_new: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        library: str,
+        project: str,
+        run: TrackedRun,
+        *,
+        is_new: bool = False,
+        is_said: bool = False,
+    ):
         """Open the run.
 
         Args:
@@ -160,6 +169,7 @@ class LibraryTracker:
             project: The project's name there.
             run: The run's name and settings.
             is_new: Whether training starts anew, so that this is another run than any before.
+            is_said: Whether this process has said already where the run is.
         """
         self._folder, self._library = RunFolder(folder), library
         self._memory = _memory(self._folder)
@@ -170,7 +180,9 @@ class LibraryTracker:
         self._seen: dict[str, int] = self._memory[library]["samples"]
         self._looked = 0
         self._remember()  # before the run is there, so that a kill makes no second one
-        self._backend: _Backend = _BACKENDS[library](self._folder, project, run, self._memory[library]["id"])
+        self._backend: _Backend = _BACKENDS[library](
+            self._folder, project, run, self._memory[library]["id"], is_said=is_said
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._backend.log(step, values)
@@ -225,7 +237,7 @@ def _memory(folder: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 class _Wandb:
-    def __init__(self, folder: RunFolder, project: str, run: TrackedRun, id: str):
+    def __init__(self, folder: RunFolder, project: str, run: TrackedRun, id: str, *, is_said: bool = False):
         import wandb
 
         settings = wandb.Settings(
@@ -252,8 +264,10 @@ class _Wandb:
         # An axis of our own: wandb drops what is logged for an earlier step of its own axis, such as a preview from another device.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        where = self._run.settings.sync_dir
-        say(f"wandb:    {self._run.url if is_online else f'offline; upload it with: wandb sync {where}'}")
+        if not is_online:  # a folder of its own each time, and each has to be uploaded
+            say(f"wandb:    offline; upload it with: wandb sync {self._run.settings.sync_dir}")
+        elif not is_said:
+            say(f"wandb:    {self._run.url}")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({**values, "step": step})
@@ -266,7 +280,7 @@ class _Wandb:
 
 
 class _Trackio:
-    def __init__(self, folder: RunFolder, project: str, run: TrackedRun, id: str):
+    def __init__(self, folder: RunFolder, project: str, run: TrackedRun, id: str, *, is_said: bool = False):
         import trackio
 
         self._trackio = trackio
@@ -281,7 +295,8 @@ class _Trackio:
             )
         # `init` can only resume by name, and runs of several folders may have one name.
         self._run.id = id
-        say(f"trackio:  trackio show --project {project}")
+        if not is_said:
+            say(f"trackio:  trackio show --project {project}")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log(dict(values), step=step)
@@ -294,4 +309,4 @@ class _Trackio:
             self._trackio.finish()
 
 
-_BACKENDS: Mapping[str, Callable[[RunFolder, str, TrackedRun, str], _Backend]] = {"wandb": _Wandb, "trackio": _Trackio}
+_BACKENDS: Mapping[str, Callable[..., _Backend]] = {"wandb": _Wandb, "trackio": _Trackio}

@@ -167,12 +167,19 @@ class NoMetrics:
         return False
 
 
-def log_left_samples(folder: Path, config: LogConfig, tracked: TrackedRun, warn: Callable[[str], None]) -> None:
-    """Give the tracker the samples that were written when training had ended: by another process, or with all experts."""
+def log_left_samples(
+    folder: Path, config: LogConfig, tracked: TrackedRun, warn: Callable[[str], None], *, is_said: bool = False
+) -> None:
+    """Give the tracker the samples that were written when training had ended: by another process, or with all experts.
+
+    Args:
+        is_said: Whether this process has said already where the tracker's run is.
+    """
     if config.tracker != "none" and has_new_samples(folder, config.tracker):
         trackers = Trackers(warn)
         trackers.add(
-            f'log.tracker = "{config.tracker}"', lambda: LibraryTracker(folder, config.tracker, config.project, tracked)
+            f'log.tracker = "{config.tracker}"',
+            lambda: LibraryTracker(folder, config.tracker, config.project, tracked, is_said=is_said),
         )
         trackers.close(failed=False)
 
