@@ -308,8 +308,8 @@ def _train_component(
         callbacks = [ProgressBar(bar), _LastStage(), exporter, *_callbacks(run, folder, prepared, previews)]
         result = _trainer(run, folder, model, samples, callbacks).fit()
     if not result.finished:
-        where = f"at step {result.step}, saved in {result.save}" if result.save else "before the first step"
-        raise Interrupted(f"stopped {where}; the same command continues")
+        saved = f"stopped at step {result.step}, saved in {result.save}" if result.save else ""
+        raise Interrupted(f"{saved or 'stopped before the first step'}; the same command continues")
     return result
 
 
