@@ -1,15 +1,26 @@
-"""`train --report`, and the lines that a run prints before it trains and when it ends."""
+"""`train --report`, the lines that a run prints before it trains and when it ends, and whom it tells then."""
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from http.client import HTTPException
 from pathlib import Path
 
 from ditkit_core.adapters.files.export_names import finished_adapters
 from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
+from ditkit_core.config.command_words import command_words, is_address
 from ditkit_core.config.resume import ConfigChange
+from ditkit_core.diagnostics.report.data import read_sections
+from ditkit_core.diagnostics.report.overview import section_verdict
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change, plural
-from ditkit_core.io.console import say
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import json_part
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
@@ -116,3 +127,92 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
         steps = max(run.config.train.steps, folder.completed_step() or 0)
         further, verb = 2 * steps or TrainConfig().steps, "continues" if steps else "trains"
         say(f"          {train} --train.steps {further} {verb} the run")
+
+
+_COMMAND_SECONDS = 60.0
+"""Time that the end of a run waits for the user's command, which then continues by itself."""
+_WEBHOOK_SECONDS = 20.0
+
+
+def tell(config: RunConfig, reason: str = "", *, is_stopped: bool = False) -> None:
+    """Start the command, or call the webhook, of `run.on_end`; of `run.on_error` if there is a reason why the run is not complete.
+
+    Nothing that goes wrong with it is more than a warning: the run has ended already.
+
+    Args:
+        config: The run.
+        reason: The error, or how the run was stopped; empty for a complete run.
+        is_stopped: Whether somebody stopped it.
+    """
+    key = "run.on_error" if reason else "run.on_end"
+    words = command_words(config.run.on_error if reason else config.run.on_end, key)
+    if not words:
+        return
+    status = "complete" if not reason else "stopped" if is_stopped else "failed"
+    about = _about_the_end(config.run_folder, status, reason)
+    try:
+        if is_address(words[0]):
+            _call_webhook(words[0], about)
+            say(f"{key}: the webhook was called")
+        else:
+            _start(words, about, config.run_folder, key)
+    # ValueError: an address or a variable with characters that it cannot have.
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        warn(f"{key} failed ({text}); the run itself is not affected")
+
+
+def _about_the_end(folder: RunFolder, status: str, reason: str) -> dict[str, str]:
+    """What the user's command finds in its environment, and a webhook in its JSON, by name without the prefix."""
+    verdict, step = "", 0
+    with suppress(UserError):  # no step was logged
+        sections = read_sections(folder.path)
+        step = max(each.step for each in sections)
+        verdict = "; ".join(f"{each.name and f'{each.name}: '}{section_verdict(each)[0].words}" for each in sections)
+    return {
+        "run": str(folder.path.resolve()),
+        "name": folder.name,
+        "status": status,
+        "step": str(step),
+        "verdict": verdict,
+        "reason": reason,
+        "report": str(folder.report.resolve()),
+    }
+
+
+def _call_webhook(address: str, about: Mapping[str, str]) -> None:
+    what = f"{about['name']} {about['status']} at step {about['step']}: {about['reason'] or about['verdict']}"
+    # Slack shows `text`, Discord shows `content`; other services take what they want.
+    content = json.dumps({"text": what, "content": what[:2000], **about}).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "ditkit"}
+    request = urllib.request.Request(address, data=content, headers=headers)
+    try:
+        urllib.request.urlopen(request, timeout=_WEBHOOK_SECONDS).close()
+    # Without the errors themselves: the address is a secret, and they may have it.
+    except urllib.error.HTTPError as error:
+        raise OSError(f"the webhook answered {error.code}") from None
+    except HTTPException as error:
+        raise OSError(f"the webhook cannot be called: {type(error).__name__}") from None
+
+
+def _start(words: Sequence[str], about: Mapping[str, str], folder: RunFolder, key: str) -> None:
+    log = folder.path / f"{key.partition('.')[2]}.log"
+    environment = {**os.environ, **{f"DITKIT_{name.upper()}": value for name, value in about.items()}}
+    # A folder that is no run, such as one that was named by mistake, gets no file; the terminal has the output then.
+    with open(log, "ab") if folder.config_file.is_file() else nullcontext() as output:
+        # In a session of its own: it goes on if this terminal closes, and may take as long as it likes.
+        process = subprocess.Popen(
+            list(words), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        status = process.wait(timeout=_COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        say(f"{key}: {words[0]} is still working{f'; its output is in {log}' if log.exists() else ''}")
+        process.returncode = 0  # nobody waits for it any more, and Python would warn of that
+        return
+    if status:
+        warn(
+            f"{key}: {words[0]} ended with status {status}{f', see {log}' if log.exists() else ''}; the run itself is not affected"
+        )
+    else:
+        say(f"{key}: {words[0]} was called")

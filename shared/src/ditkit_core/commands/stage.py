@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from ditkit_core.commands.options import STAGES, describe_options, verb_of
 from ditkit_core.config.schema import config_values
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import warn
+from ditkit_core.io.launch import launched
 from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
 from ditkit_core.io.torchrun import joined_ranks
 from ditkit_core.models.precision import compute_fp32_in_fp32
@@ -40,7 +44,7 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
     }
     about |= {key: json.dumps(value) for key, value in config_values(config).items()}
     try:
-        with joined_ranks(config.ranks, config.train.device, about) as ranks:
+        with _told(command, config, options), joined_ranks(config.ranks, config.train.device, about) as ranks:
             if (command, verb_of(command, options)) in _COMPUTING and not getattr(options, "gpus", ""):
                 config = with_kernels(config, ranks)
             status = _stage(command, options)(spec, config, options)
@@ -69,6 +73,29 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
     training = command == "train" and not (options.plan or options.fit)
     explain(spec, config, failure, training=training, modules=modules, peaks=measured_peaks(config))
     return 1
+
+
+@contextmanager
+def _told(command: str, config: RunConfig, options: Any) -> Iterator[None]:
+    """Call `run.on_end` or `run.on_error` when a training ends inside of the block, however it ends; on the first rank alone."""
+    launch, run = launched(), config.run
+    is_training = (command, verb_of(command, options)) == ("train", "") and not (launch and launch.rank)
+    if not is_training or not (run.on_end or run.on_error):
+        yield
+        return
+    from ditkit_core.commands.report import tell
+
+    before = config.run_folder.completion()
+    try:
+        yield
+    finally:
+        # Whatever ends it: a mistake, a lack of memory, a signal, or a fault of ours, which keeps its traceback.
+        error = sys.exc_info()[1]
+        if error is not None:
+            is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+            tell(config, (" ".join(str(error).split()) or type(error).__name__)[:2000], is_stopped=is_stopped)
+        elif config.run_folder.completion() != before:  # not of a run that was complete already
+            tell(config)
 
 
 def _stage(command: str, options: Any) -> Any:

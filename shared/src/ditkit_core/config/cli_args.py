@@ -63,7 +63,7 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type, *, section: 
     hints |= _option_hints(CommonOptions) | _option_hints(options_type)
     values = {}
     for name, given in _split(argv, hints, renamed_keys(tree), section).items():
-        is_path = name in keys and keys[name].holds != "value"
+        is_path = name in keys and keys[name].is_path
         shown = name if name in keys else f"--{name}"
         values[name] = value_from_text(shown, hints[name], given, WHERE, is_path=is_path)
 

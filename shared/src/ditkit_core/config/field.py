@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 Resume = Literal["free", "stated", "refused"]
 
-Holds = Literal["value", "path", "part"]
-"""Kind of text in a field: a plain `value`; a `path`, or `column=path`; a `part`, which is a path or a hub id."""
+Holds = Literal["value", "path", "part", "private"]
+"""Kind of text in a field: a plain `value`; a `path`, or `column=path`; a `part`, which is a path or a hub id; `private` if it may hold a secret."""
 
 
 def setting(
@@ -30,7 +30,7 @@ def setting(
         default: The default value; immutable.
         resume: `free` may change on resume silently (steps, saving, logging, placement); `stated` may change and is logged (learning
             rate); `refused` may not change, because it would make another run (data, adapter shape).
-        holds: Kind of text; only the last part of a path is written to files that are published.
+        holds: Kind of text; only the last part of a path is written to files that are published, and nothing of what is private.
         formerly: Former names of the field in this section. Stored runs may use them; in a run file they cause a message with the
             present name.
         part_of: The field of this section whose value was for this one too, before it was one of its own; empty for none.

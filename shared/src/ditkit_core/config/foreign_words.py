@@ -132,6 +132,7 @@ FOREIGN_WORDS = {
         "did you mean --log.tracker trackio?": "trackio",
         "log.tracker": "log_with report_to",
         "the export command uploads a run: --push NAME/REPO": "push_to_hub hub_model_id hub_repo_id huggingface_repo_id",
+        "run.on_end and run.on_error run a command or call a webhook": "webhook webhook_url webhook_config on_finish",
         "log.project": "wandb_project tracker_project_name log_tracker_name",
     }.items()
     for word in words.split()

@@ -29,6 +29,7 @@ class ConfigField:
     """None if it is not set, or depends on the run file."""
     resume: Resume
     holds: Holds
+    """Kind of text."""
     formerly: tuple[str, ...]
     """Former dotted names."""
     part_of: str
@@ -37,6 +38,11 @@ class ConfigField:
     """Stored values in whose place a command that continues from them takes the default."""
     doc: str
     """The docstring under the field, on one line; empty when there is none."""
+
+    @property
+    def is_path(self) -> bool:
+        """Whether it holds a path, which not every text can be."""
+        return self.holds in ("path", "part")
 
 
 def config_fields(tree: type) -> Mapping[str, ConfigField]:

@@ -56,10 +56,10 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
             raise argparse.ArgumentError(None, "of another type")
     except argparse.ArgumentError as error:
         raise _wrong_value(field.key, field.type, raw, where) from error
-    _check_texts(field.key, value, where, is_path=field.holds != "value")
+    _check_texts(field.key, value, where, is_path=field.is_path)
     for text in value if isinstance(value, tuple) else (value,):
         # A path of Windows with one backslash before n or t is valid TOML, and says something else.
-        if field.holds != "value" and isinstance(text, str) and re.search(r"[\b\t\n\f\r]", text):
+        if field.is_path and isinstance(text, str) and re.search(r"[\b\t\n\f\r]", text):
             raise UserError(f"{field.key} {where} has a tab or a line break: {BACKSLASH_REMEDY}")
     return value
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from ditkit_core.config.command_words import command_words
 from ditkit_core.config.field import setting
 from ditkit_core.config.resume import ConfigChange, compare, refuse
 from ditkit_core.config.schema import config_fields
@@ -134,15 +135,22 @@ def listed_samples(path: Path) -> list[ListedSample]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolderConfig:
-    """The `[run]` section: the folder of the run."""
+    """The `[run]` section: the folder of the run, and whom to tell when it ends."""
 
     folder: str = setting("runs/run", resume="free", holds="path", varies=True)
     """Folder of the run, by default in `runs/` with the name of the run file. It contains the resolved configuration, saved states, exports,
     samples and metrics. An existing run is continued. Exports get its name."""
+    on_end: tuple[str, ...] = setting((), resume="free", holds="private")
+    """Command to start when the run is complete, as one text or as a list of its words (no shell), or the address of a webhook, which gets JSON.
+    It finds the run's folder, verdict and more in variables such as DITKIT_RUN and DITKIT_VERDICT. Its failure is only a warning."""
+    on_error: tuple[str, ...] = setting((), resume="free", holds="private")
+    """The same when the run ends before that: with an error, which is in DITKIT_REASON, or because it was stopped."""
 
     def __post_init__(self) -> None:
         if not self.folder.strip() or "\0" in self.folder:
             raise UserError("run.folder is empty; set a folder, such as runs/run")
+        for key in ("on_end", "on_error"):
+            command_words(getattr(self, key), f"run.{key}")
 
 
 class _Place:
@@ -239,6 +247,12 @@ class RunFolder:
     def mark_complete(self, step: int) -> None:
         """Record that training and everything after it was completed at this optimizer step."""
         write_text(self._complete, json.dumps({"step": step}) + "\n")
+
+    def completion(self) -> bytes:
+        """What changes each time that the run is completed; empty if it never was, or nothing can be read."""
+        with suppress(OSError):
+            return self._complete.read_bytes() + str(self._complete.stat().st_mtime_ns).encode()
+        return b""
 
     def completed_step(self) -> int | None:
         """The optimizer step at which the run was completed; None if it never was."""

@@ -21,7 +21,7 @@ _BASE, _CONFIG = "ditkit.base", "ditkit.config"
 
 
 def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce each path in a configuration to its last part; ids of a hub stay complete.
+    """Reduce each path in a configuration to its last part, and what is private to nothing; ids of a hub stay complete.
 
     Args:
         values: Values by dotted key; unknown keys stay as they are.
@@ -35,7 +35,9 @@ def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
         holds = fields[key].holds if key in fields else "value"
         # Each entry of a list, such as the files of base.merge, is a path of its own.
         if isinstance(value, list):
-            return [shown(key, each) for each in value]
+            return [] if holds == "private" else [shown(key, each) for each in value]
+        if holds == "private":
+            return ""
         if holds == "value" or not isinstance(value, str):
             return value
         return redact_path(value) if holds == "part" else _last(value)

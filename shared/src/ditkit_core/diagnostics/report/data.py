@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.config.schema import config_fields
 from ditkit_core.config.toml import flatten, read_toml
 from ditkit_core.diagnostics.verification.exported import current_results
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import dicts_of, json_part
 from ditkit_core.io.run_dir import ListedSample, RunFolder, is_changed_list, listed_samples, sample_number
+from ditkit_core.run.config import RunConfig
 
 MOST_POINTS = 2000
 """Largest number of points of a curve in a page."""
@@ -143,7 +145,7 @@ def _read_section(path: Path, name: str) -> Section:
         name=name,
         series=series,
         texts=texts,
-        config=flatten(read_toml(run.config_file)) if run.config_file.is_file() else {},
+        config=_public(flatten(read_toml(run.config_file))) if run.config_file.is_file() else {},
         model=json_part(run.about, "model"),
         data=json_part(run.about, "data"),
         environments=dicts_of(json_part(run.about).get("environments")),
@@ -152,6 +154,12 @@ def _read_section(path: Path, name: str) -> Section:
         verified={name: result.agrees for name, result in current_results(run).items()},
         completed=run.completed_step(),
     )
+
+
+def _public(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key without those that may hold a secret: people send the page to others."""
+    private = {key for key, field in config_fields(RunConfig).items() if field.holds == "private"}
+    return {key: value for key, value in values.items() if key not in private}
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, str]]]:
