@@ -27,10 +27,15 @@ def captions_of(written: tuple[str, ...], config: DataConfig) -> tuple[str, ...]
 def with_trigger(caption: str, config: DataConfig) -> str:
     """A caption with the trigger word in front, unless it already contains it as a separate word."""
     trigger = config.trigger.strip()
-    if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption):
+    if not trigger or has_trigger(caption, trigger):
         return caption
     between = f"{config.tag_separator} " if config.shuffle_tags else " "
     return f"{trigger}{between}{caption}"
+
+
+def has_trigger(caption: str, trigger: str) -> bool:
+    """Whether a caption contains the trigger word as a separate word, in this spelling."""
+    return re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption) is not None
 
 
 def tag_orders(caption: str, config: DataConfig) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import MediaInfo
+from ditkit_core.diagnostics.doctor.captions import check_captions, count_captions
 from ditkit_core.diagnostics.doctor.findings import (
     CODES,
     BucketRow,
@@ -31,18 +32,17 @@ from ditkit_core.diagnostics.doctor.media import WindowLook
 from ditkit_core.diagnostics.doctor.render import check_page, check_verdict, print_check, write_check
 from ditkit_core.diagnostics.doctor.rules import (
     check_buckets,
-    check_captions,
     check_coverage,
     check_crops,
     check_duplicates,
     check_excluded,
     check_file,
     check_frames,
-    count_captions,
     file_row,
     same_content,
 )
 from ditkit_core.io import console
+from ditkit_core.run.config import RunConfig
 
 DOCS = Path(__file__).parents[4] / "docs" / "doctor.md"
 HOSTILE = '<script>alert("x")</script>&\'[bold]{0}'
@@ -296,12 +296,14 @@ def test_captions_and_duplicates() -> None:
     samples = [sample("a", ("one",)), sample("b", ("one", " ")), sample("c", ("one",)), sample("d", ("two",))]
     row = count_captions(samples, [CutCaption(sample="d", tokens=9, kept="what is read of it")])
     assert (row.count, row.distinct, row.empty) == (5, 3, 1)
-    found = list(check_captions(samples, row))
+    found = list(check_captions(samples, row, RunConfig()))
     assert codes(found) == ["D14", "D16", "D15"]
     assert "last 9 tokens" in found[0].what and "'what is read of it'" in found[0].what
     assert found[1].where == "b" and "3 of 4 files" in found[2].where
     windows = [replace(sample("a", ("one",)), id=f"a#{i}") for i in range(3)]
-    assert codes(check_captions(windows, count_captions(windows, None))) == [], "windows of a file share its caption"
+    assert codes(check_captions(windows, count_captions(windows, None), RunConfig())) == [], (
+        "windows of a file share its caption"
+    )
     same = same_content({"a": ("1", Path("a")), "b": ("1", Path("b")), "a #1": ("1", Path("a")), "c": ("2", Path("c"))})
     assert same == [("a", "b")]
     assert codes(check_duplicates(same, [("c", "d")])) == ["D04", "D05"]

@@ -111,11 +111,11 @@ def test_a_model_in_the_local_cache_is_tried_and_nothing_is_fetched(
     status, found = check(world, "--model.transformer", "some/model")
     assert status == 0 and [each["code"] for each in found["findings"]].count("D20") == 0 and found["steps"]
     status, found = check(world, "--model.transformer", "other/model")
-    assert status == 0 and codes(found, "note") == ["D20"] and found["steps"] == []
+    assert status == 0 and "D20" in codes(found, "note") and found["steps"] == []
     index = {"weight_map": {"a": "diffusion_pytorch_model-00002-of-00002.safetensors"}}
     where.with_name("diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
     status, found = check(world, "--model.transformer", "some/model")
-    assert status == 0 and codes(found, "note") == ["D20"], "a download that was broken off is not all there"
+    assert status == 0 and "D20" in codes(found, "note"), "a download that was broken off is not all there"
 
 
 def test_a_part_that_only_this_architecture_has_is_not_fetched_either(

@@ -28,10 +28,10 @@ from ditkit_core.data.media.clip import (
 )
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.video import is_hdr
+from ditkit_core.diagnostics.doctor.captions import check_captions, count_captions, cut_captions
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
     CheckReport,
-    CutCaption,
     CutsCaptions,
     DatasetName,
     Excluded,
@@ -50,7 +50,6 @@ from ditkit_core.diagnostics.doctor.media import (
 from ditkit_core.diagnostics.doctor.rules import (
     check_boundary_images,
     check_buckets,
-    check_captions,
     check_colours,
     check_control_videos,
     check_coverage,
@@ -64,7 +63,6 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_mask,
     check_matrices,
     check_shortened,
-    count_captions,
     file_row,
     same_content,
 )
@@ -108,7 +106,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         return _unusable(run, own.error, own.excluded)
     samples, class_images, both = own.good, prior.good, (own, prior)
     everything = [*samples, *class_images]
-    captions = count_captions(everything, _cut_captions(run, everything))
+    captions = count_captions(everything, cut_captions(run, everything))
     data_batches = _buckets(run, samples)
     prior_batches = _buckets(
         run, class_images, "prior", at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1)
@@ -138,7 +136,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         *(finding for looks in both for finding in looks.findings),
         *map(refusal, dict.fromkeys([*own.lacking, *prior.lacking, *_prompt_errors(run, samples)])),
         *check_duplicates(same, alike),
-        *check_captions(samples, captions, class_images),
+        *check_captions(samples, captions, run.config, class_images),
     ]
     checkup = CheckReport(
         model=run.spec.name,
@@ -173,7 +171,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     for each in encoded:
         keys[each.media_key].append(each.id)
     findings = [*check_duplicates([group for group in keys.values() if len(group) > 1], [])]
-    findings += check_captions(samples, count_captions(samples, None))
+    findings += check_captions(samples, count_captions(samples, None), run.config)
     findings += check_crops(samples, run.config.data)
     findings += check_fewest_frames(samples, run.spec.training.fewest_frames)
     encoder = run.auxiliary.encoders[1]
@@ -325,21 +323,6 @@ def _stored_colours(run: RunContext, samples: Sequence[Sample]) -> dict[str, Col
             files |= dict.fromkeys(open_folder(path).files if path.is_dir() else [path])
     stored = ((str(path), colours_of(path)) for path in files)
     return {name: colours for name, colours in stored if colours is not None}
-
-
-def _cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption] | None:
-    """Captions that the text encoder would truncate; None if it cannot tell without its weights."""
-    if any(map(run.config.model.is_to_be_fetched, ("text_encoder", "tokenizer", "vae"))):
-        return None
-    try:
-        encoder = run.auxiliary.encoders[1]
-        if not isinstance(encoder, CutsCaptions):
-            return None
-        cuts = {caption: encoder.cut_of(caption) for caption in {c for each in samples for c in each.captions}}
-    except UserError:  # the trial of the model reports it
-        return None
-    found = ((sample.id, cuts[caption]) for sample in samples for caption in sample.captions)
-    return [CutCaption(sample=id, tokens=cut[0], kept=cut[1]) for id, cut in found if cut is not None]
 
 
 def shape_for(run: RunContext, sample: Sample) -> Shape:

@@ -53,6 +53,11 @@ CODES: Mapping[str, str] = {
     "D32": "pictures of which more than a quarter is cut away",
     "D33": "clips that are shorter than asked for, and trained as they are",
     "D40": "an HD video that does not name its matrix of colours",
+    "D41": "captions that hardly differ",
+    "D42": "captions or prompts without the trigger word",
+    "D43": "class images that are described with the trigger word",
+    "D44": "captions with leftovers of the program that wrote them",
+    "D45": "captions of several lines",
 }
 """The subject of each code."""
 

@@ -17,8 +17,6 @@ from ditkit_core.data.media.clip import Colours, MediaInfo, media_kind, probe, r
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
-    CaptionRow,
-    CutCaption,
     DatasetName,
     Excluded,
     FileRow,
@@ -42,8 +40,6 @@ MOSTLY_KEPT = 0.25
 """Share of a picture that may be cut away without a finding."""
 MOSTLY_UNUSED = 0.5
 """Share of unused frames of a video above which a note is made."""
-SAME_CAPTION_SHARE = 0.5
-"""Share of the files that may share one caption."""
 BLANK_SHARE = 0.1
 """Share of a clip's frames that may be blank: films begin and end with blank frames."""
 UNLIKE_LEVELS = 16.0
@@ -196,38 +192,6 @@ def check_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str
         )
 
 
-def count_captions(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) -> CaptionRow:
-    """Count all captions, those that are empty, and those that are cut."""
-    captions = [caption for sample in samples for caption in sample.captions]
-    empty = sum(not caption.strip() for caption in captions)
-    cut = None if cut is None else tuple(cut)
-    return CaptionRow(count=len(captions), distinct=len(set(captions)), empty=empty, cut=cut)
-
-
-def check_captions(
-    samples: Sequence[Sample], row: CaptionRow, class_images: Sequence[Sample] = ()
-) -> Iterator[Finding]:
-    """Findings about captions. Class images may share one: it names their class."""
-    for cut in row.cut or ():
-        read = _short(cut.kept, 40, keep_end=True)
-        what = f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
-        yield Finding.warning("D14", cut.sample, what, "shorten the caption")
-    if empty := [each.id for each in (*samples, *class_images) for text in each.captions if not text.strip()]:
-        what = "its caption is empty" if len(empty) == 1 else "their captions are empty"
-        yield Finding.warning(
-            "D16", listed(empty), what, "write one; for training without captions set train.caption_dropout"
-        )
-    using: dict[str, set[Path]] = defaultdict(set)  # files, because the windows of one file always share its caption
-    for sample in samples:
-        for caption in filter(None, map(str.strip, sample.captions)):
-            using[caption].add(sample.media)
-    files = len({sample.media for sample in samples})
-    for caption, its in using.items():
-        if len(its) > max(1, SAME_CAPTION_SHARE * files):
-            what = f"they share the caption {_short(caption, 60)}"
-            yield Finding.note("D15", f"{len(its)} of {files} files", what, "describe what differs between them")
-
-
 def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
     """The finding about clips whose frames are all part of the condition.
 
@@ -378,10 +342,3 @@ def same_content(hashes: Mapping[str, tuple[str, Path]]) -> list[tuple[str, ...]
         # Windows of one file share its hash, but are no copies of each other.
         groups[content].setdefault(file, id)
     return [tuple(files.values()) for files in groups.values() if len(files) > 1]
-
-
-def _short(text: str, most: int, *, keep_end: bool = False) -> str:
-    """The quoted beginning of a text, or its end."""
-    text = " ".join(text.split())
-    shortened = "…" + text[-most:] if keep_end else text[:most] + "…"
-    return repr(text if len(text) <= most else shortened)
