@@ -36,6 +36,7 @@ from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import step_seconds
+from ditkit_core.planner.workload import Workload
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.training.config import EMAConfig, FlowConfig, TrainConfig
 from ditkit_core.training.flow_matching import prepare
@@ -105,7 +106,11 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
         spec=spec, arch=arch, adapter=adapter, precision=mode.precision, batch=[item], policy=mode.policy,
         kernels=mode.kernels, optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(), kind=kind,
     )  # fmt: skip
-    work = Workload(kernels=mode.kernels, rounding=OptimConfig().rounding if case.method == "full" else "")
+    work = Workload(
+        kernels=mode.kernels,
+        replayed=mode.cuda_graphs == "on",
+        rounding=OptimConfig().rounding if case.method == "full" else "",
+    )
     costs = profile(job)
     division = Partition(devices=(0,) * len(costs.blocks))
     (memory,) = compose(costs, division, [Budget(name="", total=2**50)])

@@ -306,7 +306,7 @@ def test_a_folder_of_another_run_is_refused_with_the_remedy(world: World, capsys
     capsys.readouterr()
     assert world.train("run", 2, "--adapter.rank", "3") == 1
     error = capsys.readouterr().err
-    assert "adapter.rank" in error and "--init-from" in error and error.count("\n") == 1
+    assert "adapter.rank" in error and "--base.merge" in error and error.count("\n") == 1
     assert world.train("run", 2, "--optim.lr", "1e-5") == 0
     assert "optim.lr" in capsys.readouterr().out
 

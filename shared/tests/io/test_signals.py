@@ -64,7 +64,7 @@ def test_every_command_says_that_a_signal_ended_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "check_paths", lambda *_: None)
+    monkeypatch.setattr(cli, "check_paths", lambda *_, **named: None)
     monkeypatch.setattr(stage, "_stage", lambda *_: lambda *_: signal.raise_signal(number))
     before = signal.signal(number, signal.SIG_DFL)
     try:
@@ -81,7 +81,7 @@ def test_ctrl_c_while_libraries_are_imported_is_a_line(
     def importing() -> ModelSpec:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "check_paths", lambda *_: None)
+    monkeypatch.setattr(cli, "check_paths", lambda *_, **named: None)
     family = cli.Family(name="toy", presets=("tiny",), demo=TOY.demo.config, spec=importing)
     assert cli.start(family, "train", ["--train.steps", "1"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")

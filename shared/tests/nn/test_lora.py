@@ -355,7 +355,7 @@ def test_operations_of_compiled_layers_count_the_products_of_eager_ones(trained)
             out = low_rank_sum(*given, 0.5, lambda x: x.new_empty(2, 3, 24).requires_grad_())
             out.backward(out.detach())
         counted.append(sum(kernel.flops * count for kernel, count in meter.kernels.items()))
-        assert {kernel.kind for kernel in meter.kernels} == {"matmul_16", "elementwise"}
+        assert {kernel.kind for kernel in meter.kernels} - {"fused"} == {"matmul_16", "elementwise"}
     assert counted[0] == counted[1] > 0
 
 

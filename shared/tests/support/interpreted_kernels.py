@@ -17,16 +17,16 @@ from ditkit_core.nn.functional import affine_norm
 from ditkit_core.nn.kernel_check import (
     KernelCase,
     adapted,
-    added,
     dequantized,
     error_of,
     gated,
     gated_into,
     modulated,
-    multiplied,
+    multiplied_codes,
     normed_heads,
     rounded_to_codes,
     rounds_products,
+    summed_product,
     with_tensors,
     written,
 )
@@ -128,8 +128,8 @@ def loras_on_hopper() -> Iterator[KernelCase]:
     yield from loras()
     for rows, length, width in [(70, 24, 40), (130, 192, 264)]:
         total, left = torch.randn(rows, width).bfloat16(), torch.randn(rows, length).bfloat16()
-        yield added(total, left, torch.randn(length, width).bfloat16())
-        yield added(total, left, torch.randn(width, length).bfloat16().T)
+        yield summed_product(total, left, torch.randn(length, width).bfloat16())
+        yield summed_product(total, left, torch.randn(width, length).bfloat16().T)
 
 
 def products(kind: str, num_out: int, num_in: int, rows: int) -> KernelCase:
@@ -137,7 +137,7 @@ def products(kind: str, num_out: int, num_in: int, rows: int) -> KernelCase:
     x = part(rows, num_in)
     x[1:3] = 0
     x[2, :4] = torch.tensor([127, 0.5, 1.5, 2.5])
-    return multiplied(
+    return multiplied_codes(
         kind, x, torch.randn(num_out, num_in) * torch.logspace(-2, 0, num_out)[:, None], torch.randn(num_out)
     )
 

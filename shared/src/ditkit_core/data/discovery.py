@@ -172,9 +172,9 @@ class _Texts:
     def _similar(self, media: str) -> list[str]:
         place = Path(media).parent
         if place not in self._listed:
-            names = entries(self._folder / place)
-            stems = {_stem(name) for name in names if called_like_media(name)}
-            self._listed[place] = Names(names), stems
+            listed = entries(self._folder / place)
+            stems = {_stem(name) for name in listed if called_like_media(name)}
+            self._listed[place] = Names(listed), stems
         names, stems = self._listed[place]
         own = dict.fromkeys((Path(_stem(media)).name, Path(media).name))
         found = [text for name in own for suffix in CAPTION_SUFFIXES for text in names.similar(f"{name}{suffix}")]

@@ -209,7 +209,7 @@ class _GatedSum(torch.autograd.Function):
         ctx.dtype, ctx.gate, ctx.late = y.dtype, gate, late
         ctx.fused = late is None and all(_fused(tensor, torch.float32) for tensor in (x, y, gate))
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
-        return kernels.gated_sum(y, x, gate) if ctx.fused else _sum(y, x, per_token(gate, late))
+        return kernels.sum_with_gate(y, x, gate) if ctx.fused else _sum(y, x, per_token(gate, late))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -170,7 +170,9 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
     yield adapted(x, down, up, 0.3)
     yield adapted(x, down, up, 0.3, over=torch.eye(_FEATURES), rounds_products=rounds_products(device))
     if hopper.is_hopper(x):
-        yield added(values(_ROWS, _FEATURES).bfloat16(), values(_ROWS, 24).bfloat16(), values(24, _FEATURES).bfloat16())
+        yield summed_product(
+            values(_ROWS, _FEATURES).bfloat16(), values(_ROWS, 24).bfloat16(), values(24, _FEATURES).bfloat16()
+        )
     for kind in ("int8", "nf4"):
         yield dequantized(kind, values(65, 1088))  # several groups of scales, the last one short
     wide, columns = values(_ROWS, _WIDTH), values(1, _WIDTH)
@@ -178,7 +180,7 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
     yield _transposed((wide * 30).to(torch.int8))
     yield _scaled((wide * 2**16).int(), values(_ROWS, 1), columns, values(_WIDTH))
     yield written(wide * 1.001, start=3, of=wide.numel() + 7)
-    yield multiplied("int8", values(_ROWS, _FEATURES), values(384, _FEATURES), values(384))
+    yield multiplied_codes("int8", values(_ROWS, _FEATURES), values(384, _FEATURES), values(384))
 
 
 def normed_heads(
@@ -223,7 +225,7 @@ def gated(x: Tensor) -> KernelCase:
     return KernelCase("gated unit", gated_unit, (x.requires_grad_(),))
 
 
-def added(total: Tensor, left: Tensor, right: Tensor) -> KernelCase:
+def summed_product(total: Tensor, left: Tensor, right: Tensor) -> KernelCase:
     """A sum with a product of bf16 matrices."""
 
     def function(total: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
@@ -290,7 +292,7 @@ def rounded_to_codes(x: Tensor, columns: Tensor, formats: Iterable[torch.dtype])
         yield KernelCase(f"rounding to {str(codes).removeprefix('torch.')}", function, (x,), is_bitwise=True)
 
 
-def multiplied(kind: str, x: Tensor, weight: Tensor, bias: Tensor) -> KernelCase:
+def multiplied_codes(kind: str, x: Tensor, weight: Tensor, bias: Tensor) -> KernelCase:
     """Products with a weight in 8 bits, forward and backward."""
     num_out, num_in = weight.shape
     layer = QuantizedLinear(num_in, num_out, kind, bias=True).to(weight.device)

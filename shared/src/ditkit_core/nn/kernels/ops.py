@@ -93,7 +93,7 @@ def _gated_unit_backward(gradient: Tensor, x: Tensor) -> Any:
 
 
 @_declared("gated_sum(Tensor y, Tensor x, Tensor gate) -> Tensor", "gated_sum", "forward")
-def gated_sum(y: Tensor, x: Tensor, gate: Tensor) -> Any:
+def sum_with_gate(y: Tensor, x: Tensor, gate: Tensor) -> Any:
     """x + y · gate in the dtype of x, for one gate [batch, 1, dim] per sample."""
     return x.new_empty(x.shape)
 
