@@ -40,7 +40,7 @@ from ditkit_core.run import data, quantized_cache
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
-from ditkit_core.training import checkpoint, train_step, trainer, validation
+from ditkit_core.training import checkpoint, micro_batch, trainer, validation
 from ditkit_core.weights.frozen import FrozenModule
 
 STEPS = 4
@@ -113,13 +113,13 @@ def has_no_memory() -> None:
 
 
 def is_not_finite() -> None:
-    errors, broken = train_step.velocity_errors, list[bool]()
+    errors, broken = micro_batch.velocity_errors, list[bool]()
 
     def with_nan(*given: Any, **named: Any) -> Any:
         found = errors(*given, **named)
         return found * float("nan") if broken else found
 
-    train_step.velocity_errors = with_nan  # type: ignore[attr-defined]
+    micro_batch.velocity_errors = with_nan  # type: ignore[attr-defined]
     at_step(3, lambda: broken.append(True))
 
 
