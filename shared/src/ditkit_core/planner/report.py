@@ -253,7 +253,7 @@ def _rows(report: PlanReport) -> list[list[str]]:
     plans, division = report.devices, report.division
     rows = [[purpose, *(gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
     if report.trains_all:
-        # There is no adapter, and what the other row counts beside the trained weights is mostly nothing.
+        # There is no adapter, and what the other row counts next to the trained weights is mostly nothing.
         rows[1][0], rows[0][0] = "trained weights", "other weights"
         rows = rows if any(plan.purposes["weights"] for plan in plans) else rows[1:]
     rows.append(["peak", *(gib(plan.peak) for plan in plans)])

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -167,6 +168,7 @@ class ReplayedMicroBatches:
         while self._recorded:
             self._drop()
         self._graphs = None
+        self._gradients.free()
 
     def _is_due(self, kind: _Kind) -> bool:
         """Whether a kind is replayed from now on."""
@@ -180,7 +182,7 @@ class ReplayedMicroBatches:
         probe = None
         first, runtime = kind.eager_runs == 0, runtime_of(self._device)  # the first run also compiles
         if self._mode == "auto" and not first and kind.idle is None and runtime is not None:
-            probe = IdleProbe(runtime.current_stream(self._device))
+            probe = IdleProbe(partial(runtime.current_stream, self._device))
             model = replace(model, engine=with_hooks(model.engine, probe))
         kind.eager_runs, kind.trace = kind.eager_runs + 1, RewindTrace()
         with rewinding(GeneratorHook(self._device), kind.trace):
@@ -293,6 +295,10 @@ class _GradientBuffers:
             for name in self._trainable.keys() - before - set(names):
                 self._trainable[name].grad = None
 
+    def free(self) -> None:
+        """Free all buffers; no graph refers to them any more, and gradients that exist stay."""
+        self._buffers.clear()
+
     def _buffer(self, name: str) -> Tensor:
         if name not in self._buffers:
             parameter = self._trainable[name]
@@ -303,8 +309,8 @@ class _GradientBuffers:
 class IdleProbe(BlockHooks):
     """Counts at how many blocks' starts a GPU had done all work before the last one: it then waits for the host."""
 
-    def __init__(self, stream: Any):
-        """Look at the work of a stream."""
+    def __init__(self, stream: Callable[[], Any]):
+        """Look at the stream on which work runs when a block starts: next to graphs it is not the one outside."""
         self._stream, self._last = stream, None
         self._seen = self._idle = 0
 
@@ -325,4 +331,4 @@ class IdleProbe(BlockHooks):
         if self._last is not None:
             self._seen += 1
             self._idle += self._last.query()
-        self._last = self._stream.record_event()
+        self._last = self._stream().record_event()

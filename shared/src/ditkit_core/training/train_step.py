@@ -320,7 +320,8 @@ def accumulate_gradients(
             run = partial(context.replays.run, clock=context.clock, eager=context.is_seen)
             losses.weighted.append(run(model, batch, work, seed=seed, divisor=counted))
         if adapts:
-            gradients.add(micro, reused=context.replays is not None and micro != share[-1])
+            # Without a graph every backward makes gradients of its own.
+            gradients.add(micro, reused=bool(context.replays) and micro != share[-1])
     if adapts or ranks.size > 1:
         if not adapts:
             gradients.add(ranks.group_index)
