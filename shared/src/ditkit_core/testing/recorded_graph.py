@@ -54,12 +54,12 @@ class RecordedGraphs:
         outside = hook.state()
         try:
             with in_one_thread(), rewinding(hook, recording), recording:
-                made = work()
+                results = work()
         finally:
             hook.set_state(outside)
             recording.undo()
         recording.spoil()
-        return _RecordedGraph(recording, hook), made
+        return _RecordedGraph(recording, hook), results
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -97,11 +97,11 @@ class _Located:
         if storage is None or storage.nbytes() < self._num_bytes:
             storage = UntypedStorage(self._num_bytes)
             _spoil(storage)
-        made = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
+        tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
         is_conjugated, is_negated = self._flags
-        made = made.conj() if is_conjugated else made
-        made = made._neg_view() if is_negated else made
-        return made if self._device.index is None else PretendTensor(made, self._device)
+        tensor = tensor.conj() if is_conjugated else tensor
+        tensor = tensor._neg_view() if is_negated else tensor
+        return tensor if self._device.index is None else PretendTensor(tensor, self._device)
 
 
 class _Recording(Observer):
@@ -130,24 +130,24 @@ class _Recording(Observer):
         ]
         for tensor in written:
             self._keep(tensor)
-        given = self._located(args), {name: self._located(value) for name, value in kwargs.items()}
+        arguments = self._located(args), {name: self._located(value) for name, value in kwargs.items()}
         results = func(*args, **kwargs)
         inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
-        made = [x for x in _tensors(results) if x.untyped_storage()._cdata not in inputs]
-        for tensor in made:
+        new = [x for x in _tensors(results) if x.untyped_storage()._cdata not in inputs]
+        for tensor in new:
             storage = tensor.untyped_storage()
             self.pool[storage._cdata] = storage
-        if not written and not made:
+        if not written and not new:
             return results  # a view
-        places = [self._located(tensor) for tensor in made]
+        memory = [self._located(tensor) for tensor in new]
 
         def call(_: GeneratorHook) -> None:
-            positional, named = _rebuilt(given[0]), {name: _rebuilt(value) for name, value in given[1].items()}
-            known = {tensor.untyped_storage()._cdata for tensor in _tensors([*positional, *named.values()])}
+            positional, named = _rebuilt(arguments[0]), {name: _rebuilt(value) for name, value in arguments[1].items()}
+            addresses = {tensor.untyped_storage()._cdata for tensor in _tensors([*positional, *named.values()])}
             again = func(*positional, **named)
-            new = [x for x in _tensors(again) if x.untyped_storage()._cdata not in known]
-            for place, tensor in zip(places, new, strict=True):
-                place.tensor().copy_(tensor)
+            computed = [x for x in _tensors(again) if x.untyped_storage()._cdata not in addresses]
+            for target, tensor in zip(memory, computed, strict=True):
+                target.tensor().copy_(tensor)
 
         self.calls.append(call)
         return results

@@ -161,13 +161,15 @@ def check_captions(
     """
     for cut in row.cut or ():
         read = _short(cut.kept, 40, keep_end=True)
-        what = f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
-        yield Finding.warning("D14", cut.sample, what, "shorten the caption")
+        observation = (
+            f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
+        )
+        yield Finding.warning("D14", cut.sample, observation, "shorten the caption")
     everything = (*samples, *class_images)
     if empty := [sample.id for sample in everything for text in sample.captions if not text.strip()]:
-        what = "its caption is empty" if len(empty) == 1 else "their captions are empty"
+        observation = "its caption is empty" if len(empty) == 1 else "their captions are empty"
         yield Finding.warning(
-            "D16", listed(empty), what, "write one; for training without captions set train.caption_dropout"
+            "D16", listed(empty), observation, "write one; for training without captions set train.caption_dropout"
         )
     using: dict[str, set[Path]] = defaultdict(set)  # files, because the windows of one file always share its caption
     for sample in samples:
@@ -176,8 +178,8 @@ def check_captions(
     files = len({sample.media for sample in samples})
     shared = {caption: len(its) for caption, its in using.items() if len(its) > max(1, SAME_CAPTION_SHARE * files)}
     for caption, count in shared.items():
-        what = f"they share the caption {_short(caption, 60)}"
-        yield Finding.note("D15", f"{count} of {files} files", what, "describe what differs between them")
+        observation = f"they share the caption {_short(caption, 60)}"
+        yield Finding.note("D15", f"{count} of {files} files", observation, "describe what differs between them")
     if not shared:
         yield from _check_alike(_caption_by_file(samples))
     yield from _check_leftovers(everything, config.data.trigger.strip())
@@ -206,19 +208,19 @@ def _check_trigger(
                 spelt[sample.id] = way
     if spelt:
         first = next(iter(spelt.values()))
-        what = (
+        observation = (
             f"they write the trigger word {trigger!r} as {first!r} too, so it is put in front of them as another word"
         )
-        yield Finding.warning("D42", listed(list(spelt)), what, "write it in the same way everywhere")
+        yield Finding.warning("D42", listed(list(spelt)), observation, "write it in the same way everywhere")
     prompts = config.sample.prompts
     if prompts and not any(has_trigger(prompt, trigger) for prompt in prompts):
-        what = f"none of the prompts has the trigger word {trigger!r}: samples will hardly show what is learnt"
-        yield Finding.warning("D42", "sample.prompts", what, "write it in some of them; the others are controls")
+        observation = f"none of the prompts has the trigger word {trigger!r}: samples will hardly show what is learnt"
+        yield Finding.warning("D42", "sample.prompts", observation, "write it in some of them; the others are controls")
     named = [sample.id for sample in class_images for caption in sample.captions if has_trigger(caption, trigger)]
     where = ["prior.prompt"] * has_trigger(config.prior.prompt, trigger) + named
     if where:
-        what = f"the class is described with the trigger word {trigger!r}, which then means the whole class"
-        yield Finding.warning("D43", listed(where), what, "remove it there")
+        observation = f"the class is described with the trigger word {trigger!r}, which then means the whole class"
+        yield Finding.warning("D43", listed(where), observation, "remove it there")
 
 
 def _check_opening_word(captions: Mapping[Path, str]) -> Iterator[Finding]:
@@ -228,9 +230,9 @@ def _check_opening_word(captions: Mapping[Path, str]) -> Iterator[Finding]:
     if len(captions) < FEWEST_OPENINGS or not word or count < OPENING_SHARE * len(captions):
         return
     if lacking := [path.name for path, caption in captions.items() if word not in _words(caption)]:
-        what = f"their captions lack {word!r}, which opens {count} of {len(captions)}"
+        observation = f"their captions lack {word!r}, which opens {count} of {len(captions)}"
         remedy = f"if it is your trigger word, write it there too, or set data.trigger = {word!r}"
-        yield Finding.note("D42", listed(lacking), what, remedy)
+        yield Finding.note("D42", listed(lacking), observation, remedy)
 
 
 def _check_alike(captions: Mapping[Path, str]) -> Iterator[Finding]:
@@ -244,8 +246,8 @@ def _check_alike(captions: Mapping[Path, str]) -> Iterator[Finding]:
     if total and shared >= ALIKE_SHARE * total:
         mean, mean_shared = total / len(words), shared / len(words)
         first = _short(next(filter(str.strip, captions.values())), 60)
-        what = f"their captions hardly differ: of {mean:.1f} words {mean_shared:.1f} are in all, as in {first}"
-        yield Finding.note("D41", f"{len(words)} files", what, "describe what differs between them")
+        observation = f"their captions hardly differ: of {mean:.1f} words {mean_shared:.1f} are in all, as in {first}"
+        yield Finding.note("D41", f"{len(words)} files", observation, "describe what differs between them")
 
 
 def _check_leftovers(samples: Sequence[Sample], trigger: str) -> Iterator[Finding]:
@@ -254,26 +256,26 @@ def _check_leftovers(samples: Sequence[Sample], trigger: str) -> Iterator[Findin
     for sample in samples:
         for caption in sample.captions:
             ids[caption.strip().removeprefix(trigger).strip(" ,")].append(sample.id)
-    for pattern, (what, remedy) in LEFTOVERS.items():
+    for pattern, (leftover, remedy) in LEFTOVERS.items():
         matches = {text: match[0] for text in ids if (match := re.search(pattern, text, re.IGNORECASE))}
         if matches:
             example = _short(next(iter(matches.values())), 40)
             where = listed([id for text in matches for id in ids[text]])
-            yield Finding.warning("D44", where, f"the caption has {what}: {example}", remedy)
+            yield Finding.warning("D44", where, f"the caption has {leftover}: {example}", remedy)
     prose = (text for text in ids if len(text.split()) >= LONG_WORDS and re.search(r"\w[.!?] +\w", text))
     if broken := [text for text in prose if not _SENTENCE_END.search(text)]:
-        what = f"the caption ends in the middle of a sentence: {_short(broken[0], 40, keep_end=True)}"
+        observation = f"the caption ends in the middle of a sentence: {_short(broken[0], 40, keep_end=True)}"
         remedy = "end it, or raise the limit of new tokens of the program that wrote it"
-        yield Finding.warning("D44", listed([id for text in broken for id in ids[text]]), what, remedy)
+        yield Finding.warning("D44", listed([id for text in broken for id in ids[text]]), observation, remedy)
 
 
 def _check_lines(samples: Sequence[Sample]) -> Iterator[Finding]:
     """The note that captions have several lines, which other trainers read as several captions."""
     several = {sample.id: None for sample in samples for text in sample.captions if len(text.strip().splitlines()) > 1}
     if several:
-        what = "its lines are one caption" if len(several) == 1 else "their lines are one caption for each file"
+        observation = "its lines are one caption" if len(several) == 1 else "their lines are one caption for each file"
         remedy = 'if each line is a caption of its own, as in OneTrainer and SimpleTuner, set data.captions = "lines"'
-        yield Finding.note("D45", listed(list(several)), what, remedy)
+        yield Finding.note("D45", listed(list(several)), observation, remedy)
 
 
 def _caption_by_file(samples: Sequence[Sample]) -> dict[Path, str]:
