@@ -41,7 +41,7 @@ def test_a_shrunk_product_is_the_nearest(rank: int) -> None:
         found.up.double() @ found.down.double(), u[:, :kept] * s[:kept] @ vh[:kept], rtol=1e-5, atol=1e-5
     )
     assert found.down.shape == (kept, 30) and found.up.shape == (20, kept)
-    assert found.kept == pytest.approx(float(s[:kept].square().sum() / s.square().sum()))
+    assert found.energy_share == pytest.approx(float(s[:kept].square().sum() / s.square().sum()))
     torch.testing.assert_close(found.down.norm(dim=1), found.up.norm(dim=0), msg="factors are of equal size")
 
 
@@ -49,10 +49,10 @@ def test_the_least_rank_keeps_the_share_and_one_less_does_not() -> None:
     down, up = drawn(8, 30), drawn(20, 8, seed=1)
     for energy in (0.1, 0.5, 0.9, 0.999, 1.0):
         found = reduce_product(down, up, energy=energy)
-        assert found.kept >= energy - 1e-9
+        assert found.energy_share >= energy - 1e-9
         if len(found.down) > 1:
-            assert reduce_product(down, up, rank=len(found.down) - 1).kept < energy
-    assert reduce_product(down, torch.zeros(20, 8), energy=0.9).kept == 1.0
+            assert reduce_product(down, up, rank=len(found.down) - 1).energy_share < energy
+    assert reduce_product(down, torch.zeros(20, 8), energy=0.9).energy_share == 1.0
     assert len(reduce_product(drawn(1, 30).expand(8, 30), up, energy=1.0).down) == 1, (
         "what has rank 1 is written at rank 1"
     )
@@ -75,16 +75,16 @@ def test_the_range_finder_keeps_what_a_whole_decomposition_keeps(
     found, again = low_rank(matrix, 16, 1.0, "x"), low_rank(matrix, 16, 1.0, "x")
     assert torch.equal(found.down, again.down) and torch.equal(found.up, again.up)
     measured = 1 - float((matrix - found.up @ found.down).square().sum() / matrix.square().sum())
-    assert found.kept == pytest.approx(measured, abs=1e-5), "what it says it keeps is what it keeps"
-    assert whole.kept - found.kept < 1e-6 * whole.kept + 1e-6
+    assert found.energy_share == pytest.approx(measured, abs=1e-5), "what it says it keeps is what it keeps"
+    assert whole.energy_share - found.energy_share < 1e-6 * whole.energy_share + 1e-6
     auto = low_rank(matrix, None, 0.9, "x")
-    assert len(auto.down) == len(reduce_product(whole.down, whole.up, energy=0.9 / whole.kept).down)
+    assert len(auto.down) == len(reduce_product(whole.down, whole.up, energy=0.9 / whole.energy_share).down)
 
 
 def test_a_matrix_of_nothing_and_one_that_is_low_already() -> None:
-    assert low_rank(torch.zeros(5, 7), 3, 1.0, "x").kept == 1.0
+    assert low_rank(torch.zeros(5, 7), 3, 1.0, "x").energy_share == 1.0
     matrix = drawn(50, 2) @ drawn(2, 40)
     found = low_rank(matrix, 2, 1.0, "x")
-    assert found.kept == pytest.approx(1.0, abs=1e-9)
+    assert found.energy_share == pytest.approx(1.0, abs=1e-9)
     torch.testing.assert_close(found.up @ found.down, matrix, rtol=1e-4, atol=1e-5)
     assert len(low_rank(matrix, None, 0.999999, "x").down) == 2

@@ -1,6 +1,6 @@
 """Adds adapter files to a loaded model for samples alone: none of its weights changes, and nothing stays of them afterwards.
 
-The products are added to those of each layer, whatever it is: quantized, streamed, divided, or with an adapter that is trained. Merging the
+The products are added to the output of each layer, whatever it is: quantized, streamed, divided, or with an adapter that is trained. Merging the
 files would round the base once more, and a second copy of it would be needed to take them out bitwise.
 """
 
@@ -37,19 +37,19 @@ class AddedAdapter(NamedTuple):
 
     def method(self, module: str) -> str:
         """The method of its adapter of a module, as in `adapter.method`, or `dora`; empty if it has none."""
-        found = self.file.modules.get(module)
-        return "" if found is None else "dora" if found.use_dora else found.method
+        file_module = self.file.modules.get(module)
+        return "" if file_module is None else "dora" if file_module.use_dora else file_module.method
 
     def pieces(self, module: str, device: torch.device) -> list[Piece]:
         """The LoKr or LoHa of a module on a device, in fp32."""
         return [
             Piece(
-                {part: tensor.to(device) for part, tensor in each.parts.items()},
+                {part: tensor.to(device) for part, tensor in matrices.parts.items()},
                 scale * self.strength * self.sign,
-                each.index,
-                each.of,
+                matrices.index,
+                matrices.of,
             )
-            for each, scale in self.file.factored(module)
+            for matrices, scale in self.file.factored(module)
         ]
 
 
@@ -59,7 +59,7 @@ class AddedLora(nn.Module):
     def __init__(self, layer: nn.Module, down: Tensor, up: Tensor):
         super().__init__()
         self.layer = layer
-        # Neither parameters nor buffers, so that whatever goes through those of the model finds its own alone.
+        # Neither parameters nor buffers, so that a walk over the model's parameters finds its own alone.
         self._down, self._up = down, up
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class AddedDoras(nn.Module):
     """
 
     def __init__(self, layer: nn.Module, frozen: nn.Module, doras: Sequence[Dora], *, trained: bool):
-        """Add `doras` to a layer whose frozen weight is that of `frozen`; if it is `trained`, its output is not that of the weight alone."""
+        """Add `doras` to a layer with the frozen weight of `frozen`; the output of a `trained` layer is not the product of that weight alone."""
         super().__init__()
         self.layer, self._doras, self._trained = layer, doras, trained
         self._frozen: tuple[Any] = (frozen,)  # in a tuple: it is a part of `layer`, and no second child
@@ -155,19 +155,19 @@ def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable
     Raises:
         UserError: If a DoRA cannot be taken out.
     """
-    modules = dict.fromkeys(module for each in adapters for module in each.file.modules)
+    modules = dict.fromkeys(module for adapter in adapters for module in adapter.file.modules)
     before: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for module in modules:
             owner, _, leaf = module.rpartition(".")
             parent, layer = model.get_submodule(owner), model.get_submodule(module)
-            own = [each for each in adapters if each.method(module)]
-            has_dora = any(each.method(module) == "dora" for each in own)
+            module_adapters = [adapter for adapter in adapters if adapter.method(module)]
+            has_dora = any(adapter.method(module) == "dora" for adapter in module_adapters)
             if has_dora and "base_layer" in layer._modules and not _is_dora(layer):
                 # Below the trained adapter, where a layer's output is the frozen product alone.
                 parent, leaf, layer = layer, "base_layer", layer.get_submodule("base_layer")
             before.append((parent, leaf, layer))
-            setattr(parent, leaf, _with(layer, own, module, dtype_of(f"{module}.weight")))
+            setattr(parent, leaf, _with(layer, module_adapters, module, dtype_of(f"{module}.weight")))
         yield
     finally:
         for parent, leaf, layer in before:
@@ -182,18 +182,23 @@ def _is_dora(layer: Any) -> bool:
 def _with(layer: nn.Module, adapters: Sequence[AddedAdapter], module: str, dtype: torch.dtype) -> nn.Module:
     """A layer with adapters of its module: first without what is taken out, so that a DoRA's weight is the base's."""
     # The layer's own device: its parameters name it even while a streamed block is on the host.
-    device, own = next(layer.parameters()).device, layer
+    device, wrapped = next(layer.parameters()).device, layer
     frozen = layer.get_submodule("base_layer") if _is_dora(layer) else layer
-    read = next((each.base_weight for each in adapters if each.base_weight is not None), None)
-    for some in ([each for each in adapters if each.sign < 0], [each for each in adapters if each.sign > 0]):
-        if doras := [_opened(each, module, read, device, dtype) for each in some if each.method(module) == "dora"]:
-            own = AddedDoras(own, frozen, doras, trained=frozen is not layer)
-        if loras := [each for each in some if each.method(module) == "lora"]:
-            own = AddedLora(own, *(matrix.to(device, dtype) for matrix in _joined(loras, module)))
-        for each in some:
-            if each.method(module) not in ("dora", "lora"):
-                own = AddedFactors(own, each.pieces(module, device))
-    return own
+    read = next((adapter.base_weight for adapter in adapters if adapter.base_weight is not None), None)
+    for some in (
+        [adapter for adapter in adapters if adapter.sign < 0],
+        [adapter for adapter in adapters if adapter.sign > 0],
+    ):
+        if doras := [
+            _opened(adapter, module, read, device, dtype) for adapter in some if adapter.method(module) == "dora"
+        ]:
+            wrapped = AddedDoras(wrapped, frozen, doras, trained=frozen is not layer)
+        if loras := [adapter for adapter in some if adapter.method(module) == "lora"]:
+            wrapped = AddedLora(wrapped, *(matrix.to(device, dtype) for matrix in _joined(loras, module)))
+        for adapter in some:
+            if adapter.method(module) not in ("dora", "lora"):
+                wrapped = AddedFactors(wrapped, adapter.pieces(module, device))
+    return wrapped
 
 
 def _opened(
@@ -210,22 +215,22 @@ def _opened(
     moved = replace(
         read, down=read.down.to(device, dtype), up=read.up.to(device, dtype), magnitude=read.magnitude.to(device)
     )
-    found = Dora(moved, scale, adapter.strength, adapter.sign, factors)
-    if found.sign < 0 and not bool((found.from_merged.abs() < 1e3).all()):
+    dora = Dora(moved, scale, adapter.strength, adapter.sign, factors)
+    if dora.sign < 0 and not bool((dora.from_merged.abs() < 1e3).all()):
         raise UserError(
             f"{adapter.file.source.path} cannot be taken out of {module} again, because it makes rows of its weight zero; give another strength "
             "or another file"
         )
-    return found
+    return dora
 
 
 def _joined(adapters: Sequence[AddedAdapter], module: str) -> tuple[Tensor, Tensor]:
     """A and B of all LoRAs of a module side by side along the rank, with scales and strengths in B."""
     downs, ups = [], []
-    for each in adapters:
-        read = each.file.read(module)
+    for adapter in adapters:
+        read = adapter.file.read(module)
         downs.append(read.down)
-        ups.append(read.up * (each.strength * each.sign * each.file.modules[module].scale))
+        ups.append(read.up * (adapter.strength * adapter.sign * adapter.file.modules[module].scale))
     return torch.cat(downs), torch.cat(ups, 1)
 
 
@@ -243,19 +248,19 @@ def added_bytes(
         within: Names of the modules on the device.
     """
     stored, changes = 0, [0]
-    for each in adapters:
-        file = each.file
-        for name, found in file.modules.items():
+    for adapter in adapters:
+        file = adapter.file
+        for name, module in file.modules.items():
             if name not in within:
                 continue
-            if found.method == "lora":
-                stored += found.rank * sum(shapes[name]) * dtype_of(f"{name}.weight").itemsize
-                if found.use_dora:
+            if module.method == "lora":
+                stored += module.rank * sum(shapes[name]) * dtype_of(f"{name}.weight").itemsize
+                if module.use_dora:
                     # Magnitudes and factors; some rows of the weight in fp32, with and without the product.
                     stored += 2 * 4 * shapes[name][0]
                     changes.append(2 * 4 * min(math.prod(shapes[name]), AT_ONCE["cuda"]))
                 continue
-            stored += 4 * found.num_factors(file.source)
+            stored += 4 * module.num_factors(file.source)
             # A LoHa's change and the two products that it is made of, for one layer at a time.
-            changes.append(3 * 4 * math.prod(shapes[name]) * (found.method == "loha"))
+            changes.append(3 * 4 * math.prod(shapes[name]) * (module.method == "loha"))
     return stored + max(changes)

@@ -29,15 +29,15 @@ def ranks_next_to_dora(file: AdapterFile, doras: Collection[str], key: str) -> d
     Raises:
         UserError: If it has anything but a LoRA there.
     """
-    both = {module: found for module, found in file.modules.items() if module in doras}
-    for module, found in both.items():
-        if found.method != "lora" or found.use_dora:
-            kind = "DoRA" if found.use_dora else found.method
+    both = {module: file_module for module, file_module in file.modules.items() if module in doras}
+    for module, file_module in both.items():
+        if file_module.method != "lora" or file_module.use_dora:
+            kind = "DoRA" if file_module.use_dora else file_module.method
             raise UserError(
                 f"{key} = {file.source.path} is a {kind} ({module}), and next to a DoRA that is trained an assistant must be a LoRA; train a "
                 "LoRA, LoKr or LoHa or leave its layers out of adapter.targets, or make a LoRA of the assistant: merge it with the export command's --merge, then --extract"
             )
-    return {module: found.rank for module, found in both.items()}
+    return {module: file_module.rank for module, file_module in both.items()}
 
 
 def add_assistant(model: nn.Module, ranks: Mapping[str, int]) -> None:
@@ -68,7 +68,7 @@ def put_next_to_doras(
         return None
     (file, strength), doras = merged[-1], adapter_layers(model)
     add_assistant(model, ranks_next_to_dora(file, doras, key))
-    others = {module: found for module, found in file.modules.items() if module not in doras}
+    others = {module: file_module for module, file_module in file.modules.items() if module not in doras}
     merged[-1] = (replace(file, modules=others), strength)
     return file, strength
 
@@ -85,7 +85,7 @@ def load_assistant(
     Args:
         assistant: The assistant and its strength; None if there is none.
         device_of: The device of a module's frozen parameters, by the module's name.
-        put: Sets a parameter of which this rank keeps its rows; None if it has all.
+        put: Sets a parameter whose rows are divided among the ranks; None if this rank has all.
     """
     if assistant is None:
         return

@@ -69,8 +69,8 @@ class BaseConfig:
             component: Its key in `[model]`: `transformer`, or `transformer_2` for the second of two.
         """
         is_second = component == "transformer_2"
-        (key, entries), own = self.merges[is_second], self.assistants[is_second]
-        return [*((key, entry) for entry in entries), *[own] * bool(own[1])]
+        (key, entries), assistant = self.merges[is_second], self.assistants[is_second]
+        return [*((key, entry) for entry in entries), *[assistant] * bool(assistant[1])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class DiffusersModel:
         """Load the folder of a whole transformer as diffusers does, and compare outputs likewise: `AdapterSpec.verify_whole`.
 
         Raises:
-            UserError: If names or shapes are not those of diffusers' model, or the outputs differ.
+            UserError: If names or shapes do not fit diffusers' model, or the outputs differ.
         """
         inputs, theirs = self.inputs(model), self.empty(model)
         source = load_whole(theirs, folder, self.convert if form == "official" else None)

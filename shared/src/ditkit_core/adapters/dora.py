@@ -2,8 +2,8 @@
 
 A row of a DoRA's weight is f · (W + s·B·A). Programs store f as a magnitude over a norm of that row, and they differ in the norm:
 
-- peft and diffusers, as the paper: over that of the merged row, so that the magnitude is the norm of the result.
-- ComfyUI (comfy/weight_adapter/base.py, as of October 2025): `dora_scale` [out, 1] over that of the base's row.
+- peft and diffusers, as the paper: over the norm of the merged row, so that the magnitude is the norm of the result.
+- ComfyUI (comfy/weight_adapter/base.py, as of October 2025): `dora_scale` [out, 1] over the norm of the base's row.
 
 Both are exact. Files for ComfyUI get the values with which ComfyUI's own computation results in the trained weights, and a header that
 says so, because files of other trainers have the same key over the merged norm. Going from one norm to the other needs the base.
@@ -68,7 +68,7 @@ def row_factors(weight: Tensor, matrices: LoraMatrices, scale: float) -> Tensor:
 
 
 def norm_ratio(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """The norm of each row of W + s·B·A over that of W, on the weight's device."""
+    """The norm of each row of W + s·B·A over the norm of the row of W, on the weight's device."""
     merged = torch.addmm(weight, up.to(weight.device).float(), down.to(weight.device).float(), alpha=scale)
     return torch.linalg.vector_norm(merged, dim=1) / base_norm(weight)
 

@@ -34,8 +34,8 @@ def as_lora(rank: int | None, energy: float) -> Approximation:
     """
 
     def nearest(difference: Tensor, module: str) -> tuple[Scaled, float]:
-        found = low_rank(difference, rank, energy, module)
-        return Scaled(LoraMatrices(found.down, found.up)), found.kept
+        product = low_rank(difference, rank, energy, module)
+        return Scaled(LoraMatrices(product.down, product.up)), product.energy_share
 
     return nearest
 
@@ -44,8 +44,10 @@ def as_lokr(config: AdapterConfig) -> Approximation:
     """The nearest LoKr with the factors that training with this section would have, as `write_factored` takes it."""
 
     def nearest(difference: Tensor, module: str) -> tuple[tuple[FactoredMatrices, float], float]:
-        parts, kept = nearest_kronecker(difference, lokr_shapes(config, module, tuple(difference.shape)), module)
-        return (FactoredMatrices(parts), 1.0), kept
+        parts, energy_share = nearest_kronecker(
+            difference, lokr_shapes(config, module, tuple(difference.shape)), module
+        )
+        return (FactoredMatrices(parts), 1.0), energy_share
 
     return nearest
 
@@ -56,26 +58,26 @@ class Extracted:
 
     adapters: dict[str, Any]
     """Adapters by our name of the module; modules that do not differ have none."""
-    kept: dict[str, float]
+    energy_shares: dict[str, float]
     """Share of the energy of each module's difference that its adapter keeps, 0 to 1."""
     sizes: dict[str, float]
     """Norm of the difference, by name, of every parameter that differs."""
-    left: dict[str, float]
+    uncovered: dict[str, float]
     """For parameters that an adapter cannot change: norm of the difference relative to the base's norm, infinite where that is zero."""
 
     @property
     def residual(self) -> float:
         """Norm of the part of the modules' difference that the adapters do not represent, relative to that difference."""
         # By Pythagoras: what is kept is orthogonal to its remainder, of a LoRA and of a LoKr.
-        squares = {name: self.sizes[f"{name}.weight"] ** 2 for name in self.kept}
-        lost = sum(square * (1 - self.kept[name]) for name, square in squares.items())
+        squares = {name: self.sizes[f"{name}.weight"] ** 2 for name in self.energy_shares}
+        lost = sum(square * (1 - self.energy_shares[name]) for name, square in squares.items())
         return (max(0.0, lost) / sum(squares.values())) ** 0.5
 
     @property
     def share_left(self) -> float:
         """Share of the energy of the total difference in parameters that an adapter cannot change, 0 to 1."""
         total = sum(size**2 for size in self.sizes.values())
-        return sum(self.sizes[name] ** 2 for name in self.left) / total
+        return sum(self.sizes[name] ** 2 for name in self.uncovered) / total
 
 
 def extract(
@@ -108,9 +110,9 @@ def extract(
     shapes = parameters_of(spec.architecture.build, arch)
     stored = [StoredParameters.of(source, spec.architecture.names, shapes) for source in (tuned, base)]
     layers = layers_of(spec.architecture.build, arch)
-    adapters, kept, sizes, left = {}, {}, {}, {}
+    adapters, energy_shares, sizes, uncovered = {}, {}, {}, {}
     for name in shapes:
-        theirs, ours = (each.read(name) for each in stored)
+        theirs, ours = (parameters.read(name) for parameters in stored)
         size_of_base = float(torch.linalg.vector_norm(ours))
         difference = theirs.sub_(ours)  # in place: memory has at most two matrices of the largest layer
         size = float(torch.linalg.vector_norm(difference))
@@ -122,10 +124,12 @@ def extract(
         sizes[name], module = size, name.removesuffix(".weight")
         # Biases, norms and modulation: an adapter of Linear layers cannot change them.
         if module not in layers or module == name or (only is not None and module not in only):
-            left[name] = size / size_of_base if size_of_base else float("inf")
+            uncovered[name] = size / size_of_base if size_of_base else float("inf")
             continue
-        adapters[module], kept[module] = approximate(difference, module)
+        adapters[module], energy_shares[module] = approximate(difference, module)
     if not adapters:
-        what = "differ in no Linear layer" if sizes else "do not differ"
-        raise UserError(f"{tuned.path} and {base.path} {what}: there is nothing to extract; check --extract and --base")
-    return Extracted(adapters=adapters, kept=kept, sizes=sizes, left=left)
+        verdict = "differ in no Linear layer" if sizes else "do not differ"
+        raise UserError(
+            f"{tuned.path} and {base.path} {verdict}: there is nothing to extract; check --extract and --base"
+        )
+    return Extracted(adapters=adapters, energy_shares=energy_shares, sizes=sizes, uncovered=uncovered)

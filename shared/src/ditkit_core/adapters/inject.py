@@ -72,7 +72,7 @@ def inject(
         if config.method != "lora":
             layer.__class__ = factored_linear_class(config.method)
         if config.method == "loha":
-            # peft goes by the shape of the weight, which in a quantized layer is that of the packed codes.
+            # peft goes by the shape of the weight, which in a quantized layer is the shape of the packed codes.
             with torch.device("meta"):
                 layer.create_adapter_parameters("default", layer.r["default"], (layer.out_features, layer.in_features))
     return targets
@@ -87,7 +87,9 @@ def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
         "r": config.rank,
         # Anchored, so that no longer name fits that ends like one of them.
         "rank_pattern": {_exactly(target): rank for target, rank in ranks.items() if rank != config.rank},
-        "alpha_pattern": {_exactly(target): each for target, each in alphas.items() if each != alpha},
+        "alpha_pattern": {
+            _exactly(target): module_alpha for target, module_alpha in alphas.items() if module_alpha != alpha
+        },
         # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which peft cannot wrap.
         "target_modules": "|".join(map(re.escape, targets)),
     }
@@ -167,41 +169,46 @@ def initialise(
     """
     put = division.put_whole if division else None
     for module, layer in adapter_layers(model).items():
-        given = start(module) if start else {}
+        start_values = start(module) if start else {}
         if (method := method_of(layer)) != "lora":
-            _initialise_factored(layer, method, module, seed, device_of(module), given, put)
+            _initialise_factored(layer, method, module, seed, device_of(module), start_values, put)
             continue
         rank, width = layer.lora_A["default"].weight.shape
         bound = 1 / math.sqrt(width)
         # Sampled on the CPU, whose generator gives the same numbers wherever the adapter goes.
-        down = given.get("lora_A.weight")
+        down = start_values.get("lora_A.weight")
         if down is None:
             down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator(seed, "adapter", module))
-        up = given.get("lora_B.weight", torch.zeros(layer.lora_B["default"].weight.shape))
+        up = start_values.get("lora_B.weight", torch.zeros(layer.lora_B["default"].weight.shape))
         device = device_of(module)
         _set_weight(layer.lora_A["default"], down.to(device), put)
         _set_weight(layer.lora_B["default"], up.to(device), put)
         if layer.lora_magnitude_vector:
-            magnitude, whole = layer.lora_magnitude_vector["default"], given.get("lora_magnitude_vector.weight")
-            if whole is not None:
-                _set_weight(magnitude, whole.to(device), put)
+            magnitude, start_magnitude = (
+                layer.lora_magnitude_vector["default"],
+                start_values.get("lora_magnitude_vector.weight"),
+            )
+            if start_magnitude is not None:
+                _set_weight(magnitude, start_magnitude.to(device), put)
             elif division is None:
                 base = dense_weight(layer.get_base_layer()).to(device)
-                _set_weight(magnitude, _row_norms(layer, base, given, down, up), None)
+                _set_weight(magnitude, _row_norms(layer, base, start_values, down, up), None)
             else:
                 base, rows = dense_rows(layer.get_base_layer(), division), division.rows(magnitude.weight)
                 assert rows is not None and len(rows) == len(base), module
-                own = slice(rows.start, rows.stop)
-                division.put(magnitude, "weight", _row_norms(layer, base, given, down, up[own], own))
+                local_rows = slice(rows.start, rows.stop)
+                division.put(
+                    magnitude, "weight", _row_norms(layer, base, start_values, down, up[local_rows], local_rows)
+                )
 
 
 def _row_norms(
-    layer: Any, base: Tensor, given: Mapping[str, Tensor], down: Tensor, up: Tensor, rows: slice = slice(None)
+    layer: Any, base: Tensor, start_values: Mapping[str, Tensor], down: Tensor, up: Tensor, rows: slice = slice(None)
 ) -> Tensor:
     """The norm of some rows of the merged weight: an adapter that starts from a file has a B that is not zero."""
     scaling = layer.scaling["default"]
-    if "dora_scale" in given:
-        return given["dora_scale"][rows].to(base.device) * norm_ratio(base, down, up, scaling)
+    if "dora_scale" in start_values:
+        return start_values["dora_scale"][rows].to(base.device) * norm_ratio(base, down, up, scaling)
     merged = torch.addmm(base, up.to(base.device).float(), down.to(base.device).float(), alpha=scaling)
     return torch.linalg.vector_norm(merged, dim=1)
 
@@ -212,12 +219,12 @@ def _initialise_factored(
     module: str,
     seed: int,
     device: torch.device,
-    given: Mapping[str, Tensor],
+    start_values: Mapping[str, Tensor],
     put: Callable[[nn.Module, str, Tensor], None] | None,
 ) -> None:
-    assert not given or given.keys() == parts_of(layer, method).keys(), module
+    assert not start_values or start_values.keys() == parts_of(layer, method).keys(), module
     for part, before in parts_of(layer, method).items():
-        value = given.get(part)
+        value = start_values.get(part)
         if value is None:
             bound = 0.0 if part in _ZERO_AT_FIRST else 1 / math.sqrt(before.shape[1])
             random = generator(seed, "adapter", module, part)
@@ -273,7 +280,7 @@ def is_adapter_name(name: str) -> bool:
 
 def canonical_name(name: str) -> str:
     """A parameter's name without the parts that peft inserts."""
-    return _PEFT_NAMES.sub(lambda found: found["part"] or "", name)
+    return _PEFT_NAMES.sub(lambda match: match["part"] or "", name)
 
 
 def _import_peft():  # type: ignore[no-untyped-def]

@@ -35,22 +35,24 @@ def nearest_kronecker(
     """
     height, width = shapes["lokr_w1"]
     blocks = rearrange(matrix.float(), "(a b) (c d) -> (a c) (b d)", a=height, c=width)
-    found = low_rank(blocks, 1, 1.0, name)
-    first, second, kept = found.up.flatten(), found.down.flatten(), found.kept
+    product = low_rank(blocks, 1, 1.0, name)
+    first, second, energy_share = product.up.flatten(), product.down.flatten(), product.energy_share
     parts = {}
     if "lokr_w2" in shapes:
         parts["lokr_w2"] = second.view(shapes["lokr_w2"])
     else:
         for _ in range(_ROUNDS):
-            # The nearest second factor for this first one, the nearest to that of the rank, and the nearest first factor for it.
-            whole = (first @ blocks / first.square().sum()).view(matrix.shape[0] // height, -1)
-            low = low_rank(whole, shapes["lokr_w2_a"][1], 1.0, name)
+            # The nearest second factor for this first one, its nearest matrix of the rank, and the nearest first factor for that.
+            second_factor = (first @ blocks / first.square().sum()).view(matrix.shape[0] // height, -1)
+            low = low_rank(second_factor, shapes["lokr_w2_a"][1], 1.0, name)
             second = (low.up @ low.down).flatten()
             first = blocks @ second / second.square().sum()
         parts = _padded({"lokr_w2_a": low.up, "lokr_w2_b": low.down}, shapes)
         # By Pythagoras: the first factor is the nearest for the second.
-        kept = float(first.double().square().sum() * second.double().square().sum() / blocks.double().square().sum())
-    return {"lokr_w1": first.view(height, width), **parts}, kept
+        energy_share = float(
+            first.double().square().sum() * second.double().square().sum() / blocks.double().square().sum()
+        )
+    return {"lokr_w1": first.view(height, width), **parts}, energy_share
 
 
 def _padded(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class LowRank:
 
     down: Float[Tensor, "rank in"]
     up: Float[Tensor, "out rank"]
-    kept: float
+    energy_share: float
     """Share of the original's energy (sum of squared singular values), 0 to 1; 1 if that was zero."""
 
 
@@ -76,7 +76,7 @@ def reduce_product(
         energy: Share of the sum of squared singular values, above 0 and at most 1.
 
     Returns:
-        Factors of equal norm in fp32. Their rank is at least 1 and at most that of B·A.
+        Factors of equal norm in fp32. Their rank is at least 1 and at most the rank of B·A.
     """
     (q_down, r_down), (q_up, r_up) = torch.linalg.qr(down.double().T), torch.linalg.qr(up.double())
     u, s, vh = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)

@@ -75,7 +75,7 @@ def compare_with_pipeline(
             _load_factors(pipeline.transformer, adapter_file, model, names)
         _check_modules(pipeline.transformer, model, names, adapter_file)
         loaded = theirs()
-        # Our adapter as the file has it: what is compared is the file's meaning, not its rounding, nor that of `base.compute`.
+        # Our adapter as the file has it: what is compared is the file's meaning, not its rounding, nor the rounding of `base.compute`.
         with rounded_adapter(model, adapter_file), products_in_dtype(model):
             expected = ours()
     effect, difference = relative(loaded, bare), relative(loaded, expected)
@@ -157,8 +157,8 @@ class BareBase:
         """The tensor that consists of these parts."""
         pieces = [rows_of(self._whole(part.name), part.index, part.of) for part in parts]
         # A single piece stays a view, so that `share_base` takes no memory for it.
-        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return found if dtype is None else found.to(dtype)
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return tensor if dtype is None else tensor.to(dtype)
 
     def _whole(self, name: str) -> Tensor:
         if (layer := self._quantized.get(name)) is not None:
@@ -200,16 +200,16 @@ def _load_factors(transformer: Any, adapter_file: Path, model: StagedModel, name
     chosen = "|".join(map(re.escape, theirs.values()))
     peft.inject_adapter_in_model(config(r=1, alpha=1, target_modules=chosen), transformer)
     for module, name in theirs.items():
-        layer, given = transformer.get_submodule(name), file.read_factored(module).parts
+        layer, factors = transformer.get_submodule(name), file.read_factored(module).parts
         layer.scaling["default"] = file.modules[module].scale
         device = layer.get_base_layer().weight.device
         for kind in PARTS[file.modules[module].method]:
-            own = {"default": nn.Parameter(given[kind].to(device))} if kind in given else {}
-            setattr(layer, kind, nn.ParameterDict(own))
+            parameters = {"default": nn.Parameter(factors[kind].to(device))} if kind in factors else {}
+            setattr(layer, kind, nn.ParameterDict(parameters))
 
 
 def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, adapter_file: Path) -> None:
-    """Refuse an adapter of which diffusers ignores modules. It only warns about those, and rounding could hide them in the outputs.
+    """Refuse an adapter with modules that diffusers ignores. It only warns about them, and rounding could hide them in the outputs.
 
     Raises:
         UserError: With the ignored modules.
@@ -233,14 +233,16 @@ def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextMa
     values: dict[str, Tensor] = {}
     for module, layer in adapter_layers(model).items():
         if (method := method_of(layer)) != "lora":
-            own = parts_of(layer, method)
-            scaled = first_part(own)
+            adapter_parts = parts_of(layer, method)
+            scaled = first_part(adapter_parts)
         else:
-            found = {part: getattr(layer, part) for part in ("lora_A", "lora_B", "lora_magnitude_vector")}
-            own = {part: parts["default"].weight for part, parts in found.items() if "default" in parts}
+            module_dicts = {part: getattr(layer, part) for part in ("lora_A", "lora_B", "lora_magnitude_vector")}
+            adapter_parts = {
+                part: parts["default"].weight for part, parts in module_dicts.items() if "default" in parts
+            }
             # A file without alpha has the scaling folded into B, and B is rounded after that.
             scaled = "lora_B" if folded else ""
-        for part, parameter in own.items():
+        for part, parameter in adapter_parts.items():
             scale = layer.scaling["default"] if part == scaled else 1.0
             parameters[f"{module}.{part}"] = parameter
             values[f"{module}.{part}"] = (parameter.detach().float() * scale).to(dtype).float() / scale

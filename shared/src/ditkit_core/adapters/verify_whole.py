@@ -41,19 +41,21 @@ def load_whole(transformer: nn.Module, folder: Path, convert: Conversion | None)
         The folder's tensors.
 
     Raises:
-        UserError: If names or shapes are not those of the transformer.
+        UserError: If names or shapes do not fit the transformer.
     """
     source = SafetensorsSource.open(folder)
-    places = _converted(source, convert)
+    rows_by_name = _converted(source, convert)
     wanted = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
-    wrong = sorted(wanted.keys() ^ places.keys())
-    wrong += [name for name in wanted.keys() & places.keys() if _shape(source, places[name]) != wanted[name]]
+    wrong = sorted(wanted.keys() ^ rows_by_name.keys())
+    wrong += [
+        name for name in wanted.keys() & rows_by_name.keys() if _shape(source, rows_by_name[name]) != wanted[name]
+    ]
     if wrong:
         raise UserError(
             f"{folder}: diffusers' transformer has other names or shapes than it ({first_ten(wrong)}); export it again"
         )
     state = {}
-    for name, rows in places.items():
+    for name, rows in rows_by_name.items():
         read = partial(_read, source, rows)
         if (layer := linear_of(transformer, name)) is not None:
             make_at_use(layer, torch.float32, read)
@@ -90,7 +92,7 @@ def compare_whole(
 
 
 def _converted(source: SafetensorsSource, convert: Conversion | None) -> dict[str, list[_Rows]]:
-    """Which rows of which tensors make up each tensor of the other program.
+    """The rows of our tensors that make up each tensor of the other program.
 
     Its conversion is run on the numbers of the rows in place of their values: that takes no memory, whatever the size of the model.
     """
@@ -108,8 +110,8 @@ def _converted(source: SafetensorsSource, convert: Conversion | None) -> dict[st
             # A run may go on from the end of one tensor into the next.
             owners = torch.bucketize(run, firsts, right=True) - 1
             for owner in owners.unique().tolist():
-                own, first = run[owners == owner], int(firsts[owner])
-                yield _Rows(names[owner], int(own[0]) - first, int(own[-1]) - first + 1)
+                owner_rows, first = run[owners == owner], int(firsts[owner])
+                yield _Rows(names[owner], int(owner_rows[0]) - first, int(owner_rows[-1]) - first + 1)
 
     converted = numbered if convert is None else convert(dict(numbered))
     return {name: list(runs(rows)) for name, rows in converted.items()}

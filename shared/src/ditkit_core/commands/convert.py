@@ -196,11 +196,11 @@ def _extracts_lokr(adapter: AdapterConfig, rank: int | None) -> bool:
 
 def _extracted_lines(found: Extracted) -> Iterator[str]:
     """How much of a difference is in the adapters; warns of what is not."""
-    yield _kept_lines(found.kept, "of the difference's energy kept")
+    yield _kept_lines(found.energy_shares, "of the difference's energy kept")
     yield f"residual: {found.residual:.2%} of the norm of the difference in the adapter's modules"
-    if found.left:
-        largest = sorted(found.left, key=lambda name: -found.sizes[name])
-        named = ", ".join(f"{name} ({_share(found.left[name])})" for name in largest[:10])
+    if found.uncovered:
+        largest = sorted(found.uncovered, key=lambda name: -found.sizes[name])
+        named = ", ".join(f"{name} ({_share(found.uncovered[name])})" for name in largest[:10])
         more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
         warn(
             f"the adapter does not cover {len(largest)} parameters that differ, with {found.share_left:.1%} of the energy of the whole "

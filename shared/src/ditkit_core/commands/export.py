@@ -130,7 +130,7 @@ def _export(
     for form, file in zip(whole_forms(spec, wanted) if whole else wanted.forms, files, strict=True):
         if not whole and (read := read_by(spec, form, prepared.model)):
             say(f"{file}: {loaded_by(read)}")
-        if whole and (limit := why_unverified(spec, wanted, form, prepared.model, whole=True)):
+        if whole and (limit := why_unverified(spec, wanted, form, prepared.model, complete=True)):
             say(f"{file}: diffusers {limit}")
     say("\n".join(str(file) for file in files))
     return files
@@ -263,7 +263,7 @@ class Exporter(Callback):
                 file = ExportName(run=self._folder.name, form=form).at(self._folder)
                 say(f"{file} was read back, and is not verified with diffusers, which {limit}")
         for form in whole_forms(run.spec, config) if self._writes_transformer else ():
-            if limit := why_unverified(run.spec, config, form, model, whole=True):
+            if limit := why_unverified(run.spec, config, form, model, complete=True):
                 folder = self._folder.exports / f"transformer_{form}"
                 say(f"{folder} was read back, and is not verified with diffusers, which {limit}")
 

@@ -174,7 +174,7 @@ class PeerChecks(ModelChecks):
             files.append(SafetensorsSource.open(tmp_path / f"{name}.safetensors"))
         base, tuned = files
         found = extract(self.spec, self.arch, tuned, base, approximate=as_lokr(config))
-        assert found.adapters.keys() == layers.keys() and not found.left and found.residual < 1e-3
+        assert found.adapters.keys() == layers.keys() and not found.uncovered and found.residual < 1e-3
         for module, (matrices, scale) in found.adapters.items():
             torch.testing.assert_close(
                 matrices.change() * scale, layers[module].get_delta_weight("default"), rtol=1e-3, atol=1e-5, msg=module

@@ -360,8 +360,8 @@ def test_a_file_that_says_something_else_never_gets_its_name(
     """The writer halves every B, and its own comparison knows nothing of it: that of products does."""
     honest = adapter_writer._rounded
 
-    def halved(adapter: Any, dtype: torch.dtype, *, kept: bool) -> Any:
-        result = honest(adapter, dtype, kept=kept)
+    def halved(adapter: Any, dtype: torch.dtype, *, with_alpha: bool) -> Any:
+        result = honest(adapter, dtype, with_alpha=with_alpha)
         return replace(result, matrices=replace(result.matrices, up=result.matrices.up / 2))
 
     monkeypatch.setattr(adapter_writer, "_rounded", halved)

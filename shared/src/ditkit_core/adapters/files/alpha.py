@@ -42,12 +42,12 @@ class AlphaHeader:
         of_peft = raw == "{}" and any(key.startswith(_PEFT_PREFIX) for key in source.tensors) and config_file.is_file()
         where = str(config_file) if of_peft else where
         cannot = "cannot be read: it"
-        found = (
+        entries = (
             read_json_object(config_file, _REMEDY, cannot)
             if of_peft
             else parse_json_object(raw, f"{where} {cannot}", _REMEDY)
         )
-        config = {key.removeprefix("transformer."): value for key, value in found.items()}
+        config = {key.removeprefix("transformer."): value for key, value in entries.items()}
         alphas: dict[str, tuple[int, float]] = {}
         try:
             alpha = _finite(config["lora_alpha"]) if "lora_alpha" in config else None
@@ -72,11 +72,11 @@ class AlphaHeader:
 def _literal(pattern: str) -> list[str]:
     """The keys in `AlphaHeader.alphas` of an entry of `alpha_pattern`."""
     # Not compiled, as peft does: some expressions take longer than a life, and let no signal through.
-    found = _LITERAL.fullmatch(pattern)
-    if found is None:
+    match = _LITERAL.fullmatch(pattern)
+    if match is None:
         raise ValueError(f"{pattern[:80]!r} in its alpha_pattern is not the name of a module")
-    name = found["name"].replace("\\", "")
-    return {"^": [f"^{name}"], None: [f"^{name}", f".{name}"]}.get(found["before"], [f".{name}"])
+    name = match["name"].replace("\\", "")
+    return {"^": [f"^{name}"], None: [f"^{name}", f".{name}"]}.get(match["before"], [f".{name}"])
 
 
 def _finite(value: Any) -> float:

@@ -113,7 +113,9 @@ class Card:
             "pipeline_tag": goal,
             "tags": [*kind, goal, self.spec.name, "diffusers", "ditkit"],
             "instance_prompt": trigger or None,
-            "widget": [{"text": " ".join(each.prompt.split()), "output": {"url": each.path}} for each in self.samples]
+            "widget": [
+                {"text": " ".join(sample.prompt.split()), "output": {"url": sample.path}} for sample in self.samples
+            ]
             or None,
         }
 
@@ -126,7 +128,7 @@ class Card:
     def _prompts(self) -> str:
         trigger = self._config.get("data.trigger")
         said = f"Write `{_code(trigger)}` in the prompt.\n\n" if trigger else ""
-        examples = [f"- {_plain(prompt)}" for prompt in dict.fromkeys(each.prompt for each in self.samples)]
+        examples = [f"- {_plain(prompt)}" for prompt in dict.fromkeys(sample.prompt for sample in self.samples)]
         body = said + "\n".join(examples)
         return f"## Prompts\n\n{body.rstrip()}" if body else ""
 
@@ -149,13 +151,13 @@ class Card:
                 ")",
             ]
             lines = ["import torch", "from diffusers import DiffusionPipeline", "", *before, *lines]
-        elif whole := next((file for file in self.files if file.transformer_class), None):
+        elif transformer := next((file for file in self.files if file.transformer_class), None):
             lines = [
                 "import torch",
-                f"from diffusers import DiffusionPipeline, {whole.transformer_class}",
+                f"from diffusers import DiffusionPipeline, {transformer.transformer_class}",
                 "",
-                f"transformer = {whole.transformer_class}.from_pretrained(",
-                f'    "{self.repository}", subfolder="{whole.path}", torch_dtype=torch.bfloat16',
+                f"transformer = {transformer.transformer_class}.from_pretrained(",
+                f'    "{self.repository}", subfolder="{transformer.path}", torch_dtype=torch.bfloat16',
                 ")",
                 "pipeline = DiffusionPipeline.from_pretrained(",
                 f'    "{self._base}", transformer=transformer, torch_dtype=torch.bfloat16',
@@ -198,10 +200,10 @@ class Card:
         table = "\n".join(
             ["| setting | value |", "|---|---|", *(f"| {name} | {_plain(value)} |" for name, value in shown.items())]
         )
-        whole = header.get("ditkit.config", "")
+        config_text = header.get("ditkit.config", "")
         # Indented, so that nothing in it can end the block.
-        block = "\n".join(f"    {line}" for line in whole.splitlines())
-        details = f"<details><summary>Complete configuration</summary>\n\n{block}\n\n</details>" if whole else ""
+        block = "\n".join(f"    {line}" for line in config_text.splitlines())
+        details = f"<details><summary>Complete configuration</summary>\n\n{block}\n\n</details>" if config_text else ""
         return "\n\n".join(filter(None, ["## Training", table, details]))
 
     def _alpha(self) -> Any:
@@ -233,8 +235,8 @@ def _loading(file: CardFile) -> list[str]:
 
 
 def _product(config: Mapping[str, Any], *keys: str) -> int | None:
-    found = [config.get(key) for key in keys]
-    sizes = [value for value in found if isinstance(value, int)]
+    values = [config.get(key) for key in keys]
+    sizes = [value for value in values if isinstance(value, int)]
     return sizes[0] * sizes[1] if len(sizes) == 2 else None
 
 
@@ -249,5 +251,5 @@ def _code(value: Any) -> str:
 
 
 def name_of(files: Sequence[Path], repository: str) -> str:
-    """The title of a card: the repository's own name, or that of the first file without a repository."""
+    """The title of a card: the repository's own name; without a repository, the name of the first file."""
     return repository.rpartition("/")[2] or files[0].stem

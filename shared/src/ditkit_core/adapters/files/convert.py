@@ -41,34 +41,34 @@ class Written:
     """The modules' ranks, each once."""
 
 
-def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
+def read_adapter(adapter: FoundAdapter) -> dict[str, Scaled]:
     """Read every module's adapter in fp32. Modules with zeros in both matrices, which fill a form's gaps, are left out.
 
     Raises:
         UserError: If a value is not finite, with the names of the modules.
     """
-    if other := [name for name, module in found.file.modules.items() if module.method != "lora"]:
-        raise UserError(f"{found.path} mixes LoKr or LoHa ({other[0]}) with LoRA; merge it")
-    read = {name: Scaled(found.file.read(name), module.scale) for name, module in found.file.modules.items()}
-    refuse_damaged(found.path, ((name, _tensors(adapter)) for name, adapter in read.items()))
+    if other := [name for name, module in adapter.file.modules.items() if module.method != "lora"]:
+        raise UserError(f"{adapter.path} mixes LoKr or LoHa ({other[0]}) with LoRA; merge it")
+    read = {name: Scaled(adapter.file.read(name), module.scale) for name, module in adapter.file.modules.items()}
+    refuse_damaged(adapter.path, ((name, _tensors(scaled)) for name, scaled in read.items()))
     # Zeros fill a form's gaps; a file of nothing but zeros is an adapter that was never trained.
     # Only if both matrices are zero: a new adapter has B = 0 and a random A, and is worth keeping.
     used = {name: adapter for name, adapter in read.items() if adapter.matrices.down.any() or adapter.matrices.up.any()}
     return used or read
 
 
-def check_finite(found: FoundAdapter) -> None:
+def check_finite(adapter: FoundAdapter) -> None:
     """Refuse a file with values that are not finite, in which LoRA may be mixed with LoKr or LoHa.
 
     Raises:
         UserError: With the names of the modules.
     """
-    file = found.file
+    file = adapter.file
 
     def tensors(name: str, module: FileModule) -> Sequence[Tensor]:
         return _tensors(Scaled(file.read(name), module.scale)) if module.method == "lora" else (file.change_of(name),)
 
-    refuse_damaged(found.path, ((name, tensors(name, module)) for name, module in file.modules.items()))
+    refuse_damaged(adapter.path, ((name, tensors(name, module)) for name, module in file.modules.items()))
 
 
 def _tensors(adapter: Scaled) -> Sequence[Tensor]:
@@ -100,14 +100,17 @@ def reduce_rank(
         raise UserError(
             f"--rank: {path} has DoRA magnitudes, which belong to its complete product; merge it, then --extract"
         )
-    smaller, kept = {}, {}
+    smaller, energy_shares = {}, {}
     for name, adapter in adapters.items():
         # A module of a lower rank than the wanted one stays as it is: no rank is ever raised.
-        smaller[name], kept[name] = adapter, 1.0
+        smaller[name], energy_shares[name] = adapter, 1.0
         if rank is None or len(adapter.matrices.down) > rank:
-            found = reduce_product(adapter.matrices.down, adapter.matrices.up, rank=rank, energy=energy)
-            smaller[name], kept[name] = replace(adapter, matrices=LoraMatrices(found.down, found.up)), found.kept
-    return smaller, kept
+            product = reduce_product(adapter.matrices.down, adapter.matrices.up, rank=rank, energy=energy)
+            smaller[name], energy_shares[name] = (
+                replace(adapter, matrices=LoraMatrices(product.down, product.up)),
+                product.energy_share,
+            )
+    return smaller, energy_shares
 
 
 def add_missing_modules(
@@ -213,23 +216,23 @@ def _network(adapters: Mapping[str, Scaled]) -> dict[str, str]:
     return {"ss_network_dim": str(rank), "ss_network_alpha": f"{scale * rank:g}"}
 
 
-def derived_metadata(source: Mapping[str, str], **made: object) -> dict[str, str]:
+def derived_metadata(source: Mapping[str, str], **origin: object) -> dict[str, str]:
     """The header of a file that is made from another: whatever is still true of the other's header, and how the file was made.
 
     Args:
         source: The other file's header.
-        made: What was done, for `made_from`.
+        origin: What was done, for `made_from`.
     """
     stale = [key for key in source if key in ("format", DIFFUSERS_METADATA, VERIFIED) or _HASHES.match(key)]
-    kept = {key: value for key, value in source.items() if key not in stale}
-    return {**kept, "made_from": json.dumps(made, sort_keys=True)}
+    remaining = {key: value for key, value in source.items() if key not in stale}
+    return {**remaining, "made_from": json.dumps(origin, sort_keys=True)}
 
 
-def adapter_dtype(found: FoundAdapter) -> torch.dtype:
+def adapter_dtype(adapter: FoundAdapter) -> torch.dtype:
     """A dtype for every matrix of a file: the file's own, fp32 if it has several, bf16 if they are narrower than 16 bits."""
-    pieces = [piece for module in found.file.modules.values() for piece in module.pieces if piece is not None]
+    pieces = [piece for module in adapter.file.modules.values() for piece in module.pieces if piece is not None]
     keys = [key for piece in pieces for kind, key in piece.adapter.keys.items() if kind != "alpha"]
-    dtypes = {found.file.source.tensors[key].dtype for key in keys}
+    dtypes = {adapter.file.source.tensors[key].dtype for key in keys}
     if len(dtypes) > 1 or not dtypes <= set(TOLERANCE):
         return torch.bfloat16 if all(dtype.itemsize == 1 for dtype in dtypes) else torch.float32
     return dtypes.pop()

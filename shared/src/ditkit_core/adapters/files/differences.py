@@ -68,7 +68,7 @@ def find_differences(
     Raises:
         UserError: If a key fits no parameter, or one of another shape.
     """
-    found: dict[str, list[Difference]] = {}
+    by_parameter: dict[str, list[Difference]] = {}
     aliases = _underscored(names, parameters)
     unmatched = []
     for key in keys:
@@ -81,14 +81,14 @@ def find_differences(
             continue
         for index, part in enumerate(parts):
             scale = scale_of(part.name.removesuffix(".bias")) if ".lora_B" in key else 1.0
-            found.setdefault(part.name, []).append(
+            by_parameter.setdefault(part.name, []).append(
                 Difference(key, TensorSlice(part.name, index, len(parts)), part, scale)
             )
     if unmatched:
         raise UserError(
             f"{source.path}: {len(unmatched)} differences fit no parameter of this model: {first_ten(unmatched)}; name a LoRA of this model"
         )
-    return {name: tuple(differences) for name, differences in found.items()}
+    return {name: tuple(differences) for name, differences in by_parameter.items()}
 
 
 def _parts_of(
@@ -121,10 +121,10 @@ def add_difference(
     source: SafetensorsSource, differences: Sequence[Difference], parameter: Tensor, strength: float
 ) -> None:
     """Add a file's differences at a strength to an fp32 parameter, in place."""
-    for each in differences:
-        values = source.read(each.key).float().reshape(-1).chunk(each.rows.of)[each.rows.index]
-        rows = parameter.view(-1).chunk(each.part.of)[each.part.index]
-        rows.add_(values, alpha=strength * each.scale)
+    for difference in differences:
+        values = source.read(difference.key).float().reshape(-1).chunk(difference.rows.of)[difference.rows.index]
+        rows = parameter.view(-1).chunk(difference.part.of)[difference.part.index]
+        rows.add_(values, alpha=strength * difference.scale)
 
 
 def described(parameters: Sequence[str]) -> str:

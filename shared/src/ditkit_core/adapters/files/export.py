@@ -63,7 +63,7 @@ def with_forms_of(config: ExportConfig, adapter: AdapterConfig, spec: ModelSpec)
 
 
 def has_magnitudes(layers: Mapping[str, Any]) -> bool:
-    """Whether a model's layers with adapters are those of a DoRA."""
+    """Whether a model's layers with adapters have DoRA."""
     return any(method_of(layer) == "lora" and layer.lora_magnitude_vector for layer in layers.values())
 
 
@@ -95,11 +95,11 @@ def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
     Raises:
         UserError: If there is none.
     """
-    known = spec.architecture.names.from_native
-    forms = [form for form in config.forms if form in known]
+    native_forms = spec.architecture.names.from_native
+    forms = [form for form in config.forms if form in native_forms]
     if not forms:
         raise UserError(
-            f"a whole transformer is not written in the form {' or '.join(config.forms)}; {set_forms(list(known))}"
+            f"a whole transformer is not written in the form {' or '.join(config.forms)}; {set_forms(list(native_forms))}"
         )
     return forms
 
@@ -139,15 +139,17 @@ def readers_of(
     return spec.adapters.rules.readers(layout, modules)
 
 
-def why_unverified(spec: ModelSpec, config: ExportConfig, form: str, model: StagedModel, *, whole: bool = False) -> str:
+def why_unverified(
+    spec: ModelSpec, config: ExportConfig, form: str, model: StagedModel, *, complete: bool = False
+) -> str:
     """Why diffusers cannot compare an export with ours, as the predicate of a sentence about it; empty if it can.
 
     Args:
         form: The form of the export.
         model: The model, with its adapter if it has one.
-        whole: Whether it is a whole transformer.
+        complete: Whether it is a whole transformer.
     """
-    if whole:
+    if complete:
         if spec.adapters.verify_whole is None:
             return "has no such model"
         return "does not read scaled 8 bits" if config.scaled else spec.adapters.whole_unread.get(form, "")
@@ -211,9 +213,9 @@ def export_adapter(
     for form in config.forms:
         path = adapter_file(folder, stem, "official" if exact else form)
         adapters = {}
-        for module, each in trained.items():
+        for module, adapter in trained.items():
             weight = partial(_base_weight, layers[module].get_base_layer(), whole_in)
-            adapters[module] = replace(each, matrices=in_norm_of(form, each.matrices, each.scale, weight))
+            adapters[module] = replace(adapter, matrices=in_norm_of(form, adapter.matrices, adapter.scale, weight))
         for module in spec.adapters.rules.fillers(form, list(layers)):
             adapters[module] = zero_adapter(tuple(base[f"{module}.weight"].shape))
         write_adapter(
@@ -269,7 +271,7 @@ def export_merged(
     for form in whole_forms(spec, config):
         target = folder / f"transformer_{form}"
         shapes, tensor_of = _transformer_in_form(model, spec, form, config, original)
-        limit = why_unverified(spec, config, form, model, whole=True)
+        limit = why_unverified(spec, config, form, model, complete=True)
         _write_shards(target, shapes, tensor_of, {**metadata, **_no_reader(limit)}, shard_bytes)
         ours = {name: tuple(tensor.shape) for name, tensor in base_tensors(model).items()}
         # Read back by the reader of bases, so that the export can be a base itself.
@@ -371,7 +373,7 @@ def _matrices_of_blocks(model: StagedModel) -> set[str]:
 
 
 def _can_scale(parts: Sequence[TensorSlice], matrices: Collection[str], spec: ModelSpec) -> bool:
-    """Whether a tensor consists only of the blocks' matrices, none of which stays in fp32."""
+    """Whether a tensor consists only of the blocks' matrices, and none of them stays in fp32."""
     return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
 
 

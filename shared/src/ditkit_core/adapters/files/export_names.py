@@ -3,7 +3,7 @@
 | name | content |
 |---|---|
 | `RUN.safetensors`, `RUN_FORM.safetensors` | the finished adapter, in the official form and in another |
-| `RUN_EXPERT.safetensors`, `RUN_EXPERT_FORM.safetensors` | that of one expert, in the folder of the run of all experts |
+| `RUN_EXPERT.safetensors`, `RUN_EXPERT_FORM.safetensors` | the adapter of one expert, in the folder of the run of all experts |
 | `RUN-step-000250.safetensors`, … | the adapter of a save |
 | `RUN-export-step-000250.safetensors`, … | what the export command wrote; no other command changes it |
 | `transformer_FORM`, `step-000250/transformer_FORM` | a whole transformer, of the finished run and of a save |
@@ -54,17 +54,17 @@ class ExportName:
     @classmethod
     def parse(cls, name: str, runs: Collection[str], experts: Collection[str] = ()) -> Self | None:
         """The name of a file, if it is of a run with one of these names."""
-        run, expert, form = ("|".join(map(re.escape, known)) for known in (runs, experts, ADAPTER_FORMS))
+        run, expert, form = ("|".join(map(re.escape, names)) for names in (runs, experts, ADAPTER_FORMS))
         expert = f"(?:_({expert}))?" if experts else "()"
-        found = re.fullmatch(rf"({run}){expert}(-export)?(?:-step-(\d+))?(?:_({form}))?\.safetensors", name)
-        if found is None:
+        match = re.fullmatch(rf"({run}){expert}(-export)?(?:-step-(\d+))?(?:_({form}))?\.safetensors", name)
+        if match is None:
             return None
         return cls(
-            run=found[1],
-            expert=found[2] or "",
-            by_command=bool(found[3]),
-            step=None if found[4] is None else int(found[4]),
-            form=found[5] or "official",
+            run=match[1],
+            expert=match[2] or "",
+            by_command=bool(match[3]),
+            step=None if match[4] is None else int(match[4]),
+            form=match[5] or "official",
         )
 
 
@@ -75,11 +75,14 @@ def finished_adapters(folder: RunFolder) -> Iterator[ExportName]:
         yield from [name for name in names if name.at(folder).is_file()][:1]
 
 
-def copies_of_expert(own: RunFolder, whole: RunFolder, expert: str) -> list[tuple[Path, Path]]:
+def copies_of_expert(expert_folder: RunFolder, run_folder: RunFolder, expert: str) -> list[tuple[Path, Path]]:
     """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
     return [
-        (name.at(own), replace(name, run=_EARLIER if name.run == _EARLIER else whole.name, expert=expert).at(whole))
-        for name in finished_adapters(own)
+        (
+            name.at(expert_folder),
+            replace(name, run=_EARLIER if name.run == _EARLIER else run_folder.name, expert=expert).at(run_folder),
+        )
+        for name in finished_adapters(expert_folder)
     ]
 
 

@@ -88,12 +88,12 @@ def factored_config(
         MixedAdapter: If no configuration has these shapes.
         UserError: If the configuration contradicts the file.
     """
-    path, methods = source.path, {found.method for found in modules.values()}
+    path, methods = source.path, {module.method for module in modules.values()}
     if len(methods) > 1:
         raise mixed_adapter(path, merge_key, f"it mixes {' and '.join(sorted(methods))}")
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, found in modules.items():
-        (piece,) = found.pieces if len(found.pieces) == 1 else (None,)
+    for name, module in modules.items():
+        (piece,) = module.pieces if len(module.pieces) == 1 else (None,)
         if piece is None or len(piece.adapter.parts) > 1:
             raise mixed_adapter(path, merge_key, f"{name} shares its factors with other layers")
         keys = piece.adapter.keys.items()
@@ -103,17 +103,17 @@ def factored_config(
         raise UserError(
             f"adapter.init = {path} is a {method}, which has no adapter.dropout, use_rslora or use_dora; leave them out"
         )
-    ranks = {name: found.rank for name, found in modules.items()}
+    ranks = {name: module.rank for name, module in modules.items()}
     rank = max(ranks.values())
     started = AdapterConfig(
         method=method,
         rank=rank,
-        rank_pattern=tuple(f"^{name}={each}" for name, each in ranks.items() if each != rank),
-        alpha_pattern=tuple(f"^{name}={found.scale * found.rank!r}" for name, found in modules.items()),
+        rank_pattern=tuple(f"^{name}={module_rank}" for name, module_rank in ranks.items() if module_rank != rank),
+        alpha_pattern=tuple(f"^{name}={module.scale * module.rank!r}" for name, module in modules.items()),
         targets=config.targets or tuple(modules),
         init=config.init,
     )
-    if min(found.scale for found in modules.values()) <= 0:
+    if min(module.scale for module in modules.values()) <= 0:
         raise mixed_adapter(path, merge_key, "its scale is not above 0")
     if method == "lokr":
         started = _with_factors_of(started, config, shapes, merge_key)
@@ -123,7 +123,7 @@ def factored_config(
 
 def _with_factors_of(
     config: AdapterConfig,
-    given: AdapterConfig,
+    user_config: AdapterConfig,
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
     merge_key: str,
 ) -> AdapterConfig:
@@ -137,13 +137,13 @@ def _with_factors_of(
     }
     layers = {name: shape_of_parts(parts) for name, parts in shapes.items()}
     both = any("lokr_w1_a" in parts for parts in shapes.values())
-    for factor in (given.decompose_factor, -1, *sorted(sizes - {0}, reverse=True)):
+    for factor in (user_config.decompose_factor, -1, *sorted(sizes - {0}, reverse=True)):
         tried = replace(config, decompose_factor=factor, decompose_both=both)
         if all(lokr_shapes(tried, name, layers[name]) == dict(parts) for name, parts in shapes.items()):
             break
     else:
-        raise mixed_adapter(given.init, merge_key, "no adapter.decompose_factor makes its factors")
-    if factor != given.decompose_factor != -1 or (given.decompose_both and not both):
+        raise mixed_adapter(user_config.init, merge_key, "no adapter.decompose_factor makes its factors")
+    if factor != user_config.decompose_factor != -1 or (user_config.decompose_both and not both):
         raise UserError(
             f"adapter.init = {config.init} has the factors of adapter.decompose_factor = {factor} and decompose_both = {str(both).lower()}; "
             "leave both keys out"

@@ -19,7 +19,7 @@ class FileAdapter:
     name: str
     """The module's name in the file."""
     keys: Mapping[str, str]
-    """The file's key by part: `down`, `up`, perhaps `magnitude`, or those of `nn/factored.py: PARTS`; perhaps `alpha`."""
+    """The file's key by part: `down`, `up`, perhaps `magnitude`, or the parts in `nn/factored.py: PARTS`; perhaps `alpha`."""
     parts: tuple[TensorSlice, ...]
     """The parts of our modules that make up its rows."""
     rank: int

@@ -27,7 +27,7 @@ from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.load import first_ten, fits_shapes, known_prefix
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes by our name: for layers that of the weight [out, in], for parameters their own."""
+"""Shapes by our name: for layers the weight's [out, in], for parameters their own."""
 
 SECOND = "transformer_2"
 """The component of the second of two adapters in one file; diffusers puts its name in front of the keys."""
@@ -89,7 +89,7 @@ def find_adapter(path: Path, spec: ModelSpec, *, part: str | None = None, layers
 
 
 def adapter_in(
-    whole: SafetensorsSource, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None
+    container: SafetensorsSource, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None
 ) -> FoundAdapter:
     """Understand an adapter file by its names alone.
 
@@ -100,14 +100,15 @@ def adapter_in(
     Raises:
         UserError: If the file is not an adapter of this family, or has two adapters and none was chosen.
     """
-    complete, path = part_of(whole, part), whole.path
+    complete, path = part_of(container, part), container.path
     source, differences = split_differences(complete)
     # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.
     presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
-    known = KnownNames.of(
-        spec.architecture.names, dict.fromkeys(name for each in (layers or {}, *presets.values()) for name in each)
+    known_names = KnownNames.of(
+        spec.architecture.names,
+        dict.fromkeys(name for preset_layers in (layers or {}, *presets.values()) for name in preset_layers),
     )
-    parsed = {name: known.parse(name) for name in source.tensors}
+    parsed = {name: known_names.parse(name) for name in source.tensors}
     keys = [key for key in parsed.values() if key is not None]
     unknown = [name for name, key in parsed.items() if key is None]
     if not any(key.kind == "down" or key.kind in METHOD_OF_PART for key in keys):
@@ -125,8 +126,8 @@ def adapter_in(
             f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this model{likeness}: "
             f"{first_ten(unknown)}; {remedy or 'name a LoRA of this model'}"
         )
-    shapes = shapes_in(source, known)
-    file, layout = replace(understand_adapter(source, known, shapes), source=complete), known.layout(keys)
+    shapes = shapes_in(source, known_names)
+    file, layout = replace(understand_adapter(source, known_names, shapes), source=complete), known_names.layout(keys)
     layout = replace(layout, dora_over_base=layout.use_dora and is_over_base(source.metadata))
     # A subset, because an adapter need not adapt every layer.
     fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
@@ -173,12 +174,14 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
 
 def _other_methods(names: Collection[str]) -> dict[str, list[str]]:
     """The other methods that a file's names belong to, each with these names."""
-    found = {method: [name for name in names if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()}
-    return {method: named for method, named in found.items() if named}
+    names_by_method = {
+        method: [name for name in names if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()
+    }
+    return {method: named for method, named in names_by_method.items() if named}
 
 
 def is_transformer(source: SafetensorsSource, spec: ModelSpec) -> bool:
-    """Whether a file's names are those of a transformer of this family."""
+    """Whether a file has the names of a transformer of this family."""
     # Half, because a complete checkpoint may have a VAE or a text encoder next to its transformer.
     return known_prefix(source, spec.architecture.names)[1] > len(source.tensors) / 2
 

@@ -71,31 +71,31 @@ def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: 
 
 
 def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base: Shapes | None) -> dict[str, Any]:
-    found = adapter_in(source, spec, part=part, layers=base)
-    modules = found.file.modules
+    adapter = adapter_in(source, spec, part=part, layers=base)
+    modules = adapter.file.modules
     kinds: dict[str, list[str]] = {}
     norms: dict[str, float] = {}
     for name in modules:
         kinds.setdefault(module_kind(name), []).append(name)
         # Modules without a norm are reported as damaged below.
-        if math.isfinite(norm := _norm(found.file, name)):
+        if math.isfinite(norm := _norm(adapter.file, name)):
             norms[name] = norm
     # A scale without alpha keys can only come from the header.
     has_scale = any(module.scale != 1 for module in modules.values())
     about = {
         "kind": "adapter",
-        "form": found.layout.form,
-        "matrices": _matrices(found.layout),
-        "alpha": "keys" if found.layout.alpha else "header" if has_scale else "none, so it is the rank",
-        "dora": found.layout.use_dora,
+        "form": adapter.layout.form,
+        "matrices": _matrices(adapter.layout),
+        "alpha": "keys" if adapter.layout.alpha else "header" if has_scale else "none, so it is the rank",
+        "dora": adapter.layout.use_dora,
         "ranks": _counted(f"{module.rank:g}" for module in modules.values()),
         "scales": _counted(f"{module.scale:g}" for module in modules.values()),
-        "dtypes": _dtypes(found.file.source),
+        "dtypes": _dtypes(adapter.file.source),
         "modules": {
             kind: {
                 "number": len(names),
                 "blocks": _spans(int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)[:1]),
-                "shape": list(found.shapes[names[0]]),
+                "shape": list(adapter.shapes[names[0]]),
                 "norm": _norms([norms[name] for name in names if name in norms]),
             }
             for kind, names in kinds.items()
@@ -103,12 +103,12 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
         "norm": sum(norm**2 for norm in norms.values()) ** 0.5,
         "changes_nothing": [name for name, norm in norms.items() if norm == 0],
         "not_finite": [name for name in modules if name not in norms],
-        "presets": list(found.presets),
-        "differences": len(found.differences),
-        "readers": dict(spec.adapters.rules.readers(found.layout, list(modules))),
+        "presets": list(adapter.presets),
+        "differences": len(adapter.differences),
+        "readers": dict(spec.adapters.rules.readers(adapter.layout, list(modules))),
     }
     if base is not None:
-        about["fits_base"] = found.shapes.items() <= dict(base).items()
+        about["fits_base"] = adapter.shapes.items() <= dict(base).items()
     return about
 
 
@@ -221,8 +221,8 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"  {number} modules; the norm of all it adds is {about['norm']:.4g}, by kind (least, median, largest):"
     )
-    rows = [[kind, str(found["shape"]), *_shown(found["norm"])] for kind, found in kinds.items()]
-    blocks = [f"blocks {found['blocks']}" if found["blocks"] else "" for found in kinds.values()]
+    rows = [[kind, str(summary["shape"]), *_shown(summary["norm"])] for kind, summary in kinds.items()]
+    blocks = [f"blocks {summary['blocks']}" if summary["blocks"] else "" for summary in kinds.values()]
     lines += _indented([[*row, text] for row, text in zip(rows, blocks, strict=True)])
     if about["differences"]:
         lines.append(
@@ -260,7 +260,7 @@ def _indented(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _listed(counted: Mapping[str, int]) -> str:
-    """`32`, or `32 (300 times), 16 (10 times)` for several values, of which the first four are shown."""
+    """`32`, or `32 (300 times), 16 (10 times)` for several values; the first four are shown."""
     if len(counted) == 1:
         return next(iter(counted))
     shown = [f"{value} ({number} times)" for value, number in list(counted.items())[:4]]

@@ -134,23 +134,23 @@ def has_adapter_keys(source: SafetensorsSource) -> bool:
 
 
 def another_model(source: SafetensorsSource, likeness: str, remedy: str) -> UserError:
-    """The error for a file in which nothing is an adapter of this model; the texts are those of `looks_like`."""
-    what = "a LoRA of another model" if has_adapter_keys(source) else "not a LoRA"
+    """The error for a file in which nothing is an adapter of this model; the texts come from `looks_like`."""
+    description = "a LoRA of another model" if has_adapter_keys(source) else "not a LoRA"
     shown = ", ".join(list(source.tensors)[:3])
-    return UserError(f"{source.path} is {what}{likeness}: {shown} …; {remedy or 'name a LoRA of this model'}")
+    return UserError(f"{source.path} is {description}{likeness}: {shown} …; {remedy or 'name a LoRA of this model'}")
 
 
-def shapes_in(source: SafetensorsSource, known: KnownNames) -> dict[str, tuple[int, ...]]:
+def shapes_in(source: SafetensorsSource, known_names: KnownNames) -> dict[str, tuple[int, ...]]:
     """Weight shapes [out, in] of the layers that a file adapts, by our name, read off its matrices.
 
     If one of the two matrices is missing or not a matrix, the size that it would give is 1.
     """
-    found: dict[tuple[TensorSlice, ...], dict[str, tuple[int, ...]]] = {}
+    matrix_shapes: dict[tuple[TensorSlice, ...], dict[str, tuple[int, ...]]] = {}
     for name, stored in source.tensors.items():
-        if (key := known.parse(name)) is not None:
-            found.setdefault(key.parts, {})[key.kind] = stored.shape
+        if (key := known_names.parse(name)) is not None:
+            matrix_shapes.setdefault(key.parts, {})[key.kind] = stored.shape
     shapes: dict[str, tuple[int, ...]] = {}
-    for parts, matrices in found.items():
+    for parts, matrices in matrix_shapes.items():
         factors = {part: shape for part, shape in matrices.items() if part in METHOD_OF_PART}
         if factors:
             num_rows, width = shape_of_parts(factors) if is_complete(factors) else (1, 1)

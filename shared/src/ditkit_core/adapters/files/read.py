@@ -116,8 +116,8 @@ class AdapterFile:
 
     def read(self, module: str) -> LoraMatrices:
         """Read a module's A, B and perhaps magnitudes."""
-        found = self.modules[module]
-        return _read_pieces(self.source, found.pieces, found.scale)
+        file_module = self.modules[module]
+        return _read_pieces(self.source, file_module.pieces, file_module.scale)
 
     def change(self, module: str, weight: Tensor, strength: float) -> None:
         """Merge the adapter at a strength into the fp32 weight [out, in] of a module, in place."""
@@ -224,12 +224,12 @@ def with_differences(
 
 
 def understand_adapter(
-    source: SafetensorsSource, known: KnownNames, modules: Mapping[str, tuple[int, ...]]
+    source: SafetensorsSource, known_names: KnownNames, modules: Mapping[str, tuple[int, ...]]
 ) -> AdapterFile:
     """`open_adapter` for a file that is open.
 
     Args:
-        known: Names of these Linear layers, and perhaps of others.
+        known_names: Names of these Linear layers, and perhaps of others.
         modules: Weight shapes [out, in], by our name, of all layers that the file adapts.
 
     Raises:
@@ -241,19 +241,19 @@ def understand_adapter(
     keys: dict[tuple[TensorSlice, ...], dict[str, str]] = {}
     unmatched = []
     for key in source.tensors:
-        parsed = known.parse(key)
+        parsed = known_names.parse(key)
         # A second key of one kind, as in a file that has a module in two forms: which of them counts is unknown.
         if parsed is None or parsed.kind in keys.get(parsed.parts, {}):
             unmatched.append(key)
         else:
             keys.setdefault(parsed.parts, {})[parsed.kind] = key
     fused = FusedTensors()
-    file_names = {parts: known.forms[parts][0] for parts in keys}
+    file_names = {parts: known_names.forms[parts][0] for parts in keys}
     unmatched += [
         key for parts, name in file_names.items() if not fused.add(name, parts) for key in keys[parts].values()
     ]
     if unmatched:
-        likeness, remedy = looks_like(unmatched, known.others)
+        likeness, remedy = looks_like(unmatched, known_names.others)
         if len(unmatched) == len(source.tensors):
             raise another_model(source, likeness, remedy)
         raise UserError(
@@ -264,14 +264,14 @@ def understand_adapter(
     header = AlphaHeader.of(source)
     adapters = {
         name: (understand_factored if keys[parts].keys() & METHOD_OF_PART.keys() else _understand)(
-            source, keys[parts], parts, modules, header, known.forms[parts]
+            source, keys[parts], parts, modules, header, known_names.forms[parts]
         )
         for parts, name in file_names.items()
     }
     # Fused tensors tell their modules apart only by values, so these are the only matrices that are read
     # here.
     columns = {name: _columns(source, adapter) for name, adapter in adapters.items()}
-    found: dict[str, FileModule] = {}
+    file_modules: dict[str, FileModule] = {}
     for module in modules:
         pieces: list[FilePiece | None] = []
         for part in fused.found.get(module, ()):
@@ -280,8 +280,8 @@ def understand_adapter(
             else:
                 pieces.append(FilePiece(adapters[part.name], part.index, columns[part.name][module]))
         if any(pieces):
-            found[module] = _assemble_module(source, module, tuple(pieces))
-    return AdapterFile(source, found)
+            file_modules[module] = _assemble_module(source, module, tuple(pieces))
+    return AdapterFile(source, file_modules)
 
 
 def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tensor | None]:
@@ -297,26 +297,26 @@ def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tenso
 
 
 def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
-    given = [piece for piece in pieces if piece is not None]
-    if any(piece.adapter.method != "lora" for piece in given):
+    adapted_pieces = [piece for piece in pieces if piece is not None]
+    if any(piece.adapter.method != "lora" for piece in adapted_pieces):
         return _assemble_factored(source, module, pieces)
-    with_magnitude = [piece for piece in given if "magnitude" in piece.adapter.keys]
+    with_magnitude = [piece for piece in adapted_pieces if "magnitude" in piece.adapter.keys]
     if with_magnitude and len(with_magnitude) < len(pieces):
         raise UserError(
             f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some outputs of {module}, but the "
             "other outputs have none; merge that file with the program that made it"
         )
-    scales = {piece.adapter.scale for piece in given}
+    scales = {piece.adapter.scale for piece in adapted_pieces}
     # Pieces with different scales are read with their scale in B, so that the module has a single scale: 1.
     scale = scales.pop() if len(scales) == 1 else 1.0
-    one = len({piece.adapter.name for piece in given}) == 1 and given[0].columns is None
-    rank = given[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
+    one = len({piece.adapter.name for piece in adapted_pieces}) == 1 and adapted_pieces[0].columns is None
+    rank = adapted_pieces[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
     return FileModule(pieces, rank, scale, bool(with_magnitude))
 
 
 def _assemble_factored(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
     adapters = [None if piece is None else piece.adapter for piece in pieces]
-    methods = {each.method for each in adapters if each is not None}
+    methods = {adapter.method for adapter in adapters if adapter is not None}
     first = adapters[0]
     if len(methods) > 1 or None in adapters or first is None:
         raise UserError(
@@ -380,7 +380,7 @@ def config_from_file(
         raise UserError(
             f"adapter.init = {path} decides ranks and alphas by layer; leave adapter.rank_pattern and adapter.alpha_pattern out"
         )
-    methods = {found.method for found in modules.values()}
+    methods = {module.method for module in modules.values()}
     if config.method not in ("lora", *methods):  # `lora` is the default, which a file replaces
         has = " and ".join(sorted(methods))
         raise UserError(
@@ -389,11 +389,11 @@ def config_from_file(
         )
     if methods != {"lora"}:
         return factored_config(config, file.source, modules, merge_key)
-    doras = [name for name, found in modules.items() if found.use_dora]
+    doras = [name for name, module in modules.items() if module.use_dora]
     if 0 < len(doras) < len(modules):
         other = next(name for name in modules if name not in doras)
         raise mixed_adapter(path, merge_key, f"it mixes DoRA ({doras[0]}) and LoRA ({other})")
-    shapes = {name: (found.rank, found.scale) for name, found in modules.items()}
+    shapes = {name: (module.rank, module.scale) for name, module in modules.items()}
     (rank, scale), _ = Counter(shapes.values()).most_common(1)[0]
     if (least := min(scale for _, scale in shapes.values())) <= 0:  # alpha = 0 means alpha = rank in our configuration
         raise UserError(f"adapter.init = {path} has scale {least:g}, so nothing could be trained")
@@ -402,13 +402,13 @@ def config_from_file(
         return scale * (math.sqrt(rank) if config.use_rslora else rank)
 
     alpha = alpha_of(rank, scale)
-    others = {name: each for name, each in shapes.items() if each != (rank, scale)}
+    others = {name: rank_and_scale for name, rank_and_scale in shapes.items() if rank_and_scale != (rank, scale)}
     started = replace(
         config,
         rank=rank,
         alpha=alpha,
         rank_pattern=tuple(f"^{name}={other}" for name, (other, _) in others.items()),
-        alpha_pattern=tuple(f"^{name}={alpha_of(*each)!r}" for name, each in others.items()),
+        alpha_pattern=tuple(f"^{name}={alpha_of(*rank_and_scale)!r}" for name, rank_and_scale in others.items()),
         use_dora=config.use_dora or bool(doras),
         targets=config.targets or tuple(modules),
     )
@@ -438,9 +438,9 @@ def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[st
         if file.modules[module].method != "lora":
             return dict(file.read_factored(module).parts)
         read = file.read(module)
-        given = {"lora_A.weight": read.down, "lora_B.weight": read.up}
+        tensors = {"lora_A.weight": read.down, "lora_B.weight": read.up}
         if read.magnitude is None:
-            return given
-        return {**given, "dora_scale" if read.over_base else "lora_magnitude_vector.weight": read.magnitude}
+            return tensors
+        return {**tensors, "dora_scale" if read.over_base else "lora_magnitude_vector.weight": read.magnitude}
 
     return start

@@ -79,16 +79,18 @@ def write_adapter(
     check_stacks(form, names, adapters, use_dora=use_dora)
     over_base = use_dora and ADAPTER_FORMS[form].dora == "base"
     assert all(
-        each.matrices.over_base == over_base for each in adapters.values() if each.matrices.magnitude is not None
+        adapter.matrices.over_base == over_base
+        for adapter in adapters.values()
+        if adapter.matrices.magnitude is not None
     )
     metadata = {key: value for key, value in metadata.items() if key != DORA_METADATA}
     metadata |= {DORA_METADATA: OVER_BASE} if over_base else {}
     stacks = fused_modules(adapters, names, form).found
     # A tensor of the file has one alpha. If the modules fused in it differ in scale, the scale can only go into B.
-    kept = ADAPTER_FORMS[form].alpha and all(
+    with_alpha = ADAPTER_FORMS[form].alpha and all(
         len({adapters[part.name].scale for part in parts if part is not None}) == 1 for parts in stacks.values()
     )
-    written = {module: _rounded(adapter, dtype, kept=kept) for module, adapter in adapters.items()}
+    written = {module: _rounded(adapter, dtype, with_alpha=with_alpha) for module, adapter in adapters.items()}
     fused = {name: _join_parts(parts, written) for name, parts in stacks.items()}
     tensors = _file_tensors(fused, form, dtype)
     if form == "diffusers":
@@ -155,14 +157,14 @@ def fused_modules(modules: Iterable[str], names: StateDictNames, form: str) -> F
     return modules_in_form(modules, names.from_native[_naming(form, names)])
 
 
-def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
-    """An adapter as the file has it: rounded to its dtype, with the scale in B unless the form has an alpha (`kept`)."""
+def _rounded(adapter: Scaled, dtype: torch.dtype, *, with_alpha: bool) -> Scaled:
+    """An adapter as the file has it: rounded to its dtype, with the scale in B unless the form has an alpha (`with_alpha`)."""
 
     def rounded(tensor: Tensor) -> Tensor:
         return tensor.to(dtype).float()
 
     matrices, magnitude = adapter.matrices, adapter.matrices.magnitude
-    up = matrices.up if kept else matrices.up * adapter.scale
+    up = matrices.up if with_alpha else matrices.up * adapter.scale
     return Scaled(
         replace(
             matrices,
@@ -170,7 +172,7 @@ def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
             up=rounded(up),
             magnitude=None if magnitude is None else rounded(magnitude),
         ),
-        adapter.scale if kept else 1.0,
+        adapter.scale if with_alpha else 1.0,
     )
 
 
@@ -207,7 +209,7 @@ def _diffusers_metadata(fused: Mapping[str, Scaled], *, use_dora: bool) -> str:
     ranks = {name: len(adapter.matrices.down) for name, adapter in fused.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     # Escaped, because peft matches them as patterns; anchored, so that no longer name fits that ends like one of them.
-    others = {f"^{re.escape(name)}": own for name, own in sorted(ranks.items()) if own != rank}
+    others = {f"^{re.escape(name)}": module_rank for name, module_rank in sorted(ranks.items()) if module_rank != rank}
     config = {
         "r": rank,
         "lora_alpha": rank,
@@ -229,9 +231,9 @@ def _compare(path: Path, adapters: Mapping[str, Scaled], names: StateDictNames, 
     """
     file = open_adapter(path, names, _layer_shapes(adapters, names, form))
     for module, expected in adapters.items():
-        found = file.modules.get(module)
-        read = None if found is None else file.read(module)
-        same_scale = found is None or math.isclose(found.scale, expected.scale, rel_tol=1e-6, abs_tol=1e-30)
+        file_module = file.modules.get(module)
+        read = None if file_module is None else file.read(module)
+        same_scale = file_module is None or math.isclose(file_module.scale, expected.scale, rel_tol=1e-6, abs_tol=1e-30)
         if not same_scale or not _is_equal(read, expected.matrices):
             raise UserError(f"{path} could not be read back as it was written ({module}); check the disk")
     return file

@@ -50,15 +50,15 @@ def read_factors(file: AdapterFile) -> Factored:
         UserError: If it has LoRA too, a module has its factors with others, or a value is not finite.
     """
     path = file.source.path
-    if other := [name for name, found in file.modules.items() if found.method == "lora"]:
+    if other := [name for name, module in file.modules.items() if module.method == "lora"]:
         raise UserError(f"{path} mixes LoRA ({other[0]}) with LoKr or LoHa; merge it")
-    found = {name: (file.read_factored(name), module.scale) for name, module in file.modules.items()}
-    if shared := [name for name, (matrices, _) in found.items() if matrices.of > 1]:
+    factored = {name: (file.read_factored(name), module.scale) for name, module in file.modules.items()}
+    if shared := [name for name, (matrices, _) in factored.items() if matrices.of > 1]:
         raise UserError(
             f"{path}: {shared[0]} shares its factors with other layers, which no other form can represent; merge it"
         )
-    refuse_damaged(path, ((name, each.tensors()) for name, (each, _) in found.items()))
-    return found
+    refuse_damaged(path, ((name, matrices.tensors()) for name, (matrices, _) in factored.items()))
+    return factored
 
 
 def check_one_to_one(form: str, names: StateDictNames, modules: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def check_one_to_one(form: str, names: StateDictNames, modules: Mapping[str, Any
     Raises:
         UserError: Naming the first of them, and forms that can be written.
     """
-    able = [each for each in forms_of(names) if _not_alone(each, names, modules) is None]
+    able = [candidate for candidate in forms_of(names) if _not_alone(candidate, names, modules) is None]
     instead = set_forms(able) if able else "merge it"
     if form not in able:
         name = _not_alone(form, names, modules)
@@ -118,7 +118,7 @@ def write_factored(
         exact = matrices.scaled(scale).parts
         rounded = {part: tensor.to(dtype) for part, tensor in exact.items()}
         written[module] = FactoredMatrices({part: tensor.float() for part, tensor in rounded.items()})
-        worst = max(worst, *(_difference(exact[part], each) for part, each in written[module].parts.items()))
+        worst = max(worst, *(_difference(exact[part], tensor) for part, tensor in written[module].parts.items()))
         stem = ADAPTER_FORMS[form].stem(name_of[module])
         tensors |= {f"{stem}.{part}": tensor.contiguous() for part, tensor in rounded.items()}
         if ADAPTER_FORMS[form].alpha:
@@ -128,10 +128,10 @@ def write_factored(
     def read_back(temporary: Path) -> None:
         file = open_adapter(temporary, names, {module: matrices.shape for module, matrices in written.items()})
         for module, expected in written.items():
-            found = file.modules.get(module)
-            read = {} if found is None or found.scale != 1 else file.read_factored(module).parts
+            file_module = file.modules.get(module)
+            read = {} if file_module is None or file_module.scale != 1 else file.read_factored(module).parts
             same = read.keys() == expected.parts.keys()
-            if not same or not all(torch.equal(read[part], each) for part, each in expected.parts.items()):
+            if not same or not all(torch.equal(read[part], tensor) for part, tensor in expected.parts.items()):
                 raise UserError(f"{path} could not be read back as it was written ({module}); check the disk")
 
     shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
