@@ -30,7 +30,7 @@ class AdapterLayout:
     method: str = "lora"
     """`lora`, `lokr` or `loha`; several in a file that has several."""
     dora_over_base: bool = False
-    """Whether the magnitudes are over the norm of the base's rows, as ComfyUI reads them; otherwise over that of the merged rows."""
+    """Whether the magnitudes are over the norm of the base's rows, as ComfyUI reads them; otherwise over the norm of the merged rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +138,9 @@ def set_forms(forms: Sequence[str]) -> str:
 
 def nearest_form(name: str) -> str:
     """The form that an unknown name most likely means; empty if no form is close."""
-    known = {**_ALSO_CALLED, **{form: form for form in ADAPTER_FORMS}}
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    return known[close[0]] if close else ""
+    forms_by_name = {**_ALSO_CALLED, **{form: form for form in ADAPTER_FORMS}}
+    close = difflib.get_close_matches(name.lower(), forms_by_name, n=1)
+    return forms_by_name[close[0]] if close else ""
 
 
 NO_FACTORED = "has no reader of LoKr or LoHa; merge it"

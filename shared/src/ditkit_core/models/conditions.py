@@ -36,22 +36,22 @@ class Column:
 
 def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
     """The columns by name and by alias; an alias with several columns stands for a list."""
-    found: dict[str, list[Column]] = {}
+    columns_by_name: dict[str, list[Column]] = {}
     for column in columns:
         for name in (column.name, *column.aliases):
-            found.setdefault(name, []).append(column)
-    return found
+            columns_by_name.setdefault(name, []).append(column)
+    return columns_by_name
 
 
-def alternatives_of(columns: Sequence[Column], given: Collection[str]) -> set[str]:
+def alternatives_of(columns: Sequence[Column], names: Collection[str]) -> set[str]:
     """The columns that give the same conditions as some given columns, in another form (`Column.alternative_to`, in both directions).
 
     Args:
         columns: The model's columns.
-        given: Names of some of them.
+        names: Names of some of them.
     """
     pairs = [(column.name, other) for column in columns for other in column.alternative_to]
-    return {other for name, other in pairs if name in given} | {name for name, other in pairs if other in given}
+    return {other for name, other in pairs if name in names} | {name for name, other in pairs if other in names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,8 +47,8 @@ def decodings_of(dtype: str, *, tiled: bool) -> tuple[VaeMode, ...]:
     """
     dtypes = {"fp32": (torch.float32,), "bf16": (torch.bfloat16,), "auto": (torch.float32, torch.bfloat16)}[dtype]
     # bf16 before tiles: its difference is small everywhere, and tiles may show seams.
-    whole = [] if tiled else [VaeMode(each) for each in dtypes]
-    return (*whole, *(VaeMode(each, tiled=True) for each in (dtypes if tiled else dtypes[-1:])))
+    untiled = [] if tiled else [VaeMode(vae_dtype) for vae_dtype in dtypes]
+    return (*untiled, *(VaeMode(vae_dtype, tiled=True) for vae_dtype in (dtypes if tiled else dtypes[-1:])))
 
 
 @runtime_checkable
@@ -133,7 +133,7 @@ class Denoiser:
         model, run = self._current
         return model(inputs, engine=run)  # as a module is called: FSDP2 gathers its weights there
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the reference to the model."""
         self._current = None
 

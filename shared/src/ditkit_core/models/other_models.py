@@ -53,7 +53,7 @@ OTHER_MODELS = (
 
 def other_by_keys(names: Collection[str], others: Iterable[OtherModel]) -> OtherModel | None:
     """The other model that names of tensors look like; None if they look like none."""
-    return next((each for each in others if each.keys and any(re.search(each.keys, name) for name in names)), None)
+    return next((model for model in others if model.keys and any(re.search(model.keys, name) for name in names)), None)
 
 
 def looks_like(names: Collection[str], others: Iterable[OtherModel]) -> tuple[str, str]:
@@ -72,7 +72,7 @@ def wrong_config(config: Mapping[str, Any], error: Exception, family: str, other
     listed = config.get("architectures")
     kind = config.get("_class_name") or (listed[0] if isinstance(listed, list) and listed else "")
     kind = kind[:80] if isinstance(kind, str) else ""
-    other = next((each for each in others if each.classes and kind and re.search(each.classes, kind)), None)
+    other = next((model for model in others if model.classes and kind and re.search(model.classes, kind)), None)
     if other is not None:
         remedy = other.remedy or f"name a model of {family}"
         return f"describes {other.name} ({kind}), and no model of {family}; {remedy}"

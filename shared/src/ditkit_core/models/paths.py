@@ -56,13 +56,13 @@ def not_there(key: str, value: str, *, folders: Iterable[Path] = ()) -> UserErro
     )
 
 
-def check_preset(preset: str, known: Iterable[str]) -> None:
+def check_preset(preset: str, presets: Iterable[str]) -> None:
     """Refuse an unknown `model.preset`.
 
     Raises:
         UserError: If a preset is set and is not one of the known ones.
     """
-    if preset and preset not in (names := tuple(known)):
+    if preset and preset not in (names := tuple(presets)):
         # As other programs write them: `wan_t2v_14B`, `flux2-klein-4b`.
         short = re.sub(r"^(wan|flux)[\d.]*[_-]", "", preset.lower().replace("_", "-"))
         near = nearest_word(short, names)
@@ -109,10 +109,10 @@ class ModelPaths:
 
     def here(self, part: str) -> Path | None:
         """The local file or folder of a component; None if it has no path or would have to be downloaded."""
-        own = self._own(part)
-        if not (own or self.base):
+        own_path = self._own(part)
+        if not (own_path or self.base):
             return None
-        path = local_path(own) if own else local_path(self.base) / part
+        path = local_path(own_path) if own_path else local_path(self.base) / part
         with readable(path):
             return path if path.exists() else None
 
@@ -147,14 +147,14 @@ class ModelPaths:
         Raises:
             UserError: If the download fails.
         """
-        own = self._own(part)
+        own_path = self._own(part)
         # is_elsewhere first: a local folder whose name looks like a hub id is not on the hub.
-        match = _HUB_ID.fullmatch(own or self.base) if self.is_elsewhere(part) else None
+        match = _HUB_ID.fullmatch(own_path or self.base) if self.is_elsewhere(part) else None
         if match is None or (match["inner"] or "").endswith(".safetensors"):
             return None
-        inner = (match["inner"] or "") if own else f"{match['inner'] or ''}/{part}".lstrip("/")
+        inner = (match["inner"] or "") if own_path else f"{match['inner'] or ''}/{part}".lstrip("/")
         wanted = [f"{inner}/config.json".lstrip("/"), _PIPELINE_INDEX]
-        where = f"model.{part} = {own!r}" if own else f"model.base = {self.base!r}"
+        where = f"model.{part} = {own_path!r}" if own_path else f"model.base = {self.base!r}"
         folder = _snapshot(match["repository"], wanted, [], where) / inner
         return folder if (folder / "config.json").is_file() else None
 
@@ -177,11 +177,11 @@ class ModelPaths:
         """The commands that download components with a hub id into the local cache, which a run looks into first."""
         wanted: dict[str, list[str]] = {}
         for part in parts:
-            own = self._own(part)
-            match = _HUB_ID.fullmatch(own or self.base)
+            own_path = self._own(part)
+            match = _HUB_ID.fullmatch(own_path or self.base)
             assert match is not None, "is_elsewhere says so"
             inner, patterns = match["inner"] or "", wanted.setdefault(match["repository"], [])
-            if not own:
+            if not own_path:
                 patterns += [f"{inner}/{name}".lstrip("/") for name in (_PIPELINE_INDEX, f"{part}/*")]
             elif inner:
                 patterns.append(inner if inner.endswith(".safetensors") else f"{inner}/*")
@@ -202,8 +202,8 @@ class ModelPaths:
         Raises:
             UserError: If the component has no path, the path does not exist, the download fails, or the file is a pickle.
         """
-        own = self._own(part)
-        key, value = (f"model.{part}", own) if own else ("model.base", self.base)
+        own_path = self._own(part)
+        key, value = (f"model.{part}", own_path) if own_path else ("model.base", self.base)
         remedy = f"set model.{part}" if part in _WITH_PATHS else "set model.base"
         if not value:
             raise UserError(
@@ -213,9 +213,9 @@ class ModelPaths:
         with readable(path):
             is_local = path.exists()
         if is_local:
-            path = path if own else path / part
+            path = path if own_path else path / part
         elif is_hub_id(value) and (match := _HUB_ID.fullmatch(value)):
-            path = _fetch(match["repository"], match["inner"] or "", part, f"{key} = {value!r}", from_base=not own)
+            path = _fetch(match["repository"], match["inner"] or "", part, f"{key} = {value!r}", from_base=not own_path)
         else:
             raise not_there(key, value)
         with readable(path):

@@ -34,14 +34,14 @@ def parse_dtype(name: str) -> "torch.dtype":
         raise UserError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
     import torch
 
-    found: torch.dtype = getattr(torch, DTYPES[name])
-    return found
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
     """The short name of a dtype (`bf16`)."""
-    own = str(dtype).removeprefix("torch.")
-    return next((name for name, known in DTYPES.items() if known == own), own)
+    torch_name = str(dtype).removeprefix("torch.")
+    return next((name for name, candidate in DTYPES.items() if candidate == torch_name), torch_name)
 
 
 _DEFAULT: Any = None
@@ -97,9 +97,9 @@ class Precision:
         wide = torch.promote_types(self.matmul, torch.float32)
         entry = wide if self.residual is None else self.residual
         others = {"timestep": torch.float64, "attention": self.matmul, "entry": entry}
-        for place in PLACES:
-            if getattr(self, place) is None:
-                object.__setattr__(self, place, others.get(place, wide))
+        for group in PLACES:
+            if getattr(self, group) is None:
+                object.__setattr__(self, group, others.get(group, wide))
 
     def norms_of(self, stream: "torch.dtype") -> "torch.dtype":
         """The dtype of a layer norm of the residual stream; before the first sum the stream still has its `entry` dtype."""
@@ -116,13 +116,13 @@ class Precision:
             averages_in_8_bits: Whether the optimizer of `optim.name` keeps its averages in 8 bits.
             fused_backward: Whether a step has one micro-batch whose gradients are applied as they come: nothing is accumulated then.
         """
-        places = [place for place in (*PLACES[1:], "matmul") if not (fused_backward and place == "accumulation")]
-        names = {place: dtype_name(getattr(self, place)) for place in places}
+        groups = [group for group in (*PLACES[1:], "matmul") if not (fused_backward and group == "accumulation")]
+        names = {group: dtype_name(getattr(self, group)) for group in groups}
         if averages_in_8_bits:
             names["optimizer"] = "8 bits"
         if base_compute != "dtype":
             names["matmul"] += f" (frozen base {base_compute})"
-        return ", ".join(f"{place.replace('_', ' ')} {name}" for place, name in names.items())
+        return ", ".join(f"{group.replace('_', ' ')} {name}" for group, name in names.items())
 
 
 PLACES = tuple(field.name for field in fields(Precision))
@@ -187,20 +187,22 @@ class PrecisionConfig:
 
         preset = {"default": {}, "reference": reference, "fast": FAST}[self.preset]
         chosen = {
-            place: matmul if name == "matmul" else torch.promote_types(matmul, parse_dtype(name))
-            for place, name in preset.items()
+            group: matmul if name == "matmul" else torch.promote_types(matmul, parse_dtype(name))
+            for group, name in preset.items()
         }
-        given = {place: getattr(self, place) for place in PLACES[1:]}
-        chosen |= {place: parse_dtype(name) for place, name in given.items() if name is not None}
-        for place, dtype in chosen.items():
-            if dtype == torch.float16 and place in _NO_FP16:
-                own = given[place] is not None
-                what = (
-                    f"precision.{place} = fp16" if own else f"precision.preset = {self.preset} with model.dtype = fp16"
+        settings = {group: getattr(self, group) for group in PLACES[1:]}
+        chosen |= {group: parse_dtype(name) for group, name in settings.items() if name is not None}
+        for group, dtype in chosen.items():
+            if dtype == torch.float16 and group in _NO_FP16:
+                is_set = settings[group] is not None
+                cause = (
+                    f"precision.{group} = fp16"
+                    if is_set
+                    else f"precision.preset = {self.preset} with model.dtype = fp16"
                 )
-                where = "" if own else f" in {place.replace('_', ' ')}"
-                remedy = "set bf16 or fp32" if own else f"set precision.{place} = bf16 or fp32"
-                raise UserError(f"{what}: {_NO_FP16[place]}{where}; {remedy}")
+                where = "" if is_set else f" in {group.replace('_', ' ')}"
+                remedy = "set bf16 or fp32" if is_set else f"set precision.{group} = bf16 or fp32"
+                raise UserError(f"{cause}: {_NO_FP16[group]}{where}; {remedy}")
         return Precision(matmul=matmul, **chosen)
 
     def check_training(
@@ -252,8 +254,8 @@ _NO_FP16: Mapping[str, str] = {
 
 def precision_of(stage: "nn.Module") -> Precision:
     """The dtypes of a model, or of a stage of it."""
-    found = (vars(module).get("precision") for module in stage.modules())
-    return next((each for each in found if isinstance(each, Precision)), Precision())
+    precisions = (vars(module).get("precision") for module in stage.modules())
+    return next((precision for precision in precisions if isinstance(precision, Precision)), Precision())
 
 
 def set_precision(model: "nn.Module | StagedModel", precision: Precision) -> None:

@@ -85,9 +85,9 @@ def op_groups_by_name(starts: Mapping[str, str], ends: Mapping[str, str]) -> Cal
     """A function that gives the operation group of a parameter by the start of its name, then by the end; by default `matmul`."""
 
     def op_group_of(name: str) -> str:
-        found = [group for start, group in starts.items() if name.startswith(start)]
-        found += [group for end, group in ends.items() if name.endswith(end)]
-        return found[0] if found else "matmul"
+        groups = [group for start, group in starts.items() if name.startswith(start)]
+        groups += [group for end, group in ends.items() if name.endswith(end)]
+        return groups[0] if groups else "matmul"
 
     return op_group_of
 
@@ -104,7 +104,7 @@ class PrecisionSpec:
     dtype, or `matmul`."""
 
     def keep_fp32(self, name: str) -> bool:
-        """Whether the parameter of this name is stored in fp32 whatever the model's dtype: all parameters except those of matmuls.
+        """Whether the parameter of this name is stored in fp32 whatever the model's dtype: all parameters except the weights of matmuls.
 
         A place with another dtype casts its parameters when it uses them.
         """
@@ -261,9 +261,9 @@ class ModelSpec:
     def at(import_path: str) -> "ModelSpec":
         """Import the spec with this `import_path`."""
         module, _, name = import_path.partition(":")
-        found = getattr(importlib.import_module(module), name)
-        assert isinstance(found, ModelSpec), import_path
-        return found
+        spec = getattr(importlib.import_module(module), name)
+        assert isinstance(spec, ModelSpec), import_path
+        return spec
 
     def for_arch(self, arch: Any) -> "ModelSpec":
         """The spec of one architecture, with its sizes, frame rate, VAE and adapter rules."""

@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 
 def in_tiles(
     work: Callable[[Tensor], Tensor],
-    whole: Float[Tensor, "c frames h w"],
+    clip: Float[Tensor, "c frames h w"],
     tiles: Tiles,
     *,
     pixels: int,
@@ -42,32 +42,32 @@ def in_tiles(
 
     Args:
         work: From a part of the clip to its result, which is `scale` times as high and wide.
-        whole: The clip, in pixels or in latents.
+        clip: The clip, in pixels or in latents.
         tiles: Size and overlap of the tiles.
-        pixels: Side of one element of `whole` in pixels: 1 for pixels, the VAE's stride for latents.
+        pixels: Side of one element of `clip` in pixels: 1 for pixels, the VAE's stride for latents.
         scale: Height of the result divided by the height of the input.
 
     Returns:
         The result on the CPU; bitwise identical to `work(whole)` if one tile covers the clip.
     """
     side, overlap = tiles.side // pixels, tiles.overlap // pixels
-    rows, columns = (_starts(length, side, overlap) for length in whole.shape[-2:])
+    rows, columns = (_starts(length, side, overlap) for length in clip.shape[-2:])
     if len(rows) == len(columns) == 1:
-        return work(whole).cpu()
+        return work(clip).cpu()
     total, weight = torch.zeros(()), torch.zeros(())
     for top in rows:
         for left in columns:
-            made = work(whole[..., top : top + side, left : left + side]).cpu()
+            tile = work(clip[..., top : top + side, left : left + side]).cpu()
             if not total.ndim:
-                height, width = (int(length * scale) for length in whole.shape[-2:])
-                total = made.new_zeros(*made.shape[:-2], height, width)
-                weight = made.new_zeros(height, width)
+                height, width = (int(length * scale) for length in clip.shape[-2:])
+                total = tile.new_zeros(*tile.shape[:-2], height, width)
+                weight = tile.new_zeros(height, width)
             ramp = int(overlap * scale)
-            tile_weight = _rise(made.shape[-2], ramp)[:, None] * _rise(made.shape[-1], ramp)
+            tile_weight = _rise(tile.shape[-2], ramp)[:, None] * _rise(tile.shape[-1], ramp)
             down, right = int(top * scale), int(left * scale)
-            place = (..., slice(down, down + made.shape[-2]), slice(right, right + made.shape[-1]))
-            total[place] += made * tile_weight
-            weight[place] += tile_weight
+            region = (..., slice(down, down + tile.shape[-2]), slice(right, right + tile.shape[-1]))
+            total[region] += tile * tile_weight
+            weight[region] += tile_weight
     # Dividing by the summed weights works for any number of tiles at a pixel: corners have four, and the last tile overlaps more.
     return total.div_(weight)
 

@@ -20,7 +20,7 @@ class TokenStreams:
     in their order. A field in another one is `other.field`. Masks of padding are not among them: every rank has all keys."""
 
     head: tuple[str, ...] = ("tokens",)
-    """Those of these fields that the head reads."""
+    """The fields among these that the head reads."""
 
     attention: tuple[str, ...] = ("self",)
     """Names of the calls of `attend` in blocks whose queries and keys are the tokens of all streams. The keys of other calls are on

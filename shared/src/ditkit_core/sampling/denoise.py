@@ -94,7 +94,7 @@ class _Sample:
             self._resume(lambda: self._steps.send(denoiser))
             goes_on = not on_step()
         # The suspended sampler still refers to the denoiser, which must not keep the transformer in memory.
-        denoiser.let_go()
+        denoiser.release()
         return goes_on
 
     def needs(self, min_sigma: float) -> bool:
