@@ -40,9 +40,9 @@ def num_missing_class_images(run: RunContext, *, started: bool) -> int:
     if missing <= 0:
         return 0
     if config.adapter.method == "full" or config.adapter.init:
-        what = f"adapter.method = {config.adapter.method}" if config.adapter.method == "full" else "adapter.init"
+        setting = f"adapter.method = {config.adapter.method}" if config.adapter.method == "full" else "adapter.init"
         raise UserError(
-            f"prior.prompt: {missing} class images are missing in {folder}, and with {what} they are not generated; put them there, "
+            f"prior.prompt: {missing} class images are missing in {folder}, and with {setting} they are not generated; put them there, "
             "each with a caption in a .txt file"
         )
     # A metadata file decides what is in a dataset, so that generated images next to it would be ignored.
@@ -129,14 +129,14 @@ def generate_class_images(
     )
     missing = [seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()][:count]
     seeds = shares.ranks.broadcast_object(missing)  # as the first rank sees them: others already write
-    own = [(seeds[place], counts) for place, counts in shares.own(len(seeds))]
+    local_seeds = [(seeds[index], counts) for index, counts in shares.own(len(seeds))]
     say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
-    jobs = (replace(job, seed=seed) for seed, _ in own)
+    jobs = (replace(job, seed=seed) for seed, _ in local_seeds)
     with (
-        progress("class images", len(own)) as bar,
+        progress("class images", len(local_seeds)) as bar,
         closing(generate(run.auxiliary.sampler, jobs, with_adapters(bare, stages))) as results,
     ):
-        for (seed, counts), pixels in zip(own, results, strict=True):
+        for (seed, counts), pixels in zip(local_seeds, results, strict=True):
             if counts:
                 _write(_image_path(folder, seed), pixels, config.prior.prompt)
             bar.advance()

@@ -31,8 +31,8 @@ class FittingDecoder:
         """As `Decoder.decode`."""
         if self._chosen is None:
             auxiliary = self._run.auxiliary
-            place = self._first_that_fits(auxiliary.decodings)
-            sampler = auxiliary.sampler if place == 0 else auxiliary.sampler_with(auxiliary.decodings[place:])
+            index = self._first_that_fits(auxiliary.decodings)
+            sampler = auxiliary.sampler if index == 0 else auxiliary.sampler_with(auxiliary.decodings[index:])
             self._chosen = sampler.decoder
         return self._chosen.decode(latents)
 
@@ -54,13 +54,13 @@ class FittingDecoder:
         # What torch keeps for reuse counts as free.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
-        place, needed = first_that_fits(decodings, self._needed, free)
-        if place:
+        index, needed = first_that_fits(decodings, self._needed, free)
+        if index:
             say(
-                f"samples are decoded {decodings[place].label}: {device} has {free / 2**30:.1f} GiB left, and the VAE needs "
+                f"samples are decoded {decodings[index].label}: {device} has {free / 2**30:.1f} GiB left, and the VAE needs "
                 f"{needed[0] / 2**30:.1f} GiB {decodings[0].label}, {needed[-1] / 2**30:.1f} GiB so"
             )
-        return place
+        return index
 
     def _needed(self, decoding: VaeMode) -> int:
         run = self._run

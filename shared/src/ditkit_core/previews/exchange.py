@@ -35,7 +35,7 @@ def samples_in_place(
 
     Args:
         run: The run of one transformer.
-        sampled: The run whose [sample] section counts: of several experts, that of all of them.
+        sampled: The run whose [sample] section counts: of several experts, the run of all of them.
         folder: The folder of the samples.
         on_written: As for `SamplesInPlace`.
     """
@@ -47,16 +47,16 @@ def samples_in_place(
         stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
     elif every_steps:
         try:
-            stages, lacking = _exchanged(run, sampled, prepared), ""
+            stages, obstacle = _exchanged(run, sampled, prepared), ""
         except UserError as error:
-            lacking = str(error)
+            obstacle = str(error)
         # Decided together: machines may have different files, and different room.
-        lacking = next(filter(None, ranks.all_gather_object(lacking)), "")
-        if not lacking:
-            num, lacking = _ranks_with_room(run.expert, prepared, ranks, num_samples=sample.most_samples)
+        obstacle = next(filter(None, ranks.all_gather_object(obstacle)), "")
+        if not obstacle:
+            num, obstacle = _ranks_with_room(run.expert, prepared, ranks, num_samples=sample.most_samples)
             shares = replace(shares, num=num)
-        if lacking:
-            warn(f"no previews of the {run.expert.name} expert: {lacking}")
+        if obstacle:
+            warn(f"no previews of the {run.expert.name} expert: {obstacle}")
             every_steps = 0
     return SamplesInPlace(run, stages, folder, on_written, every_steps=every_steps, sampled=sampled, shares=shares)
 
@@ -67,31 +67,31 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
     Raises:
         UserError: If they cannot be exchanged.
     """
-    if lacking := why_no_samples(sampled):
-        raise UserError(lacking)
+    if obstacle := why_no_samples(sampled):
+        raise UserError(obstacle)
     # Read once: the saves of the others do not change while this expert trains.
-    others, own = trained_weights_in(sampled, without=run.expert)[0], run.expert
+    others, trained_expert = trained_weights_in(sampled, without=run.expert)[0], run.expert
 
     def in_place() -> AbstractContextManager[tuple[Any, Engine]]:
         return nullcontext((prepared.model, engine_of(run, prepared)))
 
     def stages() -> Sequence[DenoiserStage]:
-        found = denoiser_stages(sampled, others)
+        expert_stages = denoiser_stages(sampled, others)
         return [
-            replace(stage, opened=in_place) if expert == own else _instead_of(prepared, stage)
-            for expert, stage in zip(sampled.experts, found, strict=True)
+            replace(stage, opened=in_place) if expert == trained_expert else _instead_of(prepared, stage)
+            for expert, stage in zip(sampled.experts, expert_stages, strict=True)
         ]
 
     return stages
 
 
-def _ranks_with_room(own: Expert, prepared: LoadedModel, ranks: Ranks, *, num_samples: int) -> tuple[int, str]:
+def _ranks_with_room(expert: Expert, prepared: LoadedModel, ranks: Ranks, *, num_samples: int) -> tuple[int, str]:
     """How many ranks, the first ones, can exchange the experts at the same time; and if none can, what they lack.
 
     Ranks that divide the weights can all do it, or none.
 
     Args:
-        own: The expert that trains.
+        expert: The expert that trains.
         ranks: All of them.
         num_samples: Samples of a preview, at most.
     """
@@ -103,13 +103,13 @@ def _ranks_with_room(own: Expert, prepared: LoadedModel, ranks: Ranks, *, num_sa
     asked = ranks.all_gather_object({"host": socket.gethostname(), "needed": needed, "free": free})
     num = num_with_room(asked[:most])
     if not num or (ranks.shard > 1 and num < most):
-        each = " for each rank" if most > 1 else ""
-        what = f"the host needs {needed / 2**30:.1f} GiB{each} and has {free / 2**30:.1f} GiB"
-        return 0, f"to exchange the experts, {what}; set sample.device"
+        suffix = " for each rank" if most > 1 else ""
+        shortage = f"the host needs {needed / 2**30:.1f} GiB{suffix} and has {free / 2**30:.1f} GiB"
+        return 0, f"to exchange the experts, {shortage}; set sample.device"
     if moved:
         where = "the host" if num == most else f"the host, which has room for {num} of {most} ranks,"
         say(
-            f"previews: the {own.name} expert waits on {where} ({moved / 2**30:.1f} GiB{' each' * (num > 1)}) while the other one "
+            f"previews: the {expert.name} expert waits on {where} ({moved / 2**30:.1f} GiB{' each' * (num > 1)}) while the other one "
             "takes its steps"
         )
     return num, ""
@@ -122,9 +122,9 @@ def num_with_room(asked: Sequence[Mapping[str, Any]]) -> int:
         asked: Of each rank its `host`, the bytes `needed` there, and those that are `free`.
     """
     used: Counter[str] = Counter()
-    for num, each in enumerate(asked):
-        used[each["host"]] += each["needed"]
-        if used[each["host"]] > each["free"]:
+    for num, demand in enumerate(asked):
+        used[demand["host"]] += demand["needed"]
+        if used[demand["host"]] > demand["free"]:
             return num
     return len(asked)
 
@@ -134,8 +134,8 @@ def _instead_of(prepared: LoadedModel, stage: DenoiserStage) -> DenoiserStage:
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
-        with parked(prepared.weights()), stage.opened() as found:
-            yield found
-            del found  # before the weights come back
+        with parked(prepared.weights()), stage.opened() as model_and_engine:
+            yield model_and_engine
+            del model_and_engine  # before the weights come back
 
     return replace(stage, opened=opened)

@@ -37,7 +37,7 @@ def generate_samples(
     """Generate the samples of some prompts as the section says.
 
     Args:
-        stages: The transformers that take the denoising steps, that of the highest noise levels first, without `sample.adapter`.
+        stages: The transformers that take the denoising steps, the one of the highest noise levels first, without `sample.adapter`.
         prompts: What to sample; may be empty.
         folder: Where to write the samples.
         stem: First part of the file names.
@@ -80,7 +80,10 @@ def generate_samples(
 def with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:
     """The stages with the adapters that are for samples alone, and without `base.assistant`, which is for training alone."""
     adapters = open_sample_adapters(run)
-    return [_with(run, stage, own) if own else stage for stage, own in zip(stages, adapters, strict=True)]
+    return [
+        _with(run, stage, stage_adapters) if stage_adapters else stage
+        for stage, stage_adapters in zip(stages, adapters, strict=True)
+    ]
 
 
 def _with(run: RunContext, stage: DenoiserStage, adapters: Sequence[AddedAdapter]) -> DenoiserStage:

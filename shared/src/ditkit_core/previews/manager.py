@@ -48,13 +48,15 @@ def previews_of(
     if trains:
         _drop_abandoned(run, folder.pending)
     if not run.config.sample.device:
-        if left := len(queued(folder.pending)):
-            warn(f"{left} previews wait in {folder.pending}; set sample.device to generate them, or remove the files")
+        if num_queued := len(queued(folder.pending)):
+            warn(
+                f"{num_queued} previews wait in {folder.pending}; set sample.device to generate them, or remove the files"
+            )
         yield None
         return
     every_steps = run.config.sample.every_steps if run.config.sample.prompts or run.config.sample.captions else 0
-    if lacking := why_no_samples(run):
-        warn(f"no previews: {lacking}")
+    if obstacle := why_no_samples(run):
+        warn(f"no previews: {obstacle}")
         every_steps = 0
     with Previews(run, folder, every_steps, on_written) as previews:
         yield previews
@@ -73,10 +75,10 @@ def _drop_abandoned(run: RunContext, pending: Path) -> None:
     """Remove previews of steps after the latest save: training continues from there and repeats these steps."""
     experts = {named(path)[0] for path in queued(pending)}
     saved: dict[str, int] = {}
-    for each in runs_of(run):
-        name = "" if each.expert is None else each.expert.name
+    for expert_run in runs_of(run):
+        name = "" if expert_run.expert is None else expert_run.expert.name
         if name in experts:  # reading a save takes time, so only for experts that have previews in the queue
-            step = saved_step(each, lambda _: None)  # no warning about a broken save here: training gives it
+            step = saved_step(expert_run, lambda _: None)  # no warning about a broken save here: training gives it
             saved[name] = -1 if step is None else step
     try:
         drop_after(pending, saved)
@@ -130,7 +132,7 @@ class Previews:
             except UserError as error:
                 warn(f"no previews of the {expert.name} expert: {error}")
                 return lambda step, weights: None
-            saved = {name: each.step for name, each in trained.items() if each.step is not None}
+            saved = {name: weights.step for name, weights in trained.items() if weights.step is not None}
 
         def take(step: int, weights: Mapping[str, Tensor]) -> None:
             self._look()
@@ -162,10 +164,10 @@ class Previews:
                 self._child.wait(_LOOK_SECONDS)
                 self._look()
                 self._start()
-        for path in {self._folder.path, *(each.config.run_folder.path for each in runs_of(self._run))}:
+        for path in {self._folder.path, *(expert_run.config.run_folder.path for expert_run in runs_of(self._run))}:
             self._on_written(path)
-        if left := len(queued(self._folder.pending)):
-            warn(f"previews not generated: {left}, in {self._folder.pending}; the same command tries again")
+        if num_queued := len(queued(self._folder.pending)):
+            warn(f"previews not generated: {num_queued}, in {self._folder.pending}; the same command tries again")
 
     def _left(self) -> list[Path]:
         """The files of the queue that have not failed yet."""
@@ -180,7 +182,7 @@ class Previews:
         # As many blocks as training streams: the model may not fit without it here either.
         if self._device.type != "cpu":
             streamed = sum(per_device(self._run.config.train.swap_blocks, len(devices), "train.swap_blocks"))
-        given = [
+        arguments = [
             self._run.spec.import_path,
             str(self._folder.path),
             self._device.type,
@@ -188,7 +190,9 @@ class Previews:
             *sorted(self._failed),
         ]
         try:
-            self._child = WorkerProcess("ditkit_core.previews.worker", given, self._folder.previews_log, self._device)
+            self._child = WorkerProcess(
+                "ditkit_core.previews.worker", arguments, self._folder.previews_log, self._device
+            )
         except OSError as error:
             warn(f"previews wait: the process that generates them could not be started ({error.strerror or error})")
 
@@ -205,15 +209,15 @@ class Previews:
     def _note_failure(self, child: WorkerProcess, status: int) -> None:
         """Skip the file that the worker failed at, so that the next worker goes on with others; if it began none, skip all of them."""
         begun = _last_begun(child)
-        left = [path.name for path in self._left()]
-        if begun in left:
+        waiting = [path.name for path in self._left()]
+        if begun in waiting:
             self._failed.add(begun)
-            what, stays = f"preview {begun} was not generated", "it stays"
+            failure, stays = f"preview {begun} was not generated", "it stays"
         else:
-            self._failed.update(left)
-            what, stays = f"previews not generated: {len(left)}", "they stay"
+            self._failed.update(waiting)
+            failure, stays = f"previews not generated: {len(waiting)}", "they stay"
         warn(
-            f"{what} (status {status}): {child.last_words()}; {stays} in {self._folder.pending}, and the output of the process is in "
+            f"{failure} (status {status}): {child.last_words()}; {stays} in {self._folder.pending}, and the output of the process is in "
             f"{self._folder.previews_log}"
         )
 
@@ -223,6 +227,6 @@ def _last_begun(child: WorkerProcess) -> str:
     begun = ""
     with suppress(OSError):  # `last_words` says so
         for text in child.output():
-            if found := re.fullmatch(f"process [0-9]+{GENERATES}(.+)", text):
-                begun = found[1]
+            if match := re.fullmatch(f"process [0-9]+{GENERATES}(.+)", text):
+                begun = match[1]
     return begun

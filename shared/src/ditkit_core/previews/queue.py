@@ -44,9 +44,9 @@ def queued(folder: Path) -> list[Path]:
 
 def named(path: Path) -> tuple[str, int]:
     """The expert (empty if the model has one transformer) and the step in the name of a queue's file."""
-    found = _NAME.fullmatch(path.name)
-    assert found is not None, path
-    return found[1] or "", int(found[2])
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return match[1] or "", int(match[2])
 
 
 def drop_after(folder: Path, saved: Mapping[str, int]) -> None:

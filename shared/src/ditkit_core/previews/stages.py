@@ -64,18 +64,18 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
         sampling, unloaded = build_with_adapter(alone, trained.file)
         prepared = load_divided(sampling, unloaded, place(sampling, unloaded), current_ranks())
-        what = "with its base weights"
+        origin = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
             # A preview may be generated long after it was queued, when the other expert's save has been replaced.
-            kept = trained.step is not None and folder.save(trained.step).is_dir()
-            what = f"at step {load_trained(prepared, folder, trained.step if kept else None)}"
+            has_save = trained.step is not None and folder.save(trained.step).is_dir()
+            origin = f"at step {load_trained(prepared, folder, trained.step if has_save else None)}"
         elif trained.preview is not None:
             load_preview_weights(prepared, trained.preview)
-            what = f"with the weights of {trained.preview.name}"
+            origin = f"with the weights of {trained.preview.name}"
         elif trained.file:
-            what = f"with {trained.file}"
-        say(f"sampling with the {expert.name} expert {what}")
+            origin = f"with {trained.file}"
+        say(f"sampling with the {expert.name} expert {origin}")
         yield prepared.model, engine_of(sampling, prepared)
 
     return DenoiserStage(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
@@ -134,10 +134,10 @@ def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tup
     """
     trained: dict[str, ExpertWeights] = {}
     newest = 0
-    for each in runs_of(run):
-        if each.expert in (None, without) or (step := saved_step(each)) is None:
+    for expert_run in runs_of(run):
+        if expert_run.expert in (None, without) or (step := saved_step(expert_run)) is None:
             continue
-        trained[each.expert.name] = ExpertWeights(folder=each.config.run_folder.path, step=step)
+        trained[expert_run.expert.name] = ExpertWeights(folder=expert_run.config.run_folder.path, step=step)
         newest = max(newest, step)
     return trained, newest
 
@@ -164,8 +164,8 @@ def generate_trained(run: RunContext, folder: RunFolder, step: int) -> None:
     if not prompts:
         return
     # Decided together: machines may have different files.
-    if lacking := next(filter(None, ranks.all_gather_object(why_no_samples(run))), ""):
-        say(f"no samples: {lacking}")
+    if obstacle := next(filter(None, ranks.all_gather_object(why_no_samples(run))), ""):
+        say(f"no samples: {obstacle}")
         return
     stages, shares = denoiser_stages(run, trained_weights_in(run)[0]), SampleShares.of(ranks)
     generate_samples(run, stages, prompts, folder.samples, f"step-{step:06d}", shares)
@@ -176,9 +176,9 @@ def why_no_samples(run: RunContext) -> str:
     model = run.config.model
     for expert in run.experts:
         try:
-            found = model.here(expert.part) or model.fetched_description(expert.part)
+            location = model.here(expert.part) or model.fetched_description(expert.part)
         except UserError as error:
             return str(error)
-        if found is None:
+        if location is None:
             return f"sampling needs all experts, and model.{expert.part} ({expert.name}) is missing"
     return ""

@@ -67,8 +67,8 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
     run = resolve_arch(create_run(spec, config))
     prompts = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
     prepared: LoadedModel | None = None
-    while left := [file for file in queued(RunFolder(path).pending) if file.name not in left_out]:
-        file = left[0]
+    while waiting := [file for file in queued(RunFolder(path).pending) if file.name not in left_out]:
+        file = waiting[0]
         say(f"process {os.getpid()}{GENERATES}{file.name}")  # first: the parent reads here which file failed
         try:
             written = file.stat().st_mtime_ns
@@ -99,7 +99,7 @@ def _generate(
         The loaded model for the next file; None for a model with experts, which are loaded for each preview.
     """
     preview = read_preview(file)
-    expert = next((each for each in run.experts if each.name == preview.expert), None)
+    expert = next((candidate for candidate in run.experts if candidate.name == preview.expert), None)
     stages: Sequence[DenoiserStage]
     if run.experts and expert is None:
         raise UserError(f"{file} contains weights of no expert of this model; remove it")
@@ -118,9 +118,9 @@ def _generate(
 def _stages(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserStage]:
     """All experts: the one of the preview with its weights, the others with their saves at the time it was queued."""
     trained = {
-        each.name: ExpertWeights(folder=folder_of(run, each).path, step=preview.others[each.name])
-        for each in run.experts
-        if each.name in preview.others
+        expert.name: ExpertWeights(folder=folder_of(run, expert).path, step=preview.others[expert.name])
+        for expert in run.experts
+        if expert.name in preview.others
     }
     return denoiser_stages(run, {**trained, preview.expert: ExpertWeights(preview=file)})
 
