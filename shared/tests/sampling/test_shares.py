@@ -43,7 +43,7 @@ def test_what_ranks_write_is_bitwise_what_one_process_writes(tables: list[Any], 
 @pytest.mark.parametrize("count", [0, 1, 3, 8])
 @pytest.mark.parametrize(("size", "num"), [(1, 1), (2, 2), (3, 2), (8, 8)])
 def test_every_sample_has_one_rank_and_the_first_rank_has_the_first(size: int, num: int, count: int) -> None:
-    shares = [SampleShares(ranks=Ranks(rank, size), num=num).own(count) for rank in range(size)]
+    shares = [SampleShares(ranks=Ranks(rank, size), num=num).local_indices(count) for rank in range(size)]
     assert sorted(place for share in shares for place, _ in share) == list(range(count))
     assert all(counts for share in shares for _, counts in share)
     lengths = [len(share) for share in shares]
@@ -53,7 +53,7 @@ def test_every_sample_has_one_rank_and_the_first_rank_has_the_first(size: int, n
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 9])
 def test_ranks_that_divide_the_weights_generate_equally_many(count: int) -> None:
-    every = [SampleShares.of(Ranks(rank, 4, shard=4)).own(count) for rank in range(4)]
+    every = [SampleShares.of(Ranks(rank, 4, shard=4)).local_indices(count) for rank in range(4)]
     assert {len(share) for share in every} == {-(-count // 4)}
     assert sorted(place for share in every for place, counts in share if counts) == list(range(count))
 

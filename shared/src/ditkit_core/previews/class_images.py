@@ -76,10 +76,10 @@ def check_class_prompt(run: RunContext) -> None:
 
 def of_base(run: RunContext) -> RunContext:
     """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
-    if run.config.sample.of_base is run.config.sample:
+    if run.config.sample.without_adapters is run.config.sample:
         return run
     spec, config = run.given
-    return create_run(spec, replace(config, sample=config.sample.of_base), run.arch)
+    return create_run(spec, replace(config, sample=config.sample.without_adapters), run.arch)
 
 
 def class_conditions(run: RunContext) -> Mapping[str, Tensor]:
@@ -129,7 +129,7 @@ def generate_class_images(
     )
     missing = [seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()][:count]
     seeds = shares.ranks.broadcast_object(missing)  # as the first rank sees them: others already write
-    local_seeds = [(seeds[index], counts) for index, counts in shares.own(len(seeds))]
+    local_seeds = [(seeds[index], counts) for index, counts in shares.local_indices(len(seeds))]
     say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
     jobs = (replace(job, seed=seed) for seed, _ in local_seeds)
     with (

@@ -68,7 +68,7 @@ def generate_samples(
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     decoder = FittingDecoder(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
     sampler = DecodedBy(run.auxiliary.sampler.denoise, decoder)
-    with progress("denoise", len(shares.own(len(requests))) * config.steps) as bar:
+    with progress("denoise", len(shares.local_indices(len(requests))) * config.steps) as bar:
 
         def on_step() -> bool:
             bar.advance()

@@ -133,10 +133,10 @@ class SampleConfig:
                 f"sample.guidance = {self.guidance:g} is not used: this model is distilled, and samples without guidance"
             )
             guidance = defaults.guidance
-        own = self.negative != AUTHORS_NEGATIVE
-        if defaults.guided_by != "negative" and own and self.negative:
+        is_set = self.negative != AUTHORS_NEGATIVE
+        if defaults.guided_by != "negative" and is_set and self.negative:
             warn("sample.negative is not used: this model is not guided by a negative prompt; leave it empty")
-        negative = self.negative if own else defaults.negative
+        negative = self.negative if is_set else defaults.negative
         return replace(self, steps=self.steps or defaults.steps, guidance=guidance, negative=negative)
 
     @property
@@ -145,7 +145,7 @@ class SampleConfig:
         return (len(self.prompts) or self.captions) * self.images
 
     @property
-    def of_base(self) -> "SampleConfig":
+    def without_adapters(self) -> "SampleConfig":
         """The section without its adapters, and without the steps and the guidance that are for them."""
         if not self.adapter and not self.adapter_low:
             return self

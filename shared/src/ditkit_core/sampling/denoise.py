@@ -1,6 +1,6 @@
 """Generates samples step by step, with one transformer or with several stages that share the noise levels.
 
-All samples take the steps of the first stage, then all of them take those of the next. So each transformer is loaded once, however many
+All samples take the steps of the first stage, then all of them take the steps of the next. So each transformer is loaded once, however many
 samples there are, and never two at a time. A sample that waits is a suspended generator, which keeps its latents and its scheduler's history.
 """
 
@@ -24,7 +24,7 @@ class DenoiserStage:
     opened: Callable[[], AbstractContextManager[tuple[Any, Engine]]]
     """Opens a context with the model and the engine that runs it."""
     guidance: float = 0.0
-    """Guidance strength; 0 takes that of the request."""
+    """Guidance strength; 0 takes the request's strength."""
     min_sigma: float = 0.0
     """Lowest noise level that it is used at, in [0, 1]; the last stage takes all remaining steps."""
 
@@ -45,7 +45,7 @@ def generate(
     Args:
         sampler: The family's sampler; its decoder's weights are freed at the end.
         jobs: The samples to generate. With a single stage the next request is taken when the sample before it is done.
-        stages: The transformers, that of the highest noise levels first; each is put into eval mode and back.
+        stages: The transformers, the one of the highest noise levels first; each is put into eval mode and back.
         on_step: Called after each step of each sample; generation ends there if it returns True.
 
     Yields:

@@ -51,7 +51,7 @@ class SamplePrompt:
         if self.clip is None or self.frames <= self.own_frames:
             return self
         last = round(self.start_seconds * fps) + self.frames
-        videos = [self.files[each.name] for each in columns if each.kind == "video" and each.name in self.files]
+        videos = [self.files[column.name] for column in columns if column.kind == "video" and column.name in self.files]
         for path in (self.clip, *map(Path, videos)):
             there = last if media_kind(path) == "image" else available(path, fps, at_most=last).frames
             if there < last:
@@ -82,24 +82,24 @@ def control_files(config: SampleConfig, columns: Sequence[Column]) -> dict[str, 
     Raises:
         UserError: If an entry is not column=path of this model, its file does not exist, or another entry gives the same condition.
     """
-    known = {name: meant[0] for name, meant in named_columns(columns).items()}
+    columns_by_name = {name: meant[0] for name, meant in named_columns(columns).items()}
     files: dict[str, str] = {}
-    for given in config.controls:
-        name, equals, value = given.partition("=")
+    for entry in config.controls:
+        name, equals, value = entry.partition("=")
         if not equals or not value:
-            raise UserError(f"sample.controls: {given!r} is not column=path; write {name or 'input_image'}=FILE")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}" if close else f"it has {', '.join(known) or 'none'}"
+            raise UserError(f"sample.controls: {entry!r} is not column=path; write {name or 'input_image'}=FILE")
+        if name not in columns_by_name:
+            close = difflib.get_close_matches(name, columns_by_name, n=1)
+            hint = f"did you mean {close[0]!r}" if close else f"it has {', '.join(columns_by_name) or 'none'}"
             raise UserError(f"sample.controls: {name!r} is no column of this model; {hint}")
         # Compared by the column's own name: two aliases of one column are a repetition too.
-        if known[name].name in files:
+        if columns_by_name[name].name in files:
             raise UserError(f"sample.controls: {name!r} is given twice; leave one of them out")
-        if known[name].kind != "text":
+        if columns_by_name[name].kind != "text":
             value = str(local_path(value))
             if status(Path(value)) is None:
                 raise UserError(f"sample.controls: {name} = {value} does not exist; correct the path")
-        files[known[name].name] = value
+        files[columns_by_name[name].name] = value
     for column in columns:
         if column.name in files and (twice := next((other for other in column.alternative_to if other in files), "")):
             raise UserError(
@@ -150,19 +150,21 @@ def choose_prompts(
     if config.prompts:
         return [replace(plain, prompt=prompt) for prompt in config.prompts]
     replaced = alternatives_of(columns, files)
-    found: dict[tuple[str, tuple[Path, ...], str], SamplePrompt] = {}
+    prompts_by_key: dict[tuple[str, tuple[Path, ...], str], SamplePrompt] = {}
     for sample in samples:
         prompt = replace(plain, prompt=sample.captions[0], references=references or sample.references)
         if not references:
             prompt = replace(prompt, height=config.height or sample.height, width=config.width or sample.width)
         if columns:
-            own = {name: value for name, value in sample.controls.items() if name not in replaced}
+            sample_controls = {name: value for name, value in sample.controls.items() if name not in replaced}
             frames = config.frames or sample.frames
-            prompt = replace(prompt, clip=sample.media, files={**own, **files}, frames=frames, own_frames=sample.frames)
+            prompt = replace(
+                prompt, clip=sample.media, files={**sample_controls, **files}, frames=frames, own_frames=sample.frames
+            )
             prompt = replace(prompt, start_seconds=sample.start_seconds)
         # Windows of one file share caption and references: a preview of each would show the same.
-        found.setdefault((prompt.prompt, prompt.references, sample.id if columns else ""), prompt)
-    return list(found.values())[: config.captions]
+        prompts_by_key.setdefault((prompt.prompt, prompt.references, sample.id if columns else ""), prompt)
+    return list(prompts_by_key.values())[: config.captions]
 
 
 Shape = tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]

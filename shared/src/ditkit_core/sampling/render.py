@@ -68,22 +68,22 @@ def render_samples(
         shares: Which ranks generate which of them.
 
     Returns:
-        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, those of their own. Empty if
+        The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, the files of their own. Empty if
         `on_step` ended them: then there is no STEM.json either.
 
     Raises:
         UserError: If a sample is not finite, or a file cannot be written.
     """
-    own, made = shares.own(len(requests)), list[RenderedSample]()
-    left = len(own)
-    with closing(generate(sampler, [requests[place].job for place, _ in own], stages, on_step)) as results:
-        for (place, counts), pixels in zip(own, results, strict=False):
-            left -= 1
+    local_indices, rendered = shares.local_indices(len(requests)), list[RenderedSample]()
+    num_remaining = len(local_indices)
+    with closing(generate(sampler, [requests[index].job for index, _ in local_indices], stages, on_step)) as results:
+        for (index, counts), pixels in zip(local_indices, results, strict=False):
+            num_remaining -= 1
             if counts:
-                made.append(_rendered(pixels, requests[place], to, sampler.decoder.decoded))
-    if shares.ranks.any(left > 0):
+                rendered.append(_rendered(pixels, requests[index], to, sampler.decoder.decoded))
+    if shares.ranks.any(num_remaining > 0):
         return []
-    samples = shares.gathered(made, len(requests))
+    samples = shares.gathered(rendered, len(requests))
     files = [to.folder / sample.about["file"] for sample in samples]
     if files and shares.ranks.is_first:
         files += _overview([sample.frames for sample in samples], to)

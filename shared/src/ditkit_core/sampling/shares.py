@@ -37,33 +37,37 @@ class SampleShares:
         """All of these ranks generate."""
         return cls(ranks=ranks, num=ranks.size)
 
-    def own(self, count: int) -> list[tuple[int, bool]]:
+    def local_indices(self, count: int) -> list[tuple[int, bool]]:
         """The places of this rank's samples among `count`: the first rank has the first one, the second rank the next, and so on.
 
         Ranks that run `in_step` get stand-ins at the end where others have one more; these are marked False and do not count.
         """
         rank = self.ranks.rank
-        share = [(place, True) for place in range(rank, count, self.num)] if rank < self.num else []
+        share = [(index, True) for index in range(rank, count, self.num)] if rank < self.num else []
         return share + [(0, False)] * (-(-count // self.num) - len(share)) if self.in_step else share
 
-    def ends(self, own: bool) -> bool:
-        """Whether this rank ends here if it would by its `own` decision: ranks that run `in_step` do so together."""
-        return self.ranks.any(own) if self.in_step else own
+    def ends(self, decision: bool) -> bool:
+        """Whether this rank ends here if it would by its own `decision`: ranks that run `in_step` do so together."""
+        return self.ranks.any(decision) if self.in_step else decision
 
-    def gathered(self, own: Sequence[RenderedSample], count: int) -> list[RenderedSample]:
-        """All samples in their order, on the first rank; on others those of `own`."""
+    def gathered(self, local_samples: Sequence[RenderedSample], count: int) -> list[RenderedSample]:
+        """All samples in their order, on the first rank; on others `local_samples` alone."""
         ranks = self.ranks
-        known: list[Any] = ranks.all_gather_object([[sample.about, list(sample.frames.shape)] for sample in own])
+        descriptions: list[Any] = ranks.all_gather_object(
+            [[sample.about, list(sample.frames.shape)] for sample in local_samples]
+        )
         if not ranks.is_first:
-            for sample in own:
+            for sample in local_samples:
                 ranks.send(sample.frames.contiguous(), to=0)
-            return list(own)
-        found: list[RenderedSample] = []
-        for place in range(count):
-            index, rank = divmod(place, self.num)
-            about, shape = known[rank][index]
-            found.append(RenderedSample(about, ranks.recv(torch.empty(shape), rank)) if rank else own[index])
-        return found
+            return list(local_samples)
+        samples: list[RenderedSample] = []
+        for position in range(count):
+            index, rank = divmod(position, self.num)
+            about, shape = descriptions[rank][index]
+            samples.append(
+                RenderedSample(about, ranks.recv(torch.empty(shape), rank)) if rank else local_samples[index]
+            )
+        return samples
 
 
 ALONE = SampleShares()
