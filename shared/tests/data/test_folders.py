@@ -142,17 +142,17 @@ def test_without_repeats_nothing_changes() -> None:
         (BatchSampler(IDS, 1, 4), BatchSampler(IDS, 1, 4, [1.0] * 6)),
         (BucketBatchSampler(IDS, 1, "aabbbc", dict.fromkeys("abc", 2)), BucketBatchSampler(IDS, 1, "aabbbc", dict.fromkeys("abc", 2), [1.0] * 6)),
     ):  # fmt: skip
-        assert [one.places(i) for i in range(30)] == [other.places(i) for i in range(30)]
+        assert [one.micro_batch(i) for i in range(30)] == [other.micro_batch(i) for i in range(30)]
 
 
 def test_the_endless_order_goes_through_all_epochs() -> None:
     epochs, order = Epochs(IDS, 5, REPEATS), BatchSampler(IDS, 5, 4, REPEATS)
     whole = [i for epoch in range(20) for i in epochs.order(epoch)]
-    found = [order.places(index) for index in range(len(whole) // 4)]
+    found = [order.micro_batch(index) for index in range(len(whole) // 4)]
     assert [i for places in found for i in places.samples] == whole[: 4 * len(found)]
     assert [places.first for places in found] == [4 * index for index in range(len(found))]
     late = BatchSampler(IDS, 5, 4, REPEATS)
-    assert late.places(30) == order.places(30), "whatever was asked for before"
+    assert late.micro_batch(30) == order.micro_batch(30), "whatever was asked for before"
 
 
 def test_the_endless_order_passes_over_empty_epochs() -> None:
@@ -168,12 +168,12 @@ def test_the_grouped_order_cuts_each_epoch_into_batches_of_one_group() -> None:
     for epoch in range(12):
         used: list[int] = []
         while len(used) < epochs.counts(epoch).sum():
-            places = order.places(index)
+            places = order.micro_batch(index)
             assert places.first == epochs.before(epoch) + len(used)
             assert len({"aaabbb"[i] for i in places.samples}) == 1
             assert len(places.samples) <= sizes["aaabbb"[places.samples[0]]]
             used += places.samples
             index += 1
         assert Counter(used) == Counter(epochs.order(epoch))
-    assert BucketBatchSampler(IDS, 5, "aaabbb", sizes, REPEATS).places(17) == order.places(17)
+    assert BucketBatchSampler(IDS, 5, "aaabbb", sizes, REPEATS).micro_batch(17) == order.micro_batch(17)
     assert order.mean_size == pytest.approx(epochs.before(12) / index, rel=0.1)

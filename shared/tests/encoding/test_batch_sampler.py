@@ -19,7 +19,7 @@ def grouped(seed: int = 0, ids: list[str] = IDS, groups: list[str] = GROUPS) -> 
 def test_an_epoch_has_every_sample_once_in_batches_of_one_group() -> None:
     order = grouped()
     for epoch in range(3):
-        batches = [order.places(epoch * NUM_BATCHES + number).samples for number in range(NUM_BATCHES)]
+        batches = [order.micro_batch(epoch * NUM_BATCHES + number).samples for number in range(NUM_BATCHES)]
         assert sorted(i for batch in batches for i in batch) == list(range(17))
         for batch in batches:
             (group,) = {GROUPS[i] for i in batch}
@@ -29,16 +29,16 @@ def test_an_epoch_has_every_sample_once_in_batches_of_one_group() -> None:
 
 
 def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
-    forwards = [grouped().places(index) for index in range(40)]
+    forwards = [grouped().micro_batch(index) for index in range(40)]
     order = grouped()
-    assert [order.places(index) for index in reversed(range(40))] == forwards[::-1]
+    assert [order.micro_batch(index) for index in reversed(range(40))] == forwards[::-1]
 
 
 def test_the_first_place_counts_the_samples_before() -> None:
     for order in (grouped(), BatchSampler(IDS, 0, 4)):
         seen = 0
         for index in range(30):
-            first, samples = order.places(index)
+            first, samples = order.micro_batch(index)
             assert first == seen
             seen += len(samples)
 
@@ -46,7 +46,7 @@ def test_the_first_place_counts_the_samples_before() -> None:
 def test_orders_differ_by_seed_and_epoch_and_so_do_the_members_of_batches() -> None:
     def epoch(seed: int, number: int) -> tuple[tuple[int, ...], ...]:
         order = grouped(seed)
-        return tuple(tuple(order.places(number * NUM_BATCHES + i).samples) for i in range(NUM_BATCHES))
+        return tuple(tuple(order.micro_batch(number * NUM_BATCHES + i).samples) for i in range(NUM_BATCHES))
 
     epochs = [epoch(seed, number) for seed in range(3) for number in range(3)]
     assert len(set(epochs)) == 9
@@ -57,14 +57,14 @@ def test_orders_differ_by_seed_and_epoch_and_so_do_the_members_of_batches() -> N
 def test_the_order_does_not_depend_on_how_the_samples_are_listed() -> None:
     turned = grouped(ids=IDS[::-1], groups=GROUPS[::-1])
     for index in range(20):
-        named = [IDS[i] for i in grouped().places(index).samples]
-        assert [IDS[::-1][i] for i in turned.places(index).samples] == named
+        named = [IDS[i] for i in grouped().micro_batch(index).samples]
+        assert [IDS[::-1][i] for i in turned.micro_batch(index).samples] == named
 
 
 @pytest.mark.parametrize("size", [1, 3, 17, 20])
 def test_the_endless_order_has_one_size_and_every_sample_once_per_epoch(size: int) -> None:
     order = BatchSampler(IDS, 0, size)
-    places = [i for index in range(17) for i in order.places(index).samples]
+    places = [i for index in range(17) for i in order.micro_batch(index).samples]
     assert len(places) == 17 * size and order.mean_size == size
     for epoch in range(size):
         assert sorted(places[17 * epoch : 17 * epoch + 17]) == list(range(17))

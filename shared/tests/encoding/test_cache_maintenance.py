@@ -80,7 +80,7 @@ def test_entries_go_by_age_by_size_and_by_need(cache: Cache) -> None:
     size = path_of(cache, "a").stat().st_size
     assert prune(cache, Rule(days=30.0), now=NOW).removed == 0
     done = prune(cache, Rule(days=5.0), now=NOW)
-    assert (done.removed, done.removed_bytes, done.left, done.left_bytes) == (1, size, 2, 2 * size)
+    assert (done.removed, done.removed_bytes, done.remaining, done.left_bytes) == (1, size, 2, 2 * size)
     assert left(cache) == {"b", "c"}
     assert prune(cache, Rule(unused=True), {key("b")}, now=NOW).removed == 0, "b is kept, c is of this hour"
     assert prune(cache, Rule(unused=True), now=NOW).removed == 1 and left(cache) == {"c"}
@@ -90,7 +90,7 @@ def test_a_size_takes_what_was_needed_longest_ago_first(cache: Cache) -> None:
     size = path_of(cache, "a").stat().st_size
     assert prune(cache, Rule(bytes=2 * size), {key("a")}, now=NOW).removed == 1
     assert left(cache) == {"a", "c"}
-    assert prune(cache, Rule(bytes=1), now=NOW).left == 1, "what is of this hour stays"
+    assert prune(cache, Rule(bytes=1), now=NOW).remaining == 1, "what is of this hour stays"
 
 
 def test_asking_for_an_entry_marks_it_as_needed(cache: Cache) -> None:
@@ -138,4 +138,4 @@ def test_what_another_process_removes_meanwhile_is_passed_over(cache: Cache, mon
     path_of(cache, "b").unlink()
     monkeypatch.setattr(Cache, "entries", lambda cache: iter(entries))
     assert verify(cache) == Verified(checked=2, damaged=(), without_digest=0)
-    assert prune(cache, Rule(days=30.0), now=NOW).left == 2
+    assert prune(cache, Rule(days=30.0), now=NOW).remaining == 2

@@ -84,7 +84,7 @@ def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) 
     done = prune(run.data.cache, rule, keep)
     say(
         f"{run.data.cache.folder}: removed {done.removed} entries ({done.removed_bytes / 1e9:.2f} GB), "
-        f"{done.left} ({done.left_bytes / 1e9:.2f} GB) are left"
+        f"{done.remaining} ({done.left_bytes / 1e9:.2f} GB) are left"
     )
 
 

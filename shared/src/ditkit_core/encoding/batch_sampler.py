@@ -43,13 +43,13 @@ class Epochs:
             ids: Sample ids, all different.
             repeats: Average uses of each sample per epoch, above 0; empty means 1 each.
         """
-        assert ids and all(each > 0 for each in repeats) and len(repeats) in (0, len(ids))
+        assert ids and all(repeat > 0 for repeat in repeats) and len(repeats) in (0, len(ids))
         self._ids, self._seed = ids, seed
         self._repeats = np.array(repeats or [1.0] * len(ids))
-        whole = self._repeats == np.floor(self._repeats)
-        phases = [0 if is_whole else seed_of(seed, "repeat", id) for is_whole, id in zip(whole, ids, strict=True)]
+        integral = self._repeats == np.floor(self._repeats)
+        phases = [0 if is_whole else seed_of(seed, "repeat", id) for is_whole, id in zip(integral, ids, strict=True)]
         self._phase = np.array(phases) / 2**63  # seeds are integers below 2**63, so phases are in [0, 1)
-        self.whole = bool(whole.all())
+        self.has_whole_repeats = bool(integral.all())
         """Whether all epochs have the same samples, because all repeats are integers."""
         self.mean_count = float(self._repeats.sum())
         """Average number of samples in an epoch."""
@@ -65,13 +65,13 @@ class Epochs:
         """Number of uses of each sample in an epoch."""
         return (self._used(epoch + 1) - self._used(epoch)).astype(np.int64)
 
-    def containing(self, place: int) -> int:
+    def containing(self, position: int) -> int:
         """The epoch of a place in the sequence of all epochs."""
-        if self.whole:
-            return place // self.before(1)
-        # An upper bound for the search: this many epochs certainly have more samples than `place`.
-        most = int((place + len(self._ids)) / self.mean_count) + 2
-        return bisect.bisect_right(range(most), place, key=self.before) - 1
+        if self.has_whole_repeats:
+            return position // self.before(1)
+        # An upper bound for the search: this many epochs certainly have more samples than `position`.
+        most = int((position + len(self._ids)) / self.mean_count) + 2
+        return bisect.bisect_right(range(most), position, key=self.before) - 1
 
     def order(self, epoch: int, members: Sequence[int] | None = None) -> list[int]:
         """The samples of an epoch in order, as indices; if `members` are given, only those.
@@ -94,28 +94,28 @@ class BatchSampler:
     """
 
     def __init__(self, ids: Sequence[str], seed: int, size: int, repeats: Sequence[float] = ()) -> None:
-        """Prepare the order; `size` is the number of samples per micro-batch, other arguments are those of `Epochs`."""
+        """Prepare the order; `size` is the number of samples per micro-batch, other arguments are as in `Epochs`."""
         assert size > 0
         self.mean_size = float(size)
         self._epochs, self._size = Epochs(ids, seed, repeats), size
         # Two orders, because a micro-batch may span two epochs.
         self._order = functools.lru_cache(maxsize=2)(self._epochs.order)
 
-    def places(self, index: int) -> BatchIndices:
+    def micro_batch(self, index: int) -> BatchIndices:
         """The micro-batch of this index."""
         first = index * self._size
-        return BatchIndices(first, [self.sample(place) for place in range(first, first + self._size)])
+        return BatchIndices(first, [self.sample(position) for position in range(first, first + self._size)])
 
-    def sample(self, place: int) -> int:
+    def sample(self, position: int) -> int:
         """The sample at a place of the sequence."""
-        epoch = self._epochs.containing(place)
-        return self._order(epoch)[place - self._epochs.before(epoch)]
+        epoch = self._epochs.containing(position)
+        return self._order(epoch)[position - self._epochs.before(epoch)]
 
 
 class BucketBatchSampler:
     """Micro-batches of samples in several groups (buckets), which are never mixed in one micro-batch.
 
-    In each epoch every group is shuffled and split into micro-batches, of which the last may be smaller. Then the micro-batches of all
+    In each epoch every group is shuffled and split into micro-batches; the last one may be smaller. Then the micro-batches of all
     groups are shuffled.
     """
 
@@ -139,14 +139,14 @@ class BucketBatchSampler:
             members[group].append(i)
         self._groups = [(indices, sizes[group]) for group, indices in members.items()]
         self._starts = [0]  # first micro-batch of each epoch, extended as far as needed
-        num_epochs = 1 if self._epochs.whole else _EPOCHS_FOR_MEAN
+        num_epochs = 1 if self._epochs.has_whole_repeats else _EPOCHS_FOR_MEAN
         num_batches = sum(map(self._num_batches, range(num_epochs))) / num_epochs
         self.mean_size = self._epochs.mean_count / num_batches
         self._epoch = functools.lru_cache(maxsize=2)(self._batches)
 
-    def places(self, index: int) -> BatchIndices:
+    def micro_batch(self, index: int) -> BatchIndices:
         """The micro-batch of this index."""
-        if self._epochs.whole:
+        if self._epochs.has_whole_repeats:
             epoch, number = divmod(index, self._num_batches(0))
             return self._epoch(epoch)[number]
         while self._starts[-1] <= index:
@@ -164,9 +164,9 @@ class BucketBatchSampler:
             order = self._epochs.order(epoch, members)
             pieces += [order[first : first + size] for first in range(0, len(order), size)]
         seeds = [seed_of(self._seed, "batch order", epoch, self._ids[piece[0]]) for piece in pieces]
-        first, made = self._epochs.before(epoch), []
+        first, batches = self._epochs.before(epoch), []
         # The number breaks ties: two pieces that begin with the same (repeated) sample have the same seed.
         for _, _, batch in sorted(zip(seeds, range(len(pieces)), pieces, strict=True)):
-            made.append(BatchIndices(first, batch))
+            batches.append(BatchIndices(first, batch))
             first += len(batch)
-        return made
+        return batches

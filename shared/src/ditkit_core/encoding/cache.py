@@ -55,12 +55,12 @@ def key(*parts: str) -> str:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Hex digest (blake2b, 128 bits) of named CPU tensors, their dtypes and shapes."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
-        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        hasher.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        hasher.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 def _layout(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -108,7 +108,7 @@ def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
 
 
 def header_matches(file: Any, key: str) -> bool:
-    """Whether the header of an entry is that of this key, and describes the tensors that were stored."""
+    """Whether the header of an entry belongs to this key, and describes the tensors that were stored."""
     stored = file.metadata() or {}
     # Earlier versions did not store the layout.
     return stored.get("ditkit_key") == key and stored.get(_LAYOUT) in (None, _layout(_shapes(file)))
@@ -169,15 +169,15 @@ class Cache:
 
         def tensors(file: Any) -> dict[str, Tensor] | None:
             # Copied, because the tensors are views of the mapped file: it would be read only when they are used.
-            found = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
-            if path not in self._compared and matches_digest(file, found) is False:
+            values = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
+            if path not in self._compared and matches_digest(file, values) is False:
                 return None
             self._compared.add(path)
-            return found
+            return values
 
         return self._read(kind, key, tensors)
 
-    def found(
+    def read_encoded(
         self, read: Read[Taken], kind: str, key: str, name: str, encode_again: Callable[[], object] = lambda: None
     ) -> dict[str, Taken]:
         """Read an entry that was encoded before, with `get` or `shapes`.
@@ -212,8 +212,8 @@ class Cache:
         with atomic_write(self.path(kind, key)) as temporary:
             try:
                 layout = _layout({name: tuple(tensor.shape) for name, tensor in contiguous.items()})
-                own = {"ditkit_key": key, DIGEST: digest(contiguous), _LAYOUT: layout}
-                save_file(contiguous, temporary, {**metadata, **own})
+                header = {"ditkit_key": key, DIGEST: digest(contiguous), _LAYOUT: layout}
+                save_file(contiguous, temporary, {**metadata, **header})
             except SafetensorError as error:  # how safetensors reports a full disk
                 raise OSError(str(error)) from error
 
@@ -262,13 +262,13 @@ class _FileState(NamedTuple):
 
 def _sample(path: Path, size: int) -> str:
     """Hex digest (blake2b, 64 bits) of a file's beginning, middle and end."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     with open(path, "rb") as file:
         # A small file is read as a whole; of a large one three blocks, because each costs a disk the same time as a small file.
         for at in (0,) if size <= 3 * _BLOCK_BYTES else (0, size // 2, size - _BLOCK_BYTES):
             file.seek(at)
-            found.update(file.read(3 * _BLOCK_BYTES if size <= 3 * _BLOCK_BYTES else _BLOCK_BYTES))
-    return found.hexdigest()
+            hasher.update(file.read(3 * _BLOCK_BYTES if size <= 3 * _BLOCK_BYTES else _BLOCK_BYTES))
+    return hasher.hexdigest()
 
 
 class MediaHashes:
@@ -297,7 +297,7 @@ class MediaHashes:
         If the content is read otherwise than by earlier versions (`changes_since_first`), that is part of it: entries of other files stay valid.
 
         Args:
-            as_stored: Whether an image's colours are not converted when it is read, as those of a mask.
+            as_stored: Whether an image's colours are not converted when it is read, as for a mask.
 
         Raises:
             UserError: If the file cannot be read.

@@ -61,7 +61,7 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
 
 
 def changed_sources(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> list[Path]:
-    """Read every file whose content hash a cache remembers, and forget the hashes that are not those of the content.
+    """Read every file whose content hash a cache remembers, and forget the hashes that do not fit the content.
 
     Args:
         advance: Called with 1.0 after each file.
@@ -86,11 +86,11 @@ def changed_sources(cache: Cache, advance: Callable[[float], None] = NullProgres
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """Number and size of the entries that were removed from a cache, and of those that are left."""
+    """Number and size of the entries that were removed from a cache, and of the remaining ones."""
 
     removed: int
     removed_bytes: int
-    left: int
+    remaining: int
     left_bytes: int
 
 
@@ -139,21 +139,24 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
         with suppress(FileNotFoundError):
             if now - leftover.stat().st_mtime > _SETTLED_SECONDS:
                 remove(leftover)
-    found = []
+    entries = []
     for path in cache.entries():
         with suppress(FileNotFoundError):  # removed by another process
-            found.append((path.stat().st_mtime, path.stat().st_size, path))
-    left = sum(size for _, size, _ in found)
+            entries.append((path.stat().st_mtime, path.stat().st_size, path))
+    total_bytes = sum(size for _, size, _ in entries)
     removed = removed_bytes = 0
-    for used, size, path in sorted(found):
+    for used, size, path in sorted(entries):
         selected = rule.unused or now - used > rule.days * _DAY_SECONDS
         if rule.bytes:
-            selected = left - removed_bytes > rule.bytes
+            selected = total_bytes - removed_bytes > rule.bytes
         if selected and path.stem not in keep and now - used > _SETTLED_SECONDS:
             remove(path)
             removed, removed_bytes = removed + 1, removed_bytes + size
     return Pruned(
-        removed=removed, removed_bytes=removed_bytes, left=len(found) - removed, left_bytes=left - removed_bytes
+        removed=removed,
+        removed_bytes=removed_bytes,
+        remaining=len(entries) - removed,
+        left_bytes=total_bytes - removed_bytes,
     )
 
 
@@ -163,9 +166,9 @@ def keys_in(records: Iterable[Path]) -> set[str]:
     Raises:
         UserError: If a file cannot be read: then it is unknown what its run needs.
     """
-    found: set[str] = set()
+    keys: set[str] = set()
     for record in records:
         for parts in read_json_object(record, "remove that run, or prune by age or size").values():
             if isinstance(parts, list):
-                found |= {part.rpartition(" ")[2] for part in parts if isinstance(part, str)}
-    return found
+                keys |= {part.rpartition(" ")[2] for part in parts if isinstance(part, str)}
+    return keys

@@ -50,11 +50,11 @@ def claimed(entry: Path) -> Iterator[bool]:
 @contextmanager
 def alone_with(file: Path) -> Iterator[None]:
     """Run the block in one process at a time; the others wait. Without effect in a folder that cannot be written or locked."""
-    own = file.with_name(f".{file.name}.lock")
-    lock = FileLock(own)
+    lock_file = file.with_name(f".{file.name}.lock")
+    lock = FileLock(lock_file)
     try:
         try:
-            _acquire(lock, own)
+            _acquire(lock, lock_file)
         except Timeout:
             say(f"waiting for another process that writes {file}")
             lock.acquire()
@@ -73,7 +73,7 @@ def _acquire(lock: FileLock, file: Path) -> None:
     Raises:
         Timeout: If another process has it.
         OSError: If the folder cannot be written or locked. Where the operating system has no locks, filelock counts the file itself as one:
-            that of a process that was killed on another machine, or in a container that is gone, would block everybody forever.
+            the claim of a process that was killed on another machine, or in a container that is gone, would block everybody forever.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():

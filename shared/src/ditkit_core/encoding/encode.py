@@ -28,7 +28,7 @@ from ditkit_core.models.encoders import Encoder
 from ditkit_core.models.spec import identity
 
 _MIRRORED: Mapping[bool, Mapping[str, Any]] = {False: {}, True: {"mirrored": True}}
-"""Part of the keys of what is read mirrored; the keys of the rest are those of earlier versions."""
+"""Part of the keys of what is read mirrored; the keys of the rest are as in earlier versions."""
 _LONG_HASH_BYTES = 2**28
 """Reading this many bytes takes seconds; for fewer a progress bar would only flicker."""
 
@@ -86,18 +86,20 @@ def encode(
     # No sample of a dataset has an id with a line break.
     mirrored = {sample.id: replace(sample, id=f"{sample.id}\n", is_mirrored=True) for sample in samples}
     read = [*samples, *(mirrored.values() if encoders.flips else ())]
-    given = {sample.id: clip_inputs_of(sample, encoders.fps) for sample in read}
+    inputs = {sample.id: clip_inputs_of(sample, encoders.fps) for sample in read}
     # Before the clips: encoding those may take hours, and a missing condition should be reported first.
-    used = conditioning.used(given, keep_going=keep_going)
+    used = conditioning.used(inputs, keep_going=keep_going)
     clips = {sample.id: _clips_of(sample, encoders.fps, encoders.reference_size) for sample in read}
-    keys = _media_keys([clip for each in clips.values() for clip in each], cache, encoders.media, progress)
+    keys = _media_keys(
+        [clip for sample_clips in clips.values() for clip in sample_clips], cache, encoders.media, progress
+    )
     failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
-    left = {name: controls for name, controls in given.items() if keys[clips[name][0]] not in failures}
-    conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
+    readable = {name: controls for name, controls in inputs.items() if keys[clips[name][0]] not in failures}
+    conditions = conditioning.fill(readable, used, cache, failures, progress, keep_going=keep_going)
     masked = {
-        each.id: replace(left[each.id], files={MASK.name: str(each.mask)})
-        for each in read
-        if each.mask is not None and each.id in left
+        sample.id: replace(readable[sample.id], files={MASK.name: str(sample.mask)})
+        for sample in read
+        if sample.mask is not None and sample.id in readable
     }
     masks = _mask_conditioning(masked, {name: keys[clips[name][0]] for name in masked}, encoders.media.identity, cache)
     weights = masks.fill(masked, masks.used(masked), cache, failures, progress, keep_going=keep_going)
@@ -130,10 +132,10 @@ def _mask_conditioning(
         masked: The clips with masks, by name, and in `keys` the keys of their latents.
     """
     grids = {
-        (each.frames, each.height, each.width): cache.found(cache.shapes, "media", keys[name], str(each.clip))[
-            "latents"
-        ][1:]
-        for name, each in masked.items()
+        (inputs.frames, inputs.height, inputs.width): cache.read_encoded(
+            cache.shapes, "media", keys[name], str(inputs.clip)
+        )["latents"][1:]
+        for name, inputs in masked.items()
     }
     return Conditioning(conditioners=[MaskEncoder(media_identity, grids)] if masked else [])
 
@@ -179,7 +181,7 @@ def encode_references(
     keys = _media_keys(clips, cache, media_encoder, progress)
     fill = partial(_fill_media, cache, keys, media_encoder, progress, keep_going=False)
     fill()
-    return [cache.found(cache.get, "media", keys[clip], str(clip.path), fill)["latents"] for clip in clips]
+    return [cache.read_encoded(cache.get, "media", keys[clip], str(clip.path), fill)["latents"] for clip in clips]
 
 
 Used = tuple[str, ...] | UserError
@@ -196,7 +198,7 @@ class Conditioning:
 
     def fill(
         self,
-        given: Mapping[str, ClipInputs],
+        inputs: Mapping[str, ClipInputs],
         all_used: Sequence[Mapping[str, Used]],
         cache: Cache,
         failures: dict[str, UserError],
@@ -207,19 +209,19 @@ class Conditioning:
         """Encode the conditions that the cache lacks.
 
         Args:
-            given: The clips, by any name.
+            inputs: The clips, by any name.
             all_used: The result of `used` for these clips; it may contain more.
             failures: Receives, by cache key, the reason why a condition could not be encoded; stays empty unless `keep_going`.
 
         Returns:
             By name, the conditions' places in the cache, including those that failed.
         """
-        found: dict[str, list[Condition]] = {name: [] for name in given}
+        conditions_by_name: dict[str, list[Condition]] = {name: [] for name in inputs}
         tasks: list[EncodeTask[ClipInputs]] = []
         with MediaHashes(cache.folder) as hashes:
             for conditioner, columns_by_name in zip(self.conditioners, all_used, strict=True):
                 wanted = {}
-                for name, controls in given.items():
+                for name, controls in inputs.items():
                     if not (used := columns_by_name[name]):
                         continue
                     if isinstance(used, UserError):
@@ -227,7 +229,7 @@ class Conditioning:
                         failures[address := key("no condition", conditioner.kind, name)] = used
                     else:
                         wanted[address := self._key(conditioner, controls, used, hashes)] = controls
-                    found[name].append(Condition(conditioner.kind, address, conditioner.optional))
+                    conditions_by_name[name].append(Condition(conditioner.kind, address, conditioner.optional))
                 tasks.append(
                     EncodeTask(
                         kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
@@ -235,18 +237,18 @@ class Conditioning:
                 )
         for task in tasks:
             failures |= encode_missing(cache, task, progress, keep_going=keep_going)
-        return {name: tuple(conditions) for name, conditions in found.items()}
+        return {name: tuple(conditions) for name, conditions in conditions_by_name.items()}
 
-    def used(self, given: Mapping[str, ClipInputs], *, keep_going: bool = False) -> list[dict[str, Used]]:
+    def used(self, inputs: Mapping[str, ClipInputs], *, keep_going: bool = False) -> list[dict[str, Used]]:
         """The columns that each conditioner reads for each clip, by name; with `keep_going` possibly the reason why it cannot.
 
         Raises:
             UserError: The first failure; with `keep_going` only a failure that affects every sample (a missing package).
         """
-        found: list[dict[str, Used]] = []
+        columns_by_conditioner: list[dict[str, Used]] = []
         for conditioner in self.conditioners:
             columns_by_name: dict[str, Used] = {}
-            for name, controls in given.items():
+            for name, controls in inputs.items():
                 try:
                     columns_by_name[name] = conditioner.uses(controls)
                 except UserError as error:
@@ -255,8 +257,8 @@ class Conditioning:
                             raise
                         raise with_owner(_named(controls), error) from error
                     columns_by_name[name] = error
-            found.append(columns_by_name)
-        return found
+            columns_by_conditioner.append(columns_by_name)
+        return columns_by_conditioner
 
     def check(self, controls: ClipInputs) -> None:
         """Read everything that would be encoded for a clip or a prompt, without loading weights.
@@ -280,10 +282,10 @@ class Conditioning:
     def tensors(self, controls: ClipInputs, cache: Cache, progress: Progress = NullProgress) -> dict[str, Tensor]:
         """The tensors of the conditions of one clip or prompt, encoded if the cache lacks them."""
         item: dict[str, Tensor] = {}
-        given = {"": controls}
-        fill = partial(self.fill, given, self.used(given), cache, {}, progress)
+        inputs = {"": controls}
+        fill = partial(self.fill, inputs, self.used(inputs), cache, {}, progress)
         for kind, address, _ in fill()[""]:
-            item |= cache.found(cache.get, kind, address, _named(controls), fill)
+            item |= cache.read_encoded(cache.get, kind, address, _named(controls), fill)
         return item
 
     def _key(self, conditioner: Conditioner, controls: ClipInputs, used: Sequence[str], hashes: MediaHashes) -> str:
@@ -358,14 +360,14 @@ class _Clip(NamedTuple):
 def _clips_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) -> list[_Clip]:
     """The sample's own clip, then its references."""
     rate = fps if media_kind(sample.media) == "video" else 0.0
-    own = _Clip(
+    own_clip = _Clip(
         sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds, sample.is_mirrored
     )
     if not sample.references:
-        return [own]
+        return [own_clip]
     assert reference_size is not None
     references = _reference_clips(sample.references, reference_size)
-    return [own, *(clip._replace(is_mirrored=sample.is_mirrored) for clip in references)]
+    return [own_clip, *(clip._replace(is_mirrored=sample.is_mirrored) for clip in references)]
 
 
 def _reference_clips(paths: Sequence[Path], reference_size: ReferenceSize) -> list[_Clip]:

@@ -73,27 +73,27 @@ class EncodedSample:
         Raises:
             UserError: If an entry was removed after it was encoded, or is damaged and cannot be encoded again.
         """
-        item = self._found("media", self.media_key, self.cache.get)
+        item = self._read_encoded("media", self.media_key, self.cache.get)
         for number, key in enumerate(self.reference_keys):
-            item[f"reference.{number}"] = self._found("media", key, self.cache.get)["latents"]
+            item[f"reference.{number}"] = self._read_encoded("media", key, self.cache.get)["latents"]
         for kind, key, optional in self.conditions:
             if not (optional and drop_controls):
-                item |= self._found(kind, key, self.cache.get)
+                item |= self._read_encoded(kind, key, self.cache.get)
         text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
-        return self._item(item | self._found("text", text_key, self.cache.get))
+        return self._item(item | self._read_encoded("text", text_key, self.cache.get))
 
     def media_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors except those of the text, which samples of one micro-batch share. Reads headers only."""
-        found = self._found("media", self.media_key, self.cache.shapes)
+        """The shapes of all tensors except the text's, which samples of one micro-batch share. Reads headers only."""
+        shapes = self._read_encoded("media", self.media_key, self.cache.shapes)
         for number, key in enumerate(self.reference_keys):
-            found[f"reference.{number}"] = self._found("media", key, self.cache.shapes)["latents"]
+            shapes[f"reference.{number}"] = self._read_encoded("media", key, self.cache.shapes)["latents"]
         for kind, key, _ in self.conditions:
-            found |= self._found(kind, key, self.cache.shapes)
-        return found
+            shapes |= self._read_encoded(kind, key, self.cache.shapes)
+        return shapes
 
     def outline(self) -> dict[str, Tensor]:
         """The training item with the first caption on the `meta` device: only shapes, for counting tokens."""
-        shapes = self.media_shapes() | self._found("text", self.text_keys[0], self.cache.shapes)
+        shapes = self.media_shapes() | self._read_encoded("text", self.text_keys[0], self.cache.shapes)
         return self._item({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
     def _item(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -101,5 +101,7 @@ class EncodedSample:
         item = self.assemble(tensors)
         return item if mask is None else weighted(item, mask, self.mask_weight)
 
-    def _found(self, kind: str, key: str, read: Callable[[str, str], dict[str, Found] | None]) -> dict[str, Found]:
-        return self.cache.found(read, kind, key, f"{kind} of {self.id!r}", self.encode_again)
+    def _read_encoded(
+        self, kind: str, key: str, read: Callable[[str, str], dict[str, Found] | None]
+    ) -> dict[str, Found]:
+        return self.cache.read_encoded(read, kind, key, f"{kind} of {self.id!r}", self.encode_again)

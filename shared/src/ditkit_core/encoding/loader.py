@@ -21,7 +21,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator, seed_of
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Name and shape of each tensor except those of the text."""
+"""Name and shape of each tensor except the text's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class LazyItems(Sequence[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._items[place]
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
 
 
 def files_of(samples: Iterable[Sample]) -> dict[str, str]:
@@ -211,15 +211,17 @@ class TrainDataLoader:
 
     def micro_batch(self, index: int) -> Batch:
         """Read the micro-batch of this index, counted since the start of the run."""
-        samples = [self._samples[place] for place in self._order.places(index).samples]
+        samples = [self._samples[sample_index] for sample_index in self._order.micro_batch(index).samples]
         base = self._base_steps if self._base_steps and self._base_steps.has(self._seed, index) else None
 
         def read() -> list[dict[str, Tensor]]:
             if base is not None:
-                own = [replace(each, empty_text_key=base.text_key or each.empty_text_key) for each in samples]
-                return [sample.load(drop_caption=True) for sample in own]
+                uncaptioned = [
+                    replace(sample, empty_text_key=base.text_key or sample.empty_text_key) for sample in samples
+                ]
+                return [sample.load(drop_caption=True) for sample in uncaptioned]
             # A micro-batch of a small dataset can contain a sample several times: each use gets its own caption.
-            copies = [sum(other is sample for other in samples[:place]) for place, sample in enumerate(samples)]
+            copies = [sum(other is sample for other in samples[:position]) for position, sample in enumerate(samples)]
             return [self._captions.item(sample, index, copy) for sample, copy in zip(samples, copies, strict=True)]
 
         return Batch(
@@ -234,9 +236,9 @@ class TrainDataLoader:
         """The micro-batch of this index as a list of one; `PriorDataLoader` adds class images here."""
         return [self.micro_batch(index)]
 
-    def places(self, index: int) -> range:
+    def positions(self, index: int) -> range:
         """The positions of a micro-batch's samples among all samples used since the start of the run."""
-        first, samples = self._order.places(index)
+        first, samples = self._order.micro_batch(index)
         return range(first, first + len(samples))
 
 

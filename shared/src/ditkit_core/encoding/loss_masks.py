@@ -23,7 +23,7 @@ class MaskEncoder(ClipConditioner):
 
         Args:
             media_identity: Identity of the VAE, which decides the size of latents.
-            grids: Frames, height and width of latents by those of their clip.
+            grids: Frames, height and width of latents by the frames, height and width of their clip.
         """
         self.identity, self._grids = media_identity, grids
 

@@ -72,13 +72,13 @@ def encode_missing(
     Raises:
         UserError: If an item cannot be read, or a result is not finite or cannot be stored.
     """
-    left = [key for key in jobs.wanted if not cache.has(jobs.kind, key)]
-    if not left:
+    missing = [key for key in jobs.wanted if not cache.has(jobs.kind, key)]
+    if not missing:
         return {}
     with ExitStack() as stack:
-        advance = stack.enter_context(progress(jobs.kind, len(left)))
+        advance = stack.enter_context(progress(jobs.kind, len(missing)))
         work = _Work(cache, jobs, keep_going, advance, stack)
-        busy = work.encode(work.encode(left))  # once more: most of what another process had begun is there by now
+        busy = work.encode(work.encode(missing))  # once more: most of what another process had begun is there by now
         if busy:
             say(f"waiting for {len(busy)} of kind {jobs.kind} that other processes encode")
         while busy:
@@ -103,14 +103,14 @@ class _Work(Generic[Item]):
 
     def encode(self, keys: Sequence[str]) -> list[str]:
         """Encode what no other process has claimed; the keys of the rest."""
-        left, busy = deque(keys), []
+        waiting, busy = deque(keys), []
         # Not all that an encoder takes at once: some is left to the other ranks.
-        at_once = min(self.jobs.encoder.items_at_once, -(-len(left) // current_ranks().size))
-        while left:
+        at_once = min(self.jobs.encoder.items_at_once, -(-len(waiting) // current_ranks().size))
+        while waiting:
             with ExitStack() as claims:
-                given: dict[str, Any] = {}
-                while left and len(given) < at_once:
-                    key = left.popleft()
+                inputs: dict[str, Any] = {}
+                while waiting and len(inputs) < at_once:
+                    key = waiting.popleft()
                     if self._is_there(key):
                         self.advance(1.0)
                     elif not claims.enter_context(claimed(self.cache.path(self.jobs.kind, key))):
@@ -118,26 +118,26 @@ class _Work(Generic[Item]):
                     elif self._is_there(key):  # encoded while it was being claimed
                         self.advance(1.0)
                     else:
-                        self._read(key, given)
-                if given:
-                    self._store(given, len(left) + len(busy))
+                        self._read(key, inputs)
+                if inputs:
+                    self._store(inputs, len(waiting) + len(busy))
         return busy
 
     def _is_there(self, key: str) -> bool:
         return self.cache.has(self.jobs.kind, key)
 
-    def _read(self, key: str, given: dict[str, Any]) -> None:
-        """Read the encoder's input for an item into `given`, or note why it cannot be read."""
+    def _read(self, key: str, inputs: dict[str, Any]) -> None:
+        """Read the encoder's input for an item into `inputs`, or note why it cannot be read."""
         try:
             # Decoded late: only missing items need it, and pixels take many times the memory of latents.
-            given[key] = self.jobs.read(self.jobs.wanted[key])
+            inputs[key] = self.jobs.read(self.jobs.wanted[key])
         except UserError as error:
             if not should_continue(error, keep_going=self.keep_going):
                 raise
             self.failures[key] = error
             self.advance(1.0)
 
-    def _store(self, given: Mapping[str, Any], num_left: int) -> None:
+    def _store(self, inputs: Mapping[str, Any], num_left: int) -> None:
         """Encode some items at once, and store each result."""
         jobs = self.jobs
         # Loaded late: if no item can be read, there is no need to load a text encoder of 10 GB.
@@ -148,24 +148,24 @@ class _Work(Generic[Item]):
             self.loaded = True
         with torch.no_grad():
             try:
-                encoded = jobs.encoder.encode(list(given.values()), self.advance)
+                encoded = jobs.encoder.encode(list(inputs.values()), self.advance)
             except UserError as error:  # conditioners read their files themselves, so they fail here
-                if not should_continue(error, keep_going=self.keep_going) or len(given) > 1:
-                    if isinstance(error, EnvironmentFault) or len(given) > 1:
+                if not should_continue(error, keep_going=self.keep_going) or len(inputs) > 1:
+                    if isinstance(error, EnvironmentFault) or len(inputs) > 1:
                         raise
-                    raise with_owner(jobs.name(jobs.wanted[next(iter(given))]), error) from error
-                self.failures |= dict.fromkeys(given, error)
+                    raise with_owner(jobs.name(jobs.wanted[next(iter(inputs))]), error) from error
+                self.failures |= dict.fromkeys(inputs, error)
                 self.advance(1.0)
                 return
-        for key, tensors in zip(given, encoded, strict=True):
+        for key, tensors in zip(inputs, encoded, strict=True):
             name = jobs.name(jobs.wanted[key])
             _check_finite(tensors, name, jobs.kind)
             self.cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
             self.sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
             # Encoding may take hours: warn about a full disk while there is time to make room.
             if len(self.sizes) == _ESTIMATED_FROM:
-                num_stored = list(given).index(key) + 1
-                _report_room(self.cache, jobs.kind, self.sizes, num_left + len(given) - num_stored)
+                num_stored = list(inputs).index(key) + 1
+                _report_room(self.cache, jobs.kind, self.sizes, num_left + len(inputs) - num_stored)
 
 
 def _report_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> None:

@@ -42,7 +42,7 @@ def dump(
         name = _file_name(sample.id)
         written.append(_write(folder, name, sample.media, sample, fps))
         write_text(folder / f"{name}.txt", "\n\n".join(sample.captions) + "\n")
-        for column in [each for each in sample.controls if kinds.get(each) == "video"]:
+        for column in [control for control in sample.controls if kinds.get(control) == "video"]:
             _write(folder, f"{name}.{column}", Path(sample.controls[column]), sample, fps)
         if sample.mask is not None:
             _write(folder, f"{name}.{MASK.name}", sample.mask, sample, fps, as_stored=True)

@@ -77,17 +77,17 @@ class PriorDataLoader:
     def micro_batches(self, index: int) -> list[Batch]:
         """The instance's micro-batch of this index, then the class images, by shape."""
         chosen: dict[Shapes, list[int]] = defaultdict(list)
-        for place in self._data.places(index):
-            sample = self._order.sample(place)
+        for position in self._data.positions(index):
+            sample = self._order.sample(position)
             chosen[self._groups[sample]].append(sample)
-        made = [self._data.micro_batch(index)]
+        batches = [self._data.micro_batch(index)]
         for group, samples in chosen.items():
             size = self._sizes[group]
-            made += [self._batch(index, samples[first : first + size]) for first in range(0, len(samples), size)]
-        return made
+            batches += [self._batch(index, samples[first : first + size]) for first in range(0, len(samples), size)]
+        return batches
 
-    def _batch(self, index: int, places: Sequence[int]) -> Batch:
-        samples = [self._samples[place] for place in places]
+    def _batch(self, index: int, sample_indices: Sequence[int]) -> Batch:
+        samples = [self._samples[sample_index] for sample_index in sample_indices]
         return Batch(
             ids=[sample.id for sample in samples],
             items=LazyItems(lambda: [self._captions.item(sample, index) for sample in samples], len(samples)),

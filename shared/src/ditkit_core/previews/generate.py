@@ -109,4 +109,6 @@ def guided_by(run: RunContext, stages: Sequence[DenoiserStage]) -> tuple[SampleC
 def text_conditions(run: RunContext, text: str) -> Mapping[str, Tensor]:
     """The encoded tensors of a text; it was encoded before, and is encoded again only if its entry is damaged."""
     cache, address = run.data.cache, text_key(text, run.auxiliary.encoders[1])
-    return cache.found(cache.get, "text", address, repr(text), lambda: encode_samples(run, [], run.data.fps, [text]))
+    return cache.read_encoded(
+        cache.get, "text", address, repr(text), lambda: encode_samples(run, [], run.data.fps, [text])
+    )
