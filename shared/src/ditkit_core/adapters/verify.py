@@ -150,7 +150,7 @@ class BareBase:
     def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[TensorSlice, ...]]:
         """The parts of our parameters that make up each tensor's rows, by the form's names."""
         assembly = tensors_in_form(self._tensors, names.from_native[form])
-        assert len(assembly.complete) == len(assembly.found), "a tensor of the form lacks rows"
+        assert len(assembly.complete) == len(assembly.parts), "a tensor of the form lacks rows"
         return assembly.complete
 
     def rows(self, parts: tuple[TensorSlice, ...], dtype: torch.dtype | None = None) -> Tensor:

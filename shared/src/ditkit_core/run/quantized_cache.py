@@ -26,7 +26,7 @@ from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype
 from ditkit_core.weights.load import Scratch
-from ditkit_core.weights.rows import whole
+from ditkit_core.weights.rows import unsharded
 
 if TYPE_CHECKING:
     from ditkit_core.engine.sharding.division import Division
@@ -156,10 +156,10 @@ class QuantizedCache:
 
         def gathered(name: str) -> Tensor:
             ranks.ask(name)
-            return whole(entries[name].tensor, division)
+            return unsharded(entries[name].tensor, division)
 
         def send(name: str) -> None:
-            whole(entries[name].tensor, division)
+            unsharded(entries[name].tensor, division)
 
         ranks.on_first(lambda: self._write_file(entries, gathered, say), send)
 

@@ -167,7 +167,7 @@ class CoreChecks(ModelChecks):
             assembly = FusedTensors()
             for name in native:
                 assert assembly.add(name, from_native(name)), f"{form} gives rows of {name} to another parameter too"
-            assert assembly.complete.keys() == assembly.found.keys(), f"{form} has rows that are no parameter's"
+            assert assembly.complete.keys() == assembly.parts.keys(), f"{form} has rows that are no parameter's"
             for foreign, parts in assembly.complete.items():
                 assert names.to_native(foreign) == parts, f"{form}: {foreign}"
         assert names.to_native("no_such_part.weight") is None

@@ -45,10 +45,10 @@ def open_weights(path: Path) -> SafetensorsSource:
     Raises:
         UserError: As `SafetensorsSource.open` does, or if the weights are quantized in an unsupported form.
     """
-    return understood(SafetensorsSource.open(path))
+    return attach_scales(SafetensorsSource.open(path))
 
 
-def understood(source: SafetensorsSource) -> SafetensorsSource:
+def attach_scales(source: SafetensorsSource) -> SafetensorsSource:
     """The weights of a source, each with its scale if it has one, without marks and scales as tensors of their own.
 
     Raises:

@@ -81,8 +81,8 @@ def find_weights(
     """
     source = open_weights(components.locate(part, safe_names=safe_names))
     config = read_config(source.path) if source.path.is_dir() else config_of_file(source)
-    if kind and (found := config.get("_class_name", kind)) != kind:
-        raise UserError(f"{source.path} contains {found}, not {kind}; {remedy}")
+    if kind and (class_name := config.get("_class_name", kind)) != kind:
+        raise UserError(f"{source.path} contains {class_name}, not {kind}; {remedy}")
     return source, config
 
 
@@ -92,8 +92,8 @@ def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], sourc
     Raises:
         UserError: If the configuration is not valid for it, or describes far more parameters than the files have tensors.
     """
-    what, remedy = f"{source.path}: no model can be built from its configuration", "fetch its config.json again"
-    with given_to_library(what, remedy), at_most_parameters(4 * len(source.tensors) + 1000), torch.device("meta"):
+    failure, remedy = f"{source.path}: no model can be built from its configuration", "fetch its config.json again"
+    with given_to_library(failure, remedy), at_most_parameters(4 * len(source.tensors) + 1000), torch.device("meta"):
         return make(config)
 
 
@@ -104,10 +104,10 @@ def at_most_parameters(number: int) -> Iterator[None]:
     Raises:
         ValueError: If it makes more.
     """
-    made = itertools.count(1)
+    counter = itertools.count(1)
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if next(made) > number:
+        if next(counter) > number:
             raise ValueError(f"more than {number} parameters")
 
     handle = register_module_parameter_registration_hook(count)
@@ -247,21 +247,21 @@ class FrozenModule:
         Args:
             work: As for `run`; its result is in fp32.
             decodings: The ways, at least one.
-            tiles: Those of the ways that decode tile by tile.
+            tiles: The tiles for modes that decode tile by tile.
             pixels: Pixels on a side of a latent pixel.
 
         Returns:
             The result on the CPU.
         """
         host = VaeMode(torch.float32, decodings[-1].tiled)
-        ways = [*((self.device, each) for each in decodings), (torch.device("cpu"), host)]
+        ways = [*((self.device, decoding) for decoding in decodings), (torch.device("cpu"), host)]
         while True:
             device, way = ways[self._failed]
             try:
                 self._load(device, way.dtype)
-                found = self._run_on(device, work, latents, tiles if way.tiled else None, pixels, Fraction(pixels))
+                result = self._run_on(device, work, latents, tiles if way.tiled else None, pixels, Fraction(pixels))
                 self.decoded = way.label if device == self.device else f"{way.label} on the CPU"
-                return found
+                return result
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or self._failed == len(ways) - 1:
                     raise
@@ -276,7 +276,7 @@ class FrozenModule:
     def run(
         self,
         work: Callable[[Any, Tensor, torch.device], Tensor],
-        whole: Float[Tensor, "c frames h w"],
+        clip: Float[Tensor, "c frames h w"],
         tiles: Tiles | None,
         *,
         pixels: int,
@@ -286,7 +286,7 @@ class FrozenModule:
 
         Args:
             work: From the module, a part of the clip and the device to the part's result.
-            whole: The clip, in pixels or in latents.
+            clip: The clip, in pixels or in latents.
             tiles: Size and overlap of the tiles; None works on the whole clip.
             pixels: As for `in_tiles`.
             scale: As for `in_tiles`.
@@ -295,13 +295,13 @@ class FrozenModule:
             The result on the CPU.
         """
 
-        return self._run_on(self.device, work, whole, tiles, pixels, scale)
+        return self._run_on(self.device, work, clip, tiles, pixels, scale)
 
     def _run_on(
         self,
         device: torch.device,
         work: Callable[[Any, Tensor, torch.device], Tensor],
-        whole: Tensor,
+        clip: Tensor,
         tiles: Tiles | None,
         pixels: int,
         scale: Fraction,
@@ -310,9 +310,7 @@ class FrozenModule:
             return work(self.module, part, device)
 
         return (
-            part_result(whole).cpu()
-            if tiles is None
-            else in_tiles(part_result, whole, tiles, pixels=pixels, scale=scale)
+            part_result(clip).cpu() if tiles is None else in_tiles(part_result, clip, tiles, pixels=pixels, scale=scale)
         )
 
 

@@ -1,4 +1,4 @@
-"""Maps the rows of a file's tensors to those of the model's, for weights and for adapters.
+"""Maps the rows of a file's tensors to the rows of the model's tensors, for weights and for adapters.
 
 A file may have q, k and v in one tensor where the model has three, or the halves of a modulation in another order. For a weight this only
 moves rows. For an adapter B·A it moves rows of B. Where modules with adapters of their own share a tensor, that tensor's A contains theirs
@@ -19,7 +19,7 @@ class FusedTensors:
     """Tensors of one side (model or file), assembled from the other side's tensors as these are found."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[TensorSlice | None]] = {}
+        self._parts: dict[str, list[TensorSlice | None]] = {}
 
     def add(self, name: str, parts: Sequence[TensorSlice]) -> bool:
         """Record that the rows of a tensor are these parts of the other side's tensors, in order.
@@ -34,23 +34,23 @@ class FusedTensors:
         if not all(self._is_free(part) for part in parts):
             return False
         for index, part in enumerate(parts):
-            self._found.setdefault(part.name, [None] * part.of)[part.index] = TensorSlice(name, index, len(parts))
+            self._parts.setdefault(part.name, [None] * part.of)[part.index] = TensorSlice(name, index, len(parts))
         return True
 
     def _is_free(self, part: TensorSlice) -> bool:
-        rows = self._found.get(part.name, [None] * part.of)
+        rows = self._parts.get(part.name, [None] * part.of)
         return len(rows) == part.of and rows[part.index] is None
 
     @property
-    def found(self) -> Mapping[str, tuple[TensorSlice | None, ...]]:
-        """By the other side's name, in the order of finding: the part for each range of its rows, None where nothing was found."""
-        return {name: tuple(parts) for name, parts in self._found.items()}
+    def parts(self) -> Mapping[str, tuple[TensorSlice | None, ...]]:
+        """By the other side's name, in the order in which they were added: the part for each range of its rows, None where there is none."""
+        return {name: tuple(parts) for name, parts in self._parts.items()}
 
     @property
     def complete(self) -> Mapping[str, tuple[TensorSlice, ...]]:
-        """The entries of `found` that lack no row."""
-        whole = {name: tuple(part for part in parts if part is not None) for name, parts in self._found.items()}
-        return {name: parts for name, parts in whole.items() if len(parts) == len(self._found[name])}
+        """The entries of `parts` that lack no row."""
+        slices = {name: tuple(part for part in parts if part is not None) for name, parts in self._parts.items()}
+        return {name: parts for name, parts in slices.items() if len(parts) == len(self._parts[name])}
 
 
 def rows_of(tensor: Tensor, index: int, of: int) -> Tensor:
@@ -68,9 +68,9 @@ class LoraMatrices:
     up: Tensor
     """B [out, rank]."""
     magnitude: Tensor | None = None
-    """DoRA's magnitude of each row [out]: the factor of the merged row times its norm, or that of the base's row."""
+    """DoRA's magnitude of each row [out]: the factor of the merged row times its norm, or times the norm of the base's row."""
     over_base: bool = False
-    """Whether the norm is that of the base's row, as ComfyUI has it."""
+    """Whether it is the norm of the base's row, as ComfyUI has it."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All its tensors."""
@@ -91,10 +91,10 @@ def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
             Pieces of one owner share its A, and all pieces share it if every A is the same.
 
     Returns:
-        The adapter. Its rank is the sum of the owners' ranks, or that of the shared A. It has a magnitude if every piece has one.
+        The adapter. Its rank is the sum of the owners' ranks, or the rank of the shared A. It has a magnitude if every piece has one.
     """
-    given = [piece for piece in pieces if piece is not None]
-    downs = {owner: matrices.down for owner, matrices in given}
+    adapters = [piece for piece in pieces if piece is not None]
+    downs = {owner: matrices.down for owner, matrices in adapters}
     first, *others = downs.values()
     shared = all(torch.equal(first, other) for other in others)
     # B is block-diagonal: an owner's columns of B are multiplied with its own rows of A only. That is exact, and the rank is the sum of
@@ -105,7 +105,7 @@ def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
     for owner, matrix in downs.items():
         starts[owner] = start
         start += 0 if shared else len(matrix)
-    num_rows = len(given[0][1].up)
+    num_rows = len(adapters[0][1].up)
     up = torch.zeros(num_rows * len(pieces), len(down))
     for rows, piece in zip(up.split(num_rows), pieces, strict=True):
         if piece is not None:
@@ -114,7 +114,7 @@ def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
     # A magnitude for some rows only has no meaning: DoRA scales every row of its layer.
     magnitudes = [None if piece is None else piece[1].magnitude for piece in pieces]
     norms = [magnitude for magnitude in magnitudes if magnitude is not None]
-    over_base = any(matrices.over_base for _, matrices in given)
+    over_base = any(matrices.over_base for _, matrices in adapters)
     return LoraMatrices(down, up, torch.cat(norms) if len(norms) == len(pieces) else None, over_base)
 
 

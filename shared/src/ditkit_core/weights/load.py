@@ -75,18 +75,18 @@ def match(
         expected = _shape_in_file(parts, wanted)
         if _trimmed(stored.shape) != _trimmed(expected):
             misshapen.append(f"{key} {list(stored.shape)} instead of {list(expected)}")
-    found = dict(fused.complete)
-    missing = [name for name in wanted if name not in found]
+    mapping = dict(fused.complete)
+    missing = [name for name in wanted if name not in mapping]
     if missing or unexpected or misshapen:
         lists = "; ".join(
-            f"{len(keys)} {what}: {first_ten(keys)}"
-            for what, keys in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshapen))
+            f"{len(keys)} {problem}: {first_ten(keys)}"
+            for problem, keys in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshapen))
             if keys
         )
         natives = [part.name for key in source.tensors for part in _native_parts(key, prefix, names)]
-        reason = _likely_reason(wanted, natives, found, unexpected, advice or Advice())
+        reason = _likely_reason(wanted, natives, mapping, unexpected, advice or Advice())
         raise UserError(f"{source.path} does not fit the model: {reason}; {lists}")
-    return found
+    return mapping
 
 
 def _native_parts(key: str, prefix: str, names: StateDictNames) -> tuple[TensorSlice, ...]:
@@ -106,10 +106,10 @@ def _shape_in_file(parts: tuple[TensorSlice, ...], wanted: Mapping[str, tuple[in
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape without its trailing ones."""
-    kept = len(shape)
-    while kept and shape[kept - 1] == 1:
-        kept -= 1
-    return tuple(shape[:kept])
+    num_dims = len(shape)
+    while num_dims and shape[num_dims - 1] == 1:
+        num_dims -= 1
+    return tuple(shape[:num_dims])
 
 
 def first_ten(items: list[str]) -> str:
@@ -146,14 +146,14 @@ def known_prefix(
 def _likely_reason(
     wanted: Mapping[str, object],
     natives: list[str],
-    found: Mapping[str, object],
+    mapping: Mapping[str, object],
     unexpected: list[str],
     advice: Advice,
 ) -> str:
     if any(key.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for key in unexpected):
         return "it has scales for 8-bit weights that it lacks; fetch it again"
     # A file of another depth or width still has most names. Where hardly any is found, it is another model.
-    if len(found) < len(wanted) / 10:
+    if len(mapping) < len(wanted) / 10:
         return f"these are weights of another model, or with unknown names; {advice.if_unknown}"
     # The depth is the commonest difference between presets, and the easiest to name.
     ours, theirs = _depths(wanted), _depths(natives)
@@ -168,7 +168,7 @@ def _likely_reason(
 
 def _depths(names: Iterable[str]) -> Counter[str]:
     """The number of modules in each numbered list of modules: `{"layers": 30}`."""
-    numbered = {found[0] for name in names if (found := re.match(r".*?\.\d+(?=\.)", name))}
+    numbered = {prefix_match[0] for name in names if (prefix_match := re.match(r".*?\.\d+(?=\.)", name))}
     return Counter(name.rpartition(".")[0] for name in numbered)
 
 
@@ -291,9 +291,9 @@ def _quantize_rows_into(
         values = {"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)}
     else:
         # A block of weights that share a scale may begin in one rank's rows and end in another's.
-        whole = layer.kind == "nf4" and division.rows_each(layer.weight) * shape[1] % BLOCK != 0
-        weight = reader.in_fp32(parts, shape, edit, None if whole or edit is not None else rows).to(device)
-        if whole:
+        needs_all_rows = layer.kind == "nf4" and division.rows_each(layer.weight) * shape[1] % BLOCK != 0
+        weight = reader.in_fp32(parts, shape, edit, None if needs_all_rows or edit is not None else rows).to(device)
+        if needs_all_rows:
             gather = of_all_rows
         else:
             weight = weight if len(weight) == len(rows) else _part(weight, rows)
@@ -381,7 +381,7 @@ class ParameterReader:
         edit: Callable[[Tensor], None] | None = None,
         rows: range | None = None,
     ) -> Tensor:
-        """The values, or those of some rows, in fp32 on the host, edited, in memory that the next call overwrites."""
+        """The values, or some of their rows, in fp32 on the host, edited, in memory that the next call overwrites."""
         # Stored in fp32, the values are read straight into the scratch memory; others pass through it and are converted.
         in_place = all(self.source.tensors[part.name].dtype == torch.float32 for part in parts)
         num_rows = 0 if rows is None else shape[0]
@@ -404,8 +404,8 @@ def _spans(
             yield part, values, None
         return
     per_part = num_rows // len(parts)
-    for place, part in enumerate(parts):
-        before = place * per_part
+    for index, part in enumerate(parts):
+        before = index * per_part
         first, last = max(rows.start, before), min(rows.stop, before + per_part)
         if first < last:
             values = tensor[first - rows.start : last - rows.start].view(-1)

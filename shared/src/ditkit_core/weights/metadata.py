@@ -35,7 +35,7 @@ def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
         holds = fields[key].holds if key in fields else "value"
         # Each entry of a list, such as the files of base.merge, is a path of its own.
         if isinstance(value, list):
-            return [] if holds == "private" else [shown(key, each) for each in value]
+            return [] if holds == "private" else [shown(key, entry) for entry in value]
         if holds == "private":
             return ""
         if holds == "value" or not isinstance(value, str):
@@ -59,16 +59,16 @@ def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
     Returns:
         The header to write.
     """
-    found = dict(header)
-    if _BASE in found:
-        found[_BASE] = redact_path(found[_BASE])
-    if _CONFIG in found:
-        text = _published_config(tree, found[_CONFIG])
+    redacted = dict(header)
+    if _BASE in redacted:
+        redacted[_BASE] = redact_path(redacted[_BASE])
+    if _CONFIG in redacted:
+        text = _published_config(tree, redacted[_CONFIG])
         if text is None:
-            del found[_CONFIG]
+            del redacted[_CONFIG]
         else:
-            found[_CONFIG] = text
-    return found
+            redacted[_CONFIG] = text
+    return redacted
 
 
 def _published_config(tree: type, text: str) -> str | None:
@@ -91,9 +91,9 @@ def _published_config(tree: type, text: str) -> str | None:
 def redact_description(content: bytes) -> bytes:
     """The bytes of a `config.json` in diffusers' layout, without the path from which diffusers loaded it."""
     with suppress(ValueError, RecursionError):
-        found = json.loads(content)
-        if isinstance(found, dict) and isinstance(path := found.get("_name_or_path"), str):
-            return (json.dumps({**found, "_name_or_path": redact_path(path)}, indent=2) + "\n").encode()
+        description = json.loads(content)
+        if isinstance(description, dict) and isinstance(path := description.get("_name_or_path"), str):
+            return (json.dumps({**description, "_name_or_path": redact_path(path)}, indent=2) + "\n").encode()
     return content
 
 

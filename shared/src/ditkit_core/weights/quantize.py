@@ -78,9 +78,9 @@ def check_compute(compute: str, stored: str, method: str) -> None:
             "leave base.compute out, or set adapter.method = lora"
         )
     if compute != stored:
-        found = "in model.dtype" if stored == "none" else f"in {stored}"
+        storage = "in model.dtype" if stored == "none" else f"in {stored}"
         raise UserError(
-            f"base.compute = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {found}; "
+            f"base.compute = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {storage}; "
             f"set base.quantize = {compute}, or leave base.compute out"
         )
 
@@ -101,11 +101,11 @@ def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
         UserError: With the GPU, and what works there.
     """
     for device in devices if compute in _CAPABILITY else ():
-        if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]:
-            other = ", or base.quantize and base.compute to int8" if (7, 5) <= found else ""
+        if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]:
+            other = ", or base.quantize and base.compute to int8" if (7, 5) <= capability else ""
             raise UserError(
                 f"base.compute = {compute} needs a GPU of the generation {_ARCHITECTURES[compute]} or later, compute capability "
-                f"{capability_text(_CAPABILITY[compute])}, and {device} has {capability_text(found)}; leave base.compute out{other}"
+                f"{capability_text(_CAPABILITY[compute])}, and {device} has {capability_text(capability)}; leave base.compute out{other}"
             )
 
 
@@ -196,7 +196,7 @@ def scaled_layers(
     # Every part has to be codes: a tensor that is fused from codes and full-precision parts is dequantized instead.
     def is_scaled(name: str) -> bool:
         stored = [source.tensors[part.name] for part in mapping.get(f"{name}.weight", ())]
-        return any(each.scale for each in stored) and all(each.dtype == torch.float8_e4m3fn for each in stored)
+        return any(tensor.scale for tensor in stored) and all(tensor.dtype == torch.float8_e4m3fn for tensor in stored)
 
     return [name for name, module in model.named_modules() if type(module) is nn.Linear and is_scaled(name)]
 

@@ -19,8 +19,8 @@ class RowReader(Protocol):
         """How many rows of a parameter each rank has, but for the last ones that have any."""
         ...
 
-    def own(self, parameter: Tensor) -> Tensor:
-        """The values of a parameter that this rank has, once it was given them: those of its rows, or all."""
+    def local_values(self, parameter: Tensor) -> Tensor:
+        """The values of a parameter that this rank has, once it was given them: its rows, or all."""
         ...
 
     def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
@@ -28,40 +28,40 @@ class RowReader(Protocol):
         ...
 
     def put_whole(self, module: nn.Module, leaf: str, value: Tensor) -> None:
-        """Give a parameter its values, of which this rank keeps its rows if it is divided."""
+        """Give a parameter its values; this rank keeps its rows of them if the parameter is divided."""
         ...
 
     def gather(self, values: Tensor, first: int, count: int) -> Tensor:
-        """All `count` rows of values of which this rank has those from the first on."""
+        """All `count` rows of a parameter, from each rank's `values`, which are its rows from `first` on."""
         ...
 
 
 def dense_rows(layer: nn.Linear, division: RowReader) -> Tensor:
     """This rank's rows of a frozen layer's weight, in fp32, whether it is quantized or not."""
     if not isinstance(layer, QuantizedLinear):
-        return division.own(layer.weight).float()
+        return division.local_values(layer.weight).float()
     rows, quantize = division.rows(layer.weight), LAYOUTS[layer.kind].dequantize
     assert rows is not None
     values = layer.values()
     has_scales = all(len(value) == layer.out_features for value in values.values())
     if has_scales:  # each row has its own
-        own, num_rows = {name: division.own(value) for name, value in values.items()}, len(rows)
+        stored, num_rows = {name: division.local_values(value) for name, value in values.items()}, len(rows)
     else:  # nf4: blocks of one scale, and groups of scales, are over several rows
-        own, num_rows = {name: whole(value, division) for name, value in values.items()}, layer.out_features
-    dense = torch.empty(num_rows, layer.in_features, device=own["weight"].device)
+        stored, num_rows = {name: unsharded(value, division) for name, value in values.items()}, layer.out_features
+    dense = torch.empty(num_rows, layer.in_features, device=stored["weight"].device)
     with torch.no_grad():
-        quantize(own, dense)
+        quantize(stored, dense)
     return dense if has_scales else dense[rows.start : rows.stop]
 
 
-def whole(parameter: Tensor, division: RowReader) -> Tensor:
+def unsharded(parameter: Tensor, division: RowReader) -> Tensor:
     """All rows of a parameter, on every rank of the division."""
-    rows, own = division.rows(parameter), division.own(parameter)
+    rows, local = division.rows(parameter), division.local_values(parameter)
     if rows is None:
-        return own
+        return local
     # As bytes: gloo and NCCL know few of the dtypes of quantized weights.
     width = parameter.numel() // len(parameter) * parameter.itemsize
     gathered = division.gather(
-        own.contiguous().view(-1).view(torch.uint8).view(len(own), width), rows.start, len(parameter)
+        local.contiguous().view(-1).view(torch.uint8).view(len(local), width), rows.start, len(parameter)
     )
     return gathered.view(-1).view(parameter.dtype).view(parameter.shape)

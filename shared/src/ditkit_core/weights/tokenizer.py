@@ -57,7 +57,7 @@ def added_tokens(folder: Path) -> dict[str, int]:
 
 
 def _vocabulary(path: Path) -> dict[str, Any]:
-    found = read_json_object(path, _REMEDY)
-    if not isinstance(found.get("model"), dict) or not isinstance(found["model"].get("vocab"), (dict, list)):
+    tokenizer = read_json_object(path, _REMEDY)
+    if not isinstance(tokenizer.get("model"), dict) or not isinstance(tokenizer["model"].get("vocab"), (dict, list)):
         raise UserError(f"{path} has no vocabulary; {_REMEDY}")
-    return found
+    return tokenizer

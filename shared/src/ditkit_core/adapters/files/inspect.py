@@ -21,7 +21,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.tables import Table
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.weights.fp8_scaled import num_scaled, understood
+from ditkit_core.weights.fp8_scaled import attach_scales, num_scaled
 from ditkit_core.weights.load import known_prefix
 
 _SHOWN = 120
@@ -128,7 +128,7 @@ def _matrices(layout: AdapterLayout) -> str:
 
 
 def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
-    source = understood(raw)  # scales of 8-bit files are not tensors of the model
+    source = attach_scales(raw)  # scales of 8-bit files are not tensors of the model
     prefix, _ = known_prefix(source, spec.architecture.names)
     norms: dict[str, float] = {}
     kinds: dict[str, list[float]] = {}

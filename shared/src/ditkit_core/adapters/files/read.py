@@ -274,7 +274,7 @@ def understand_adapter(
     file_modules: dict[str, FileModule] = {}
     for module in modules:
         pieces: list[FilePiece | None] = []
-        for part in fused.found.get(module, ()):
+        for part in fused.parts.get(module, ()):
             if part is None or module not in columns[part.name]:
                 pieces.append(None)
             else:

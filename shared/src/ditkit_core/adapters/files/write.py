@@ -85,7 +85,7 @@ def write_adapter(
     )
     metadata = {key: value for key, value in metadata.items() if key != DORA_METADATA}
     metadata |= {DORA_METADATA: OVER_BASE} if over_base else {}
-    stacks = fused_modules(adapters, names, form).found
+    stacks = fused_modules(adapters, names, form).parts
     # A tensor of the file has one alpha. If the modules fused in it differ in scale, the scale can only go into B.
     with_alpha = ADAPTER_FORMS[form].alpha and all(
         len({adapters[part.name].scale for part in parts if part is not None}) == 1 for parts in stacks.values()
@@ -143,7 +143,7 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
     """
     if not use_dora:
         return
-    for name, parts in fused_modules(modules, names, form).found.items():
+    for name, parts in fused_modules(modules, names, form).parts.items():
         if None in parts:
             ours = next(part.name for part in parts if part is not None)
             raise UserError(
@@ -244,7 +244,7 @@ def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: s
     shapes: dict[str, tuple[int, ...]] = {
         name: (len(one.matrices.up), one.matrices.down.shape[1]) for name, one in adapters.items()
     }
-    for name, parts in fused_modules(adapters, names, form).found.items():
+    for name, parts in fused_modules(adapters, names, form).parts.items():
         if None in parts:
             adapted = next(part for part in parts if part is not None)
             num_out, width = shapes[adapted.name]

@@ -81,7 +81,7 @@ def _not_alone(form: str, names: StateDictNames, modules: Mapping[str, Any]) -> 
     """The first name of a form that is not one of these modules alone; empty if its readers have no LoKr or LoHa, None if all are."""
     if ADAPTER_FORMS[form].lora_only:
         return ""
-    fused = fused_modules(modules, names, form).found.items()
+    fused = fused_modules(modules, names, form).parts.items()
     return next(
         (name for name, parts in fused if len(parts) > 1 or any(part is None or part.of > 1 for part in parts)), None
     )
@@ -109,7 +109,7 @@ def write_factored(
         UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
     """
     check_one_to_one(form, names, adapters)
-    fused = fused_modules(adapters, names, form).found.items()
+    fused = fused_modules(adapters, names, form).parts.items()
     name_of = {part.name: name for name, parts in fused for part in parts if part is not None}
     tensors: dict[str, Tensor] = {}
     written: dict[str, FactoredMatrices] = {}

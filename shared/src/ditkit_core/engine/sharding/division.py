@@ -101,10 +101,10 @@ class Division:
         return range(first, first + number)
 
     @staticmethod
-    def own(parameter: Tensor) -> Tensor:
+    def local_values(parameter: Tensor) -> Tensor:
         """The values of a parameter that this rank has: those of its rows, or all."""
-        own: Tensor = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-        return own
+        local: Tensor = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+        return local
 
     def put(self, module: nn.Module, leaf: str, rows: Tensor) -> None:
         """Give a divided parameter its rows."""

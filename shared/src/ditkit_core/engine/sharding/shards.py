@@ -89,7 +89,7 @@ class Shards:
     def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The memory that this rank has of the model's tensors: its rows, or all. What it gathered for a forward is freed."""
         self.changed()
-        return [self._division.own(tensor) for tensor in tensors]
+        return [self._division.local_values(tensor) for tensor in tensors]
 
     def elements(self, name: str) -> tuple[int, int]:
         """The place of this rank's first element in the whole parameter, and the number of elements of that."""
@@ -127,7 +127,7 @@ class Shards:
         """The model's own names of its weights that have a value on any rank that is not finite."""
         own = []
         for path, weight in self._weights.items():
-            values = self._division.own(weight)
+            values = self._division.local_values(weight)
             if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
                 own.append(path)
         return {path for each in self._ranks.all_gather_object(own) for path in each}
