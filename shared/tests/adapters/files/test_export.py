@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
-from ditkit_core.adapters.files.export import check_export, export_adapter, export_merged
+from ditkit_core.adapters.files.export import SHARD_BYTES, check_export, export_adapter, export_merged
 from ditkit_core.adapters.inject import canonical_name
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
@@ -137,6 +137,14 @@ def test_a_merged_transformer_is_the_trained_model(base, tmp_path, form, shard_b
     else:
         assert files == [folder / "diffusion_pytorch_model.safetensors"]
     assert (len(files) > 1) == (shard_bytes < 10**9)
+
+
+def test_the_official_form_is_one_file_of_any_size(base, tmp_path, monkeypatch):
+    """ComfyUI reads a model from one file, and would find the names of the others missing."""
+    monkeypatch.setitem(SHARD_BYTES, "diffusers", 20_000)
+    official, diffusers = export_merged(trained(base).model, SPEC, tmp_path, ExportConfig(forms=BOTH), metadata={})
+    assert BOTH == ("official", "diffusers") and len(list(diffusers.glob("*.safetensors"))) > 1
+    assert [file.name for file in official.iterdir()] == ["diffusion_pytorch_model.safetensors"]
 
 
 def test_a_full_fine_tune_is_exported_whole_in_its_dtypes(base, tmp_path):

@@ -1,6 +1,7 @@
 """Exports a run for other programs: its adapter, or the complete transformer with the adapter merged in."""
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -33,8 +34,8 @@ from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.load import match
 from ditkit_core.weights.metadata import redact_description
 
-SHARD_BYTES = 5_000_000_000
-"""Maximum bytes in one file of a transformer, as on the hub."""
+SHARD_BYTES = {"diffusers": 5_000_000_000}
+"""By form, the maximum bytes in one file of a transformer: as on the hub. ComfyUI, which reads the official form, reads a model from one file."""
 
 VERIFIED = "ditkit.verified"
 """Key in the header of an exported file: what verifies it, or that nothing can."""
@@ -244,7 +245,7 @@ def export_merged(
     metadata: Mapping[str, str],
     original: Callable[[str], Tensor] | None = None,
     config_json: Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
 ) -> list[Path]:
     """Write the complete transformer in each form, with an adapter merged in. For a full fine-tune this is the export.
 
@@ -259,7 +260,7 @@ def export_merged(
         original: From a name to a base parameter's values before it was quantized; by default the model's own approximation is written. For a
             model on `meta` it gives every parameter, one after the other.
         config_json: The base's config.json, copied next to the diffusers form, whose readers need it.
-        shard_bytes: Maximum bytes per file.
+        shard_bytes: Maximum bytes per file; None for that of the form.
 
     Returns:
         The folders, in the order of the forms. A folder with more than one file and no index was never finished.
@@ -272,7 +273,8 @@ def export_merged(
         target = folder / f"transformer_{form}"
         shapes, tensor_of = _transformer_in_form(model, spec, form, config, original)
         limit = why_unverified(spec, config, form, model, complete=True)
-        _write_shards(target, shapes, tensor_of, {**metadata, **_no_reader(limit)}, shard_bytes)
+        most = SHARD_BYTES.get(form, sys.maxsize) if shard_bytes is None else shard_bytes
+        _write_shards(target, shapes, tensor_of, {**metadata, **_no_reader(limit)}, most)
         ours = {name: tuple(tensor.shape) for name, tensor in base_tensors(model).items()}
         # Read back by the reader of bases, so that the export can be a base itself.
         match(open_weights(target), spec.architecture.names, ours)
