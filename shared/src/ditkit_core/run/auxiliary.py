@@ -86,14 +86,24 @@ class Auxiliary:
         return self.spec.auxiliary.sampler(self.config.model, training_devices(self.config.train)[0], matmul, decodings)
 
 
+def device_names(config: TrainConfig) -> tuple[str, ...]:
+    """The names in `train.devices`, or else the one in `train.device`.
+
+    Raises:
+        UserError: If both are set.
+    """
+    if not config.devices:
+        return (config.device,)
+    if config.device != "auto":
+        raise UserError(f"train.device = {config.device!r} and train.devices are both set; leave one of them out")
+    return config.devices
+
+
 def training_devices(config: TrainConfig) -> tuple[torch.device, ...]:
     """The devices that `train.device` or `train.devices` names.
 
     Raises:
         UserError: If both are set, or a device is not in this machine.
     """
-    if not config.devices:
-        return (choose_device(config.device, "train.device"),)
-    if config.device != "auto":
-        raise UserError(f"train.device = {config.device!r} and train.devices are both set; leave one of them out")
-    return choose_devices(config.devices)
+    names = device_names(config)
+    return choose_devices(names) if config.devices else (choose_device(config.device, "train.device"),)

@@ -10,9 +10,10 @@ import torch
 
 from ditkit_core.adapters.files.export import with_forms_of
 from ditkit_core.errors import UserError
+from ditkit_core.execution import Execution
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec
-from ditkit_core.run.auxiliary import Auxiliary, training_devices
+from ditkit_core.run.auxiliary import Auxiliary, device_names, training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.run.experts import restrict_to_expert
@@ -132,3 +133,27 @@ def with_arch(run: RunContext, arch: Any) -> RunContext:
     It starts again from what was given, because the first `create_run` completed it without an architecture.
     """
     return run if arch == run.arch else create_run(*run.given, arch)
+
+
+def execution_of(run: RunContext) -> Execution:
+    """How a run's model runs: the parts of [train], [base], [precision] and [ranks] that say so.
+
+    Devices are names still, since a plan need not be for this machine.
+    """
+    train, base = run.config.train, run.config.base
+    return Execution(
+        devices=device_names(train),
+        split_points=train.split_points,
+        reserve=train.reserve,
+        swap_blocks=train.swap_blocks,
+        checkpointing=train.schedule,
+        attention=train.attention,
+        kernels=train.kernels,
+        compile=train.compile,
+        cuda_graphs=train.cuda_graphs,
+        pipelined=train.pipelined,
+        quantize=base.quantize,
+        compute=base.compute,
+        precision=run.precision,
+        ranks=run.config.ranks,
+    )

@@ -1,0 +1,79 @@
+"""How a model runs, as one value: of a run, and by itself."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from ditkit_core.adapters.config import BaseConfig
+from ditkit_core.engine.ac_policies import AttentionOnly, Full
+from ditkit_core.errors import UserError
+from ditkit_core.execution import Execution
+from ditkit_core.io.ranks import RanksConfig
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision, PrecisionConfig
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run, execution_of
+from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.training.config import TrainConfig
+
+
+def test_a_run_states_all_of_its_execution() -> None:
+    train = TrainConfig(
+        devices=("cuda:0", "cuda:1"),
+        split_points=(2,),
+        reserve=(1.0,),
+        swap_blocks=(1,),
+        checkpointing="full, 0=attn_only",
+        attention="flex",
+        kernels="triton",
+        compile="eager",
+        cuda_graphs="off",
+        pipelined=True,
+    )
+    config = RunConfig(
+        model=ModelPaths(dtype="fp32"),
+        precision=PrecisionConfig(residual="fp64"),
+        train=train,
+        base=BaseConfig(quantize="fp8", compute="fp8"),
+        ranks=RanksConfig(shard=4, context=2),
+    )
+    execution, default = execution_of(create_run(TOY, config, ToyArch())), Execution()
+    assert execution.devices == ("cuda:0", "cuda:1"), "names: this machine need not have them"
+    assert execution.schedule.policies([None] * 3) == (AttentionOnly(), Full(), Full())
+    assert execution.precision == Precision(matmul=torch.float32, residual=torch.float64)
+    assert (execution.attention, execution.kernels, execution.compile, execution.cuda_graphs) == (
+        "flex",
+        "triton",
+        "eager",
+        "off",
+    )
+    assert (execution.split_points, execution.reserve, execution.swap_blocks) == ((2,), (1.0,), (1,))
+    assert (execution.quantize, execution.compute, execution.ranks) == ("fp8", "fp8", RanksConfig(shard=4, context=2))
+    same = [field.name for field in fields(Execution) if getattr(execution, field.name) == getattr(default, field.name)]
+    assert same == [], "a field that no key of a run decides"
+
+
+def test_the_defaults_are_those_of_a_run() -> None:
+    assert execution_of(create_run(TOY, RunConfig(), ToyArch())).schedule == Execution().schedule
+    run = create_run(TOY, RunConfig(train=TrainConfig(device="cpu")), ToyArch())
+    values = {
+        field.name: (getattr(execution_of(run), field.name), getattr(Execution(devices=("cpu",)), field.name))
+        for field in fields(Execution)
+        if field.name != "checkpointing"  # a text by itself, parsed in a run
+    }
+    assert {name: pair for name, pair in values.items() if pair[0] != pair[1]} == {}
+
+
+def test_names_become_devices_of_this_machine() -> None:
+    assert Execution(devices=("cpu",)).torch_devices == (torch.device("cpu"),)
+    with pytest.raises(UserError, match="twice"):
+        _ = Execution(devices=("cpu", "cpu")).torch_devices
+    with pytest.raises(UserError, match="names no device; leave it out"):
+        Execution(devices=())
+
+
+def test_a_device_and_a_list_of_devices_contradict_each_other() -> None:
+    config = RunConfig(train=TrainConfig(device="cpu", devices=("cpu",)))
+    with pytest.raises(UserError, match="both set"):
+        execution_of(create_run(TOY, config, ToyArch()))
