@@ -51,8 +51,8 @@ class Execution:
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Format in which the blocks' frozen matrices are stored; they are converted for each product. 8 or 4 bits round the weights."""
     compute: Literal["dtype", "int8", "fp8"] = "dtype"
-    """Format in which these matrices are multiplied: `dtype` is `precision.matmul`; another one has to be that of `quantize`, and rounds inputs
-    and gradients too."""
+    """Format in which these matrices are multiplied: `dtype` is `precision.matmul`; `int8` and `fp8` need the same `quantize`, and round
+    inputs and gradients too."""
     precision: Precision = field(default_factory=Precision)
     """Dtype of each group of operations; `Precision(matmul=torch.float32)` computes all of them in fp32 or wider."""
     ranks: RanksConfig = field(default_factory=RanksConfig)
