@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,6 +50,8 @@ class Step:
     kernels: str = "triton"
     blocks: int = 0
     """Of a slice; 0 for the whole model."""
+    preset: Literal["default", "fast"] = "default"
+    """`precision.preset`."""
     stored: str = "none"
     """`base.quantize` and, if it is none of `none`, `base.compute`."""
     seconds: tuple[float, ...] = ()
@@ -60,20 +62,21 @@ class Step:
     """Milliseconds of the kernels of one step by the profiler, by the names of `KINDS`."""
     launches: int = 0
     """Kernels of that step."""
-    graph: float = 0.0
-    """Milliseconds of forward and backward as one CUDA graph."""
+    busy: float = 0.0
+    """Milliseconds in which a kernel ran in that step."""
 
     @property
     def name(self) -> str:
         """What the tables call it."""
         stored = f", {self.stored} computed" if self.stored != "none" else ""
         sliced = f", {self.blocks} blocks" if self.blocks else ""
-        return f"{self.model}{sliced}, {self.policy}, {self.kernels}{stored}"
+        fast = ", fast" if self.preset == "fast" else ""
+        return f"{self.model}{sliced}, {self.policy}{fast}, {self.kernels}{stored}"
 
     @property
     def profile(self) -> Profile:
         """Its kernels."""
-        return profile_of(self.model, self.policy, self.kernels, self.blocks, self.stored)
+        return profile_of(self.model, self.policy, self.kernels, self.blocks, self.stored, self.preset)
 
     def planned(self, *, replayed: bool = False) -> float:
         """Planned seconds; those of a slice are without the optimizer, as they were measured."""
@@ -112,15 +115,16 @@ MODELS: dict[str, tuple[str, str, Size, int]] = {
     "FLUX.2 klein 4B, 512×512": ("flux2", "klein-base-4b", (1, 512, 512), 32),
     "FLUX.2 klein 4B, 1024×1024": ("flux2", "klein-base-4b", (1, 1024, 1024), 32),
     "FLUX.2 dev, 512×512": ("flux2", "dev", (1, 512, 512), 32),
+    "FLUX.2 dev, 1024×1024": ("flux2", "dev", (1, 1024, 1024), 32),
     "Wan 14B, 480×832×49": ("wan", "t2v-14b", (49, 480, 832), 32),
     "Wan 1.3B, 720×1280×77, all weights": ("wan", "t2v-1.3b", (77, 720, 1280), 0),
 }
 """Family, preset, frames with height and width, and the rank of the LoRA."""
-SMALL, LARGE, DEV, WAN_14B, WAN_1_3B = MODELS
+SMALL, LARGE, DEV, LARGE_DEV, WAN_14B, WAN_1_3B = MODELS
 
 
 @cache
-def profile_of(model: str, policy: str, kernels: str, blocks: int, stored: str) -> Profile:
+def profile_of(model: str, policy: str, kernels: str, blocks: int, stored: str, preset: str) -> Profile:
     """The planned step with these fields of a `Step`."""
     family, preset, size, rank = MODELS[model]
     spec, presets = {"wan": (WAN, WAN_PRESETS), "flux2": (FLUX2, FLUX2_PRESETS)}[family]
@@ -134,6 +138,7 @@ def profile_of(model: str, policy: str, kernels: str, blocks: int, stored: str) 
         kernels=kernels,
         quantize=stored,
         compute="dtype" if stored == "none" else stored,
+        fast=preset == "fast",
     )
     return profile(job)
 
@@ -144,46 +149,53 @@ def _kinds(matmul: float, attention: float, backward: float, elementwise: float)
 
 STEPS = (
     Step(
-        model=SMALL, policy="none", seconds=(0.178, 0.218, 0.217, 0.321), replayed=(0.0556, 0.0600),
-        kinds=_kinds(33.1, 1.6, 4.5, 12.8), launches=2460, graph=51.3,
+        model=SMALL, policy="none", seconds=(0.178, 0.218, 0.217, 0.321, 0.206, 0.227), replayed=(0.0509, 0.0521),
+        kinds=_kinds(33.1, 1.6, 4.5, 12.8), launches=2460, busy=50.2,
     ),
     Step(
-        model=SMALL, policy="none", kernels="torch", seconds=(0.245, 0.300), kinds=_kinds(35.0, 1.6, 4.5, 35.5), launches=6001
+        model=SMALL, policy="none", kernels="torch", seconds=(0.245, 0.300), kinds=_kinds(35.0, 1.6, 4.5, 35.5), launches=6001,
+        busy=76.6,
     ),
     Step(
-        model=SMALL, policy="full", seconds=(0.308, 0.369, 0.397, 0.506), replayed=(0.0745, 0.0790),
-        kinds=_kinds(45.2, 3.1, 4.5, 15.5), launches=3250, graph=69.1,
+        model=SMALL, policy="full", seconds=(0.308, 0.369, 0.397, 0.506, 0.309, 0.443), replayed=(0.0696, 0.0698),
+        kinds=_kinds(45.2, 3.1, 4.5, 15.5), launches=3250, busy=67.5,
     ),
     Step(
-        model=SMALL, policy="full", kernels="torch", seconds=(0.311, 0.378), kinds=_kinds(47.9, 3.2, 4.4, 46.6), launches=8376
+        model=SMALL, policy="full", kernels="torch", seconds=(0.311, 0.378), kinds=_kinds(47.9, 3.2, 4.4, 46.6), launches=8376,
+        busy=102.0,
     ),
-    Step(model=SMALL, policy="attn_only", seconds=(0.306, 0.410), kinds=_kinds(44.5, 1.6, 4.5, 15.5), launches=3070),
+    Step(
+        model=SMALL, policy="attn_only", seconds=(0.306, 0.410), kinds=_kinds(44.5, 1.6, 4.5, 15.5), launches=3070, busy=65.9
+    ),
     Step(
         model=SMALL, policy="attn_only", kernels="torch", seconds=(0.362, 0.384), kinds=_kinds(46.9, 1.6, 4.5, 45.6),
-        launches=7811,
+        launches=7811, busy=98.5,
     ),
-    Step(model=LARGE, policy="none", seconds=(0.303, 0.322, 0.252, 0.324), replayed=(0.1739, 0.1784)),
-    Step(model=LARGE, policy="full", seconds=(0.362, 0.507, 0.372, 0.470), replayed=(0.2275, 0.2377)),
-    Step(model=DEV, policy="full", seconds=(0.798, 0.847), replayed=(0.459, 0.471)),
-    Step(model=DEV, policy="attn_only", seconds=(0.827, 1.152), replayed=(0.449, 0.463)),
-    Step(model=WAN_14B, policy="full", seconds=(5.522, 5.554, 5.541, 5.558)),
-    Step(model=WAN_14B, policy="attn_only", seconds=(4.976, 4.990)),
+    Step(model=LARGE, policy="none", seconds=(0.303, 0.322, 0.252, 0.324, 0.261, 0.273), replayed=(0.1642, 0.1681)),
+    Step(model=LARGE, policy="full", seconds=(0.362, 0.507, 0.372, 0.470, 0.303, 0.425), replayed=(0.2201, 0.2228)),
+    Step(model=DEV, policy="full", seconds=(0.798, 0.847, 0.617, 0.770), replayed=(0.450, 0.462)),
+    Step(model=DEV, policy="attn_only", seconds=(0.827, 1.152, 0.654, 0.715), replayed=(0.444, 0.450)),
+    Step(model=LARGE_DEV, policy="full", seconds=(1.484, 1.486), replayed=(1.464, 1.464)),
+    Step(model=WAN_14B, policy="full", seconds=(5.468,)),
+    Step(model=WAN_14B, policy="attn_only", seconds=(4.895,)),
+    Step(model=WAN_14B, policy="full", preset="fast", seconds=(5.425,)),
     Step(
-        model=WAN_14B, blocks=4, policy="full", seconds=(0.5516,), kinds=_kinds(191.9, 117.4, 163.8, 49.3), launches=1172
+        model=WAN_14B, blocks=4, policy="full", seconds=(0.5516,), kinds=_kinds(191.9, 117.4, 163.8, 49.3), launches=1172,
+        busy=522.4,
     ),
     Step(
         model=WAN_14B, blocks=4, policy="full", kernels="torch", seconds=(0.6287, 0.6329), kinds=_kinds(194.9, 120.6, 166.1, 141.5),
-        launches=2855,
+        launches=2855, busy=622.7,
     ),
-    Step(model=WAN_14B, blocks=4, policy="full", stored="int8", seconds=(0.5553,)),
     Step(model=WAN_14B, blocks=4, policy="full", kernels="torch", stored="int8", seconds=(0.8537,)),
     Step(model=WAN_1_3B, policy="full", seconds=(9.479, 9.547)),
     Step(model=WAN_1_3B, policy="attn_only(self)", seconds=(7.816, 7.855)),
     Step(model=WAN_1_3B, policy="attn_only", seconds=(7.803, 7.882)),
 )  # fmt: skip
-"""Three sessions, each on an NVIDIA H100 80GB HBM3 of a machine of its own: commit fd759269, the replayed steps with a draft of replays on it; torch 2.11,
-CUDA 13.0, cuDNN 9.19. One sample in bf16, a LoRA of rank 32 unless all weights are trained, in bf16. Whole models with AdamW, slices
-without an optimizer. Of each session the fastest and the slowest step, after those that compile and warm up."""
+"""Sessions on an NVIDIA H100 80GB HBM3, each on a machine of its own, with torch 2.11, CUDA 13.0 and cuDNN 9.19: launched steps at commit fd759269 and
+later, the rows of models replayed, of dev at 1024x1024 and of all blocks of Wan 14B at 08d556ef, before it was committed. One sample in bf16, a LoRA of rank
+32 unless all weights are trained, in bf16. Whole models with AdamW, slices without an optimizer. Of each session the fastest and the slowest or median
+step, after those that compile and warm up. Kinds of kernels are of fd759269, where gated sums were torch's."""
 
 
 def whole_row(step: Step) -> str:
@@ -206,25 +218,24 @@ def kinds_row(step: Step) -> str:
     pairs = [(planned[kind], step.kinds[kind]) for kind in KINDS]
     cells = [f"{ours:.1f} / {measured:.1f} = {ours / measured:.2f}" for ours, measured in pairs]
     total, launches = planned.total(), step.planned_launches()
-    cells.append(f"{total:.1f} / {step.graph:.1f} = {total / step.graph:.2f}" if step.graph else "")
+    cells.append(f"{total:.1f} / {step.busy:.1f} = {total / step.busy:.2f}")
     return f"| {step.name} | {' | '.join(cells)} | {launches:,} / {step.launches:,} = {launches / step.launches:.2f} |"
 
 
 HEAD = f"""# Planned times against measured ones
 
-`uv run tools/time_truth.py > benchmarks/time_truth.md`, torch {torch.__version__.partition("+")[0]}. The plans are from fake tensors. The measurements are of three sessions, each on an
-NVIDIA H100 80GB HBM3 of a machine of its own, with torch 2.11 and cuDNN 9.19: commit fd759269, and for the replayed steps a draft of replays on it. A step
-has one sample in bf16, a LoRA of rank 32 unless all weights are trained, and AdamW; slices have no optimizer.
+`uv run tools/time_truth.py > benchmarks/time_truth.md`, torch {torch.__version__.partition("+")[0]}. The plans are from fake tensors. The measurements are of several sessions, each on an
+NVIDIA H100 80GB HBM3 of a machine of its own, with torch 2.11 and cuDNN 9.19; [most of them](gpu_h100.md) have a page. A step has one sample in bf16, a LoRA of rank 32
+unless all weights are trained, and AdamW; slices have no optimizer.
 
-The two small tables of constants in `planner/kernel_time.py` were fitted to some of these rows: to kernels of klein 4B at 512×512 and of
+The small tables of constants in `planner/kernel_time.py` were fitted to some of these rows: to kernels of klein 4B at 512×512 and of
 slices of Wan 14B, and to launched steps of FLUX.2. So the tables show how well these constants describe one GPU. They say nothing about other
-GPUs, which are assumed to reach the same shares of their published rates. Not fitted: whole steps of Wan, klein 4B at 1024×1024, and replayed steps but for what is
-between two of them.
+GPUs, which are assumed to reach the same shares of their published rates. Not fitted: whole steps of Wan, replayed steps at 1024×1024 and of dev, and diffusers'.
 
 ## Steps, in seconds
 
-*Launched* is an eager step: the host launches every operation. Both hosts were slow, and the times of steps with few tokens scatter with them; the ratios are those
-to the slowest and to the fastest step. *Replayed* is a step whose micro-batch is replayed as a CUDA graph, so that the GPU never waits for the host. Every plan is
+*Launched* is an eager step: the host launches every operation. The hosts were slow, and the times of steps with few tokens scatter with them; the ratios are those
+to the slowest and to the fastest step. *Replayed* is a step whose micro-batch is replayed as CUDA graphs, so that the GPU never waits for the host. Every plan is
 within {BOUND:.0%} of what was measured.
 
 | step | planned, launched | measured | planned / measured | planned, replayed | measured | planned / measured |
@@ -232,21 +243,20 @@ within {BOUND:.0%} of what was measured.
 KERNELS = f"""
 ## Kernels of a step, in milliseconds
 
-Planned / measured, by kind of kernel, and for forward and backward as one CUDA graph; and operations planned / kernels launched, which are more because
-cuBLAS divides some products.
+Planned / measured, by kind of kernel, and of all; and operations planned / kernels launched, which are more because cuBLAS divides some products. Kinds were measured
+when gated sums were still operations of torch, which are slower; *all* of klein 4B's `none` and `full` is newer.
 
-| step | {" | ".join(KINDS)} | one graph | launches |
+| step | {" | ".join(KINDS)} | all | launches |
 |{"---|" * (len(KINDS) + 3)}"""
-
-
 DIFFUSERS = (
-    (SMALL, False, (0.125, 0.181)),
-    (SMALL, True, (0.195, 0.549)),
-    (LARGE, False, (0.263, 0.279)),
-    (LARGE, True, (0.380, 0.405)),
-    (DEV, True, (0.686, 0.757)),
+    (SMALL, False, (0.1805, 0.2027)),
+    (SMALL, True, (0.2716, 0.3628)),
+    (LARGE, False, (0.2818, 0.3127)),
+    (LARGE, True, (0.4015, 0.4303)),
+    (DEV, True, (0.7409, 0.8448)),
+    (LARGE_DEV, True, (2.181, 2.183)),
 )
-"""Model, whether it recomputes its blocks, and seconds of diffusers' own step in the first session: bf16 autocast, a LoRA of rank 32 by peft, AdamW."""
+"""Model, whether it recomputes its blocks, and seconds of diffusers' own step: bf16 autocast, peft's LoRA of rank 32 on the layers of ours, AdamW."""
 
 
 def their_row(model: str, checkpointing: bool, seconds: tuple[float, ...]) -> str:
@@ -268,8 +278,7 @@ def their_row(model: str, checkpointing: bool, seconds: tuple[float, ...]) -> st
 THEIRS = """
 ## Another program's steps, in seconds
 
-diffusers' own model and checkpointing under bf16 autocast, counted in the same way (`tools/roofline.py`). Nothing was fitted to these rows. The plan has adapters
-on the layers that ours adapts by default, which are a few more than were measured, and no optimizer.
+diffusers' own model and checkpointing under bf16 autocast, counted in the same way (`tools/roofline.py`), without the optimizer. Nothing was fitted to these rows.
 
 | step | operations | planned, of the GPU | of the host | measured | longer of both / measured |
 |---|---|---|---|---|---|"""

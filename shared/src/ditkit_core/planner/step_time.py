@@ -28,7 +28,7 @@ LINK_SHARE = 0.86
 """Share of a link's published rate that copies from and to page-locked memory reach: 87 and 86 % on an H100."""
 EXPOSED = 0.05
 """Share of streamed bytes' time that arithmetic does not hide even where it takes longer: an H100 hid 95 % of 252 ms of copies behind 846."""
-BETWEEN = 4_500_000
+BETWEEN = 2_000_000
 """Nanoseconds of a step in which no kernel runs: inputs are copied, and its loss is read. What an H100 took for a replayed step of klein 4B, more
 than for its kernels."""
 BUFFERS = 2
@@ -291,7 +291,8 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
         rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
         lines.append(
             f"{gpu.name}: matmuls at up to {matmul:.0%} of {rate / 1e12:g} TFLOP/s in {'fp32' if work.fp32 else gpu.half}, attention at "
-            f"{attention:.0%} and {backward:.0%} (backward), all else at {REACHED['elementwise'].memory:.0%} of {gpu.memory_bandwidth / 1e9:.0f} GB/s, "
+            f"{attention:.0%} and {backward:.0%} (backward), all else at {REACHED['elementwise'].memory:.0%} to {REACHED['fused'].memory:.0%} of "
+            f"{gpu.memory_bandwidth / 1e9:.0f} GB/s, "
             f"copies from the host at {LINK_SHARE:.0%} of {gpu.host_bandwidth / 1e9:g} GB/s ({gpu.source})"
         )
         if work.compute != "dtype":
