@@ -83,6 +83,15 @@ def test_a_step_of_bf16_is_no_fault_and_more_is_one_also_in_a_gradient_alone(cas
     assert compare_kernels(CPU).fault == "computes twice x wrongly on cpu (off by nan of the largest value)"
 
 
+def test_kernels_that_are_wrong_only_when_they_are_launched_again_are_found(cases):
+    """Triton makes the first launch, and the launcher that keeps compiled kernels those after it."""
+    for wrong in (0, 1):
+        launches = iter([wrong != 0, wrong != 1, True])
+        cases(lambda x, launches=launches: (2.0 if next(launches) else 2.04) * x)
+        assert compare_kernels(CPU).fault.startswith("computes twice x wrongly on cpu"), wrong
+        assert next(launches)
+
+
 def test_the_check_says_what_it_measured(cases):
     cases(lambda x: 2 * x)
     assert str(compare_kernels(CPU)) == "off by 0 of the largest value at most"

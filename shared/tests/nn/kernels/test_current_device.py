@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_modules import jit_functions, kernel_modules
+from kernel_modules import kernel_modules, kernels_of
 
 from ditkit_core.nn.kernels import hopper
 from ditkit_core.testing.stand_in import StandIn
@@ -34,8 +34,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, dict[str, 
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     with StandIn() as stand_in:
         for module in vars(KERNELS).values():
-            for name in jit_functions(module):
-                monkeypatch.setattr(module, name, Launches(stand_in, found))
+            for owner, name in kernels_of(module):
+                monkeypatch.setattr(owner, name, Launches(stand_in, found))
         yield found
 
 
@@ -112,8 +112,8 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     for module in vars(KERNELS).values():
-        for name in jit_functions(module):
-            monkeypatch.setattr(module, name, Noted(getattr(module, name)))
+        for owner, name in kernels_of(module):
+            monkeypatch.setattr(owner, name, Noted(getattr(owner, name)))
     with torch.device("meta"):
         weight = torch.empty(32)
         for batch, tokens in ((1, 1), (1, 15), (1, 16), (2, 1), (3, 33), (4, 300)):

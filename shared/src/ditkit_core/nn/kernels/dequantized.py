@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import blocks_of, launcher
 
 _BLOCK, _BLOCKS = 2048, 64
 _SCALED, _GROUP = 64, 256
 
 
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _rows(codes, scale, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     # A part of one row: its scale is loaded once, and not for every element.
@@ -20,6 +21,7 @@ def _rows(codes, scale, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
 
 
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _nf4(
     codes, scale, factor, mean, levels, out, count, SCALED: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr
@@ -43,19 +45,14 @@ def rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of 8 bits [out, in] by a scale of their row [out, 1]."""
     out = codes.new_empty(codes.shape, dtype=dtype)
     num_rows, width = codes.shape
-    with device_current(codes):
-        _rows[(num_rows, triton.cdiv(width, _BLOCK))](
-            codes, scale, out, WIDTH=width, BLOCK=_BLOCK, enable_fp_fusion=False
-        )
+    _rows((num_rows, blocks_of(width, _BLOCK), 1), (codes, scale, out), (), (width, _BLOCK))
     return out
 
 
 def nf4(codes: Tensor, scale: Tensor, factor: Tensor, mean: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes of two codes [out, in / 2] by the scales of their blocks; the result is [out, in]."""
     out = codes.new_empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype)
-    blocks = len(scale)
-    with device_current(codes):
-        _nf4[(triton.cdiv(blocks, _BLOCKS),)](
-            codes, scale, factor, mean, levels, out, blocks, SCALED=_SCALED, GROUP=_GROUP, BLOCKS=_BLOCKS, enable_fp_fusion=False
-        )  # fmt: skip
+    blocks = scale.shape[0]
+    tensors = codes, scale, factor, mean, levels, out
+    _nf4((blocks_of(blocks, _BLOCKS), 1, 1), tensors, (blocks,), (_SCALED, _GROUP, _BLOCKS))
     return out

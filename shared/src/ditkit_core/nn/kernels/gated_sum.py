@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import blocks_of, launcher
 
 _BLOCK = 1024
 
 
 # Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a run.
+@launcher(enable_fp_fusion=True)
 @triton.jit(do_not_specialize=["tokens"])
 def _forward(
     y, x, gate, out, tokens, y_batch, y_token, x_batch, x_token, gate_batch, DIM: tl.constexpr, BLOCK: tl.constexpr
@@ -26,6 +27,7 @@ def _forward(
     tl.store(out + row * DIM + features, wide.to(out.dtype.element_ty), mask=inside)
 
 
+@launcher(enable_fp_fusion=True)
 @triton.jit(do_not_specialize=["tokens"])
 def _backward(gradient, gate, d_y, tokens, g_batch, g_token, gate_batch, DIM: tl.constexpr, BLOCK: tl.constexpr):
     row, features = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -39,11 +41,8 @@ def forward(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """x + y · gate [batch, tokens, dim] in the dtype of x, contiguous; one gate [batch, 1, dim] per sample."""
     (batch, tokens, dim), out = x.shape, x.new_empty(x.shape)
     y, x, gate = (_features_next_to_each_other(tensor) for tensor in (y, x, gate.expand(batch, -1, -1)))
-    with device_current(x):
-        _forward[(batch * tokens, triton.cdiv(dim, _BLOCK))](
-            y, x, gate, out, tokens, *y.stride()[:2], *x.stride()[:2], gate.stride(0), DIM=dim, BLOCK=_BLOCK,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+    numbers = tokens, *y.stride()[:2], *x.stride()[:2], gate.stride(0)
+    _forward((batch * tokens, blocks_of(dim, _BLOCK), 1), (y, x, gate, out), numbers, (dim, _BLOCK))
     return out
 
 
@@ -51,11 +50,8 @@ def backward(gradient: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient · gate in a dtype, contiguous."""
     (batch, tokens, dim), d_y = gradient.shape, gradient.new_empty(gradient.shape, dtype=dtype)
     gradient, gate = (_features_next_to_each_other(tensor) for tensor in (gradient, gate.expand(batch, -1, -1)))
-    with device_current(gradient):
-        _backward[(batch * tokens, triton.cdiv(dim, _BLOCK))](
-            gradient, gate, d_y, tokens, *gradient.stride()[:2], gate.stride(0), DIM=dim, BLOCK=_BLOCK,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+    numbers = tokens, *gradient.stride()[:2], gate.stride(0)
+    _backward((batch * tokens, blocks_of(dim, _BLOCK), 1), (gradient, gate, d_y), numbers, (dim, _BLOCK))
     return d_y
 
 

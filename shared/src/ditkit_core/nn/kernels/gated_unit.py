@@ -4,11 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import blocks_of, launcher
 
 _BLOCK = 1024
 
 
+@launcher(enable_fp_fusion=True)
 @triton.jit
 def _forward(x, out, x_row, HALF: tl.constexpr, BLOCK: tl.constexpr):
     row, features = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -18,6 +19,7 @@ def _forward(x, out, x_row, HALF: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * HALF + features, (a * tl.sigmoid(a) * b).to(out.dtype.element_ty), mask=inside)
 
 
+@launcher(enable_fp_fusion=True)
 @triton.jit
 def _backward(gradient, x, d_x, g_row, x_row, HALF: tl.constexpr, BLOCK: tl.constexpr):
     row, features = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -36,10 +38,7 @@ def forward(x: Tensor) -> Tensor:
     """silu(a) · b of the halves [a | b] of the last dimension, contiguous."""
     rows, half = x.flatten(0, -2), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], half)
-    with device_current(x):
-        _forward[(len(rows), triton.cdiv(half, _BLOCK))](
-            rows, out, rows.stride(0), HALF=half, BLOCK=_BLOCK, enable_fp_fusion=True
-        )
+    _forward((rows.shape[0], blocks_of(half, _BLOCK), 1), (rows, out), (rows.stride(0),), (half, _BLOCK))
     return out
 
 
@@ -47,8 +46,6 @@ def backward(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient of x; both halves are written into one tensor."""
     rows, gradients, half = x.flatten(0, -2), gradient.flatten(0, -2), gradient.shape[-1]
     d_x = x.new_empty(x.shape)
-    with device_current(x):
-        _backward[(len(rows), triton.cdiv(half, _BLOCK))](
-            gradients, rows, d_x, gradients.stride(0), rows.stride(0), HALF=half, BLOCK=_BLOCK, enable_fp_fusion=True
-        )
+    grid, strides = (rows.shape[0], blocks_of(half, _BLOCK), 1), (gradients.stride(0), rows.stride(0))
+    _backward(grid, (gradients, rows, d_x), strides, (half, _BLOCK))
     return d_x

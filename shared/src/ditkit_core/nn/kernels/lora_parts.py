@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import blocks_of, launcher
 
 _BLOCK = 1024
 
@@ -33,6 +33,7 @@ def _split(factor, out, block, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     _store(out, tl.load(factor + place, mask=inside, other=0.0), place // WIDTH, place % WIDTH, WIDTH, True, inside)
 
 
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _factors(
     down, up, of_down, of_up, down_count, up_count, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
@@ -46,6 +47,8 @@ def _factors(
 
 # Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a
 # run. Of their product with a constant rank Triton still knows what divides it, and reads and writes several numbers at once.
+# Not fused: rounded once with the subtractions behind it, a product's parts would sum to another number.
+@launcher(enable_fp_fusion=False)
 @triton.jit(do_not_specialize=["rows"])
 def _products(products, low, left, scaling, rows, TERMS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -61,27 +64,21 @@ def _products(products, low, left, scaling, rows, TERMS: tl.constexpr, RANK: tl.
 
 def factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Parts of A [6 · rank, in] and of B [out, 6 · rank], both contiguous."""
-    (rank, width), num_out = down.shape, len(up)
+    (rank, width), num_out = down.shape, up.shape[0]
     down, up = down.contiguous(), up.contiguous()
     of_down = down.new_empty(6 * rank, width, dtype=torch.bfloat16)
     of_up = up.new_empty(num_out, 6 * rank, dtype=torch.bfloat16)
-    programs = triton.cdiv(down.numel(), _BLOCK) + triton.cdiv(up.numel(), _BLOCK)
-    with device_current(down):
-        _factors[(programs,)](
-            down, up, of_down, of_up, down.numel(), up.numel(), RANK=rank, WIDTH=rank * width, BLOCK=_BLOCK,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    counts = rank * width, num_out * rank
+    programs = blocks_of(counts[0], _BLOCK) + blocks_of(counts[1], _BLOCK)
+    _factors((programs, 1, 1), (down, up, of_down, of_up), counts, (rank, rank * width, _BLOCK))
     return of_down, of_up
 
 
 def products(given: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     """scaling · sum of the terms of [n, terms · rank] in fp32 [n, rank], and its parts [n, 6 · rank]."""
-    given, rows, terms = given.contiguous(), len(given), given.shape[1] // rank
+    given, rows, terms = given.contiguous(), given.shape[0], given.shape[1] // rank
     low = given.new_empty(rows, rank)
     left = given.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
-    with device_current(given):
-        # Not fused into one rounding with the subtractions behind it: the parts would sum to another number.
-        _products[(triton.cdiv(low.numel(), _BLOCK),)](
-            given, low, left, scaling, rows, TERMS=terms, RANK=rank, BLOCK=_BLOCK, enable_fp_fusion=False
-        )
+    programs = blocks_of(rows * rank, _BLOCK)
+    _products((programs, 1, 1), (given, low, left), (scaling, rows), (terms, rank, _BLOCK))
     return low, left

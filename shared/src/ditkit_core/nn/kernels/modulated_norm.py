@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.context import device_current
 from ditkit_core.nn.kernels import hopper
-from ditkit_core.nn.kernels.launch import summing_programs, tile, warps
+from ditkit_core.nn.kernels.launch import launcher, summing_programs, tile, warps
 
 _READ_AHEAD = 8192
 """Features of a row up to which Hopper's shared memory has room for the two rows behind it as well: 192 of 227 KiB, if all is fp32."""
@@ -28,6 +27,7 @@ def _normed(x, start, eps, DIM: tl.constexpr, W: tl.constexpr):
 
 
 # Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a run.
+@launcher(enable_fp_fusion=True)
 @triton.jit(do_not_specialize=["tokens"])
 def _forward(
     x, scale, shift, out, eps, tokens, x_batch, x_token, s_batch, s_token,
@@ -42,6 +42,7 @@ def _forward(
     tl.store(out + row * DIM + features, y.to(out.dtype.element_ty), mask=features < DIM)
 
 
+@launcher(enable_fp_fusion=True)
 @triton.jit(do_not_specialize=["tokens"])
 def _backward(
     gradient, x, scale, d_x, d_affine, eps, tokens, g_batch, g_token, x_batch, x_token, s_batch, s_token,
@@ -77,13 +78,12 @@ def _backward(
 def forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
     """layer_norm(x) · (offset + scale) + shift in `dtype`, contiguous."""
     batch, tokens, dim = x.shape
-    out = x.new_empty(x.shape, dtype=dtype)
+    out = x.new_empty(batch, tokens, dim, dtype=dtype)
     w = tile(dim)
-    with device_current(x):
-        _forward[(batch * tokens,)](
-            x, scale, shift, out, eps, tokens, *x.stride()[:2], *_strides(scale, shift), OFFSET=offset, DIM=dim, W=w,
-            num_warps=warps(w), enable_fp_fusion=True,
-        )  # fmt: skip
+    steps = _steps(scale)
+    assert scale.shape == shift.shape and steps == _steps(shift)
+    numbers = eps, tokens, *x.stride()[:2], *steps
+    _forward((batch * tokens, 1, 1), (x, scale, shift, out), numbers, (offset, dim, w), warps(w))
     return out
 
 
@@ -92,27 +92,22 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of scale and shift, in fp32 [batch, programs, 2, dim]: no programs unless `trained`."""
     batch, tokens, dim = x.shape
-    d_x = x.new_empty(x.shape)
-    w, (s_batch, s_token) = tile(dim), _strides(scale, scale)
+    d_x = x.new_empty(batch, tokens, dim)
+    w, (s_batch, s_token) = tile(dim), _steps(scale)
     stages = 3 if hopper.is_hopper(x) and w <= _READ_AHEAD else 1
     programs = summing_programs(tokens, batch) if trained or stages > 1 else tokens
     d_affine = x.new_empty(batch, programs if trained else 0, 2, dim, dtype=torch.float32)
-    # A program that reads ahead needs fewer warps to keep the memory busy.
-    num_warps = warps(w) if stages > 1 else warps(w, sums=trained)
-    with device_current(x):
-        _backward[(programs, batch)](
-            gradient, x, scale, d_x, d_affine, eps, tokens, *gradient.stride()[:2], *x.stride()[:2], s_batch, s_token,
-            OFFSET=offset, TRAINED=trained, PER_TOKEN=s_token != 0, DIM=dim, W=w, STAGES=stages, num_warps=num_warps,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+    _backward(
+        (programs, batch, 1), (gradient, x, scale, d_x, d_affine),
+        (eps, tokens, *gradient.stride()[:2], *x.stride()[:2], s_batch, s_token),
+        (offset, trained, s_token != 0, dim, w, stages),
+        # A program that reads ahead needs fewer warps to keep the memory busy.
+        warps(w) if stages > 1 else warps(w, sums=trained),
+    )  # fmt: skip
     return d_x, d_affine
 
 
-def _strides(scale: Tensor, shift: Tensor) -> tuple[int, int]:
+def _steps(scale: Tensor) -> tuple[int, int]:
     """Steps from sample to sample and from token to token; 0 where one row serves all."""
-    steps, others = (
-        tuple(0 if size == 1 else step for size, step in zip(x.shape[:2], x.stride()[:2], strict=True))
-        for x in (scale, shift)
-    )
-    assert scale.shape == shift.shape and steps == others
-    return steps  # type: ignore[return-value]
+    (samples, rows, _), (to_sample, to_row, _) = scale.shape, scale.stride()
+    return 0 if samples == 1 else to_sample, 0 if rows == 1 else to_row

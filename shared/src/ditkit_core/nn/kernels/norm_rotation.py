@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.context import device_current
-from ditkit_core.nn.kernels.launch import summing_programs, tile, warps
+from ditkit_core.nn.kernels.launch import launcher, summing_programs, tile, warps
 
 
 @triton.jit
@@ -26,6 +25,7 @@ def _rotated(y, cos, sin, G: tl.constexpr, W: tl.constexpr):
 
 
 # Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a run.
+@launcher(enable_fp_fusion=True)
 @triton.jit(do_not_specialize=["tokens"])
 def _forward(
     x, weight, rotary, out, inverse, eps, tokens, x_batch, x_token, stride_table, stride_token,
@@ -46,6 +46,7 @@ def _forward(
     tl.store(out + row * (GROUPS * WIDTH) + places, y.to(out.dtype.element_ty), mask=inside)
 
 
+@launcher(enable_fp_fusion=True)
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _backward(
     gradient, x, weight, rotary, inverse, d_x, d_weight, rows, tokens, g_batch, g_token, g_head, x_batch, x_token,
@@ -82,17 +83,16 @@ def forward(
     x: Tensor, weight: Tensor, rotary: Tensor | None, eps: float, heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The result [batch, tokens, heads, head_dim] in `dtype`, and 1 / rms of each group [batch, tokens, groups] in fp32."""
-    (batch, tokens, dim), width = x.shape, len(weight)
+    (batch, tokens, dim), width = x.shape, weight.shape[0]
     groups, head = dim // width, dim // heads
     out = x.new_empty(batch, tokens, heads, head, dtype=dtype)
-    inverse = x.new_empty(batch, tokens, groups, dtype=torch.float32)
+    inverse = weight.new_empty(batch, tokens, groups)
     g, w = tile(groups), tile(width)
-    with device_current(x):
-        _forward[(batch * tokens,)](
-            x, weight, rotary, out, inverse, eps, tokens, *x.stride()[:2], *_strides(rotary),
-            WIDTH=width, GROUPS=groups, HEAD=head, ROTATES=rotary is not None, G=g, W=w, num_warps=warps(g * w),
-            enable_fp_fusion=True,
-        )  # fmt: skip
+    _forward(
+        (batch * tokens, 1, 1), (x, weight, weight if rotary is None else rotary, out, inverse),
+        (eps, tokens, *x.stride()[:2], *_strides(rotary)),
+        (width, groups, head, rotary is not None, g, w), warps(g * w),
+    )  # fmt: skip
     return out, inverse
 
 
@@ -100,21 +100,20 @@ def backward(
     gradient: Tensor, x: Tensor, weight: Tensor, rotary: Tensor | None, inverse: Tensor, trained: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of the weight, in fp32: one row per program, and none unless `trained`."""
-    (batch, tokens, dim), width = x.shape, len(weight)
+    (batch, tokens, dim), width = x.shape, weight.shape[0]
     groups, head, rows = dim // width, gradient.shape[-1], batch * tokens
     d_x = x.new_empty(x.shape)
     programs = summing_programs(rows) if trained else rows
-    d_weight = x.new_empty(programs if trained else 0, width, dtype=torch.float32)
+    d_weight = inverse.new_empty(programs if trained else 0, width)
     g, w = tile(groups), tile(width)
-    with device_current(x):
-        _backward[(programs,)](
-            gradient, x, weight, rotary, inverse, d_x, d_weight, rows, tokens, *gradient.stride()[:3], *x.stride()[:2],
-            *_strides(rotary), WIDTH=width, GROUPS=groups, HEAD=head, ROTATES=rotary is not None, TRAINED=trained, G=g, W=w,
-            num_warps=warps(g * w, sums=trained), enable_fp_fusion=True,
-        )  # fmt: skip
+    _backward(
+        (programs, 1, 1), (gradient, x, weight, weight if rotary is None else rotary, inverse, d_x, d_weight),
+        (rows, tokens, *gradient.stride()[:3], *x.stride()[:2], *_strides(rotary)),
+        (width, groups, head, rotary is not None, trained, g, w), warps(g * w, sums=trained),
+    )  # fmt: skip
     return d_x, d_weight
 
 
 def _strides(table: Tensor | None) -> tuple[int, int]:
     """Steps from sample to sample and from token to token in a table [tables, tokens, 1, pairs, 2]; one table serves all samples."""
-    return (0, 0) if table is None else (0 if len(table) == 1 else table.stride(0), table.stride(1))
+    return (0, 0) if table is None else (0 if table.shape[0] == 1 else table.stride(0), table.stride(1))

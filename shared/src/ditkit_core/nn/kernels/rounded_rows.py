@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import blocks_of, launcher
 
 _BLOCK = 2048
 _TILE = 128
@@ -20,6 +20,7 @@ def _load(x, columns, place, WIDTH: tl.constexpr, SCALED: tl.constexpr):
     return wide * tl.load(columns + place, mask=inside, other=0.0) if SCALED else wide
 
 
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _round(
     x,
@@ -58,6 +59,7 @@ def _round(
         tl.store(codes + place, wide.to(codes.dtype.element_ty), mask=place < WIDTH)
 
 
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _transpose(codes, out, num_rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
@@ -68,6 +70,8 @@ def _transpose(codes, out, num_rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
     tl.store(out + tl.trans(column * num_rows + row), tl.trans(square), mask=tl.trans(inside))
 
 
+# Each operation rounded by itself, as torch does.
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _scale(
     sums,
@@ -94,14 +98,10 @@ def _scale(
 def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of x [n, k] in int8 or fp8, with its columns multiplied by factors [1, k] before, and the scales of its rows [n, 1]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), 1, dtype=torch.float32)
+    codes, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    with device_current(x):
-        _round[(len(x),)](
-            x, columns, codes, scale, x.stride(0),
-            WIDTH=x.shape[1], SCALED=columns is not None, LIMIT=limit, TINY=_TINY, BLOCK=_BLOCK,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    tensors, is_scaled = (x, scale if columns is None else columns, codes, scale), columns is not None
+    _round((x.shape[0], 1, 1), tensors, (x.stride(0),), (x.shape[1], is_scaled, limit, _TINY, _BLOCK))
     return codes, scale
 
 
@@ -109,25 +109,14 @@ def transposed(codes: Tensor) -> Tensor:
     """A contiguous matrix [m, n] of the 8-bit codes of one [n, m]."""
     num_rows, width = codes.shape
     out = codes.new_empty(width, num_rows)
-    with device_current(codes):
-        _transpose[(triton.cdiv(num_rows, _TILE), triton.cdiv(width, _TILE))](
-            codes.view(torch.int8),
-            out.view(torch.int8),
-            num_rows,
-            WIDTH=width,
-            TILE=_TILE,
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
+    grid = blocks_of(num_rows, _TILE), blocks_of(width, _TILE), 1
+    _transpose(grid, (codes.view(torch.int8), out.view(torch.int8)), (num_rows,), (width, _TILE), num_warps=8)
     return out
 
 
 def scaled(sums: Tensor, scale: Tensor, columns: Tensor | None, bias: Tensor | None, *, out: Tensor) -> None:
     """Write sums [n, m] by scales of their rows [n, 1] and columns [1, m], plus a bias [m], to a contiguous matrix of another dtype."""
     rows, width = sums.shape
-    with device_current(sums):
-        # Each operation rounded by itself, as torch does.
-        _scale[(rows, triton.cdiv(width, _BLOCK))](
-            sums, scale, columns, bias, out,
-            WIDTH=width, SCALED=columns is not None, BIASED=bias is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
-        )  # fmt: skip
+    tensors = sums, scale, scale if columns is None else columns, scale if bias is None else bias, out
+    constants = width, columns is not None, bias is not None, _BLOCK
+    _scale((rows, blocks_of(width, _BLOCK), 1), tensors, (), constants)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ditkit_core.nn.context import device_current
+from ditkit_core.nn.kernels.launch import blocks_of, launcher
 
 _BLOCK = 1024
 
@@ -23,6 +24,7 @@ def _mixed(bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
 
 
 # The key is another one in every step: a kernel for each of its properties (16 divides it, it is 1) would be compiled in the middle of a run.
+# And a `Launcher` would keep an entry for each.
 @triton.jit(do_not_specialize=["first", "last"])
 def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -41,6 +43,7 @@ def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constex
     tl.store(weight + place, ((_bits(values, place, inside) + random) >> 16).to(tl.int16), mask=inside)
 
 
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _split(weight, values, rest, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -51,6 +54,7 @@ def _split(weight, values, rest, count, BLOCK: tl.constexpr):
     tl.store(rest + place, (bits - (upper << 16)).to(tl.int16), mask=inside)
 
 
+@launcher(enable_fp_fusion=False)
 @triton.jit
 def _join(values, weight, rest, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -64,7 +68,7 @@ def stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int
     """`first` and `last` are the lower and the upper half of the key, as signed numbers; a part of a tensor begins at `start` of its `of` numbers."""
     count = values.numel()
     with device_current(values):
-        grid = (triton.cdiv(count, _BLOCK),)
+        grid = (blocks_of(count, _BLOCK),)
         _stochastic[grid](
             weight, values, first, last, start, of, count, CHUNK=chunk, BLOCK=_BLOCK, enable_fp_fusion=False
         )
@@ -73,12 +77,10 @@ def stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int
 def split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
     """The bits of the nearest bf16, and what is left of the values in units of fp32's spacing."""
     count = values.numel()
-    with device_current(values):
-        _split[(triton.cdiv(count, _BLOCK),)](weight, values, rest, count, BLOCK=_BLOCK, enable_fp_fusion=False)
+    _split((blocks_of(count, _BLOCK), 1, 1), (weight, values, rest), (count,), (_BLOCK,))
 
 
 def restored(values: Tensor, weight: Tensor, rest: Tensor) -> None:
     """What `split` was given."""
     count = values.numel()
-    with device_current(values):
-        _join[(triton.cdiv(count, _BLOCK),)](values, weight, rest, count, BLOCK=_BLOCK, enable_fp_fusion=False)
+    _join((blocks_of(count, _BLOCK), 1, 1), (values, weight, rest), (count,), (_BLOCK,))
