@@ -1,9 +1,12 @@
 """The Triton kernels: in the interpreter against fp64, and under fake tensors. `tests/test_kernel_resources.py` compiles them."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import BlockSettings, block_settings
@@ -46,6 +49,44 @@ def test_fake_tensors_get_the_kernels_results():
         with block_settings(BlockSettings(kernels="triton")):
             assert gated_unit(x).grad_fn.name() == "GatedUnitBackward"
             assert gated_unit(x).shape == (2, 5, 12)
+
+
+class Noted(TorchDispatchMode):
+    """Notes the names of our operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [func._opname] if func.namespace == "ditkit" else []
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operation_goes_through_torch_only_where_that_shows(monkeypatch):
+    """Under a dispatch mode, for a tensor that is none of torch's plain ones, and where a gradient would be lost."""
+    pytest.importorskip("triton")
+    from ditkit_core.nn.kernels import gated_unit as kernels
+
+    launches = []  # of a kernel that computes nothing
+    monkeypatch.setattr(kernels._forward, "kernel", defaultdict(lambda: lambda *_, **__: launches.append(1)))
+    x = torch.nn.Parameter(torch.ones(2, 3, 8))
+    assert ops._gated_unit(x).grad_fn is not None  # a backward through it fails
+    with torch.no_grad():
+        for tensor in (x, x.detach()):
+            with torch.profiler.profile() as profiler:
+                results = [ops._gated_unit(tensor)]
+            assert not any(event.name.startswith("ditkit::") for event in profiler.events())
+            with Noted() as noted:
+                results.append(ops._gated_unit(tensor))
+            assert noted.names == ["gated_unit"]
+            assert {(result.shape, result.dtype) for result in results} == {((2, 3, 4), torch.float32)}
+        with FakeTensorMode():
+            fake = torch.empty(2, 3, 8)
+        assert isinstance(ops._gated_unit(fake), FakeTensor)
+        launches.clear()
+        assert ops._gated_unit(torch.empty(2, 3, 8, device="meta")).shape == (2, 3, 4)
+        assert not launches
 
 
 @pytest.mark.parametrize(("kind", "launches"), [("int8", (6, 4)), ("fp8", (6, 6)), ("nf4", (16, 4))])

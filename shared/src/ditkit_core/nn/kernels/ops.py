@@ -5,6 +5,7 @@ a kernel first runs. On a CPU the operations run under Triton's interpreter only
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -17,13 +18,26 @@ from ditkit_core.nn.kernels.launch import summing_programs
 _LIBRARY = torch.library.Library("ditkit", "DEF")
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """By operation what runs its kernel."""
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors without a behaviour of their own."""
+_num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+"""How many dispatch modes are in force. A torch without this function, which is not public, calls every operation as if there were one."""
 
 
 def _declared(schema: str, module: str, function: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare an operation that `function` in the file `module` computes; the decorated function makes its results under fake tensors."""
+    """Declare an operation that `function` in the file `module` computes; the decorated function makes its results under fake tensors.
 
-    def run(*given: Any, **named: Any) -> Any:
-        return getattr(import_module(f"ditkit_core.nn.kernels.{module}"), function)(*given, **named)
+    A call of it goes through torch where that shows: under a dispatch mode (plans, checkpoints that keep operations by their names, tests), for a
+    tensor of another type (fake) or without memory, and where gradients are recorded, which these operations have none of by themselves. In autograd
+    functions it runs `function` at once: torch would take the host as long as that takes, and would do nothing else.
+    """
+
+    @cache
+    def implementation() -> Any:
+        return getattr(import_module(f"ditkit_core.nn.kernels.{module}"), function)
+
+    def run(*positional: Any, **named: Any) -> Any:
+        return implementation()(*positional, **named)
 
     def declare(fake: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
@@ -33,7 +47,13 @@ def _declared(schema: str, module: str, function: str) -> Callable[[Callable[...
             _LIBRARY.impl(name, run, device)
         torch.library.register_fake(f"ditkit::{name}", fake, lib=_LIBRARY)
         operation: Callable[..., Any] = getattr(torch.ops.ditkit, name).default
-        return operation
+
+        def call(first: Tensor, *others: Any, **named: Any) -> Any:
+            if type(first) in _PLAIN and not (first.is_meta or _num_modes() or torch.is_grad_enabled()):
+                return implementation()(first, *others, **named)
+            return operation(first, *others, **named)
+
+        return call
 
     return declare
 
