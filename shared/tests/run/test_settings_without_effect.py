@@ -31,6 +31,7 @@ FULL = "--adapter.method full --model.dtype fp32"
         ("--adapter.init x.safetensors --adapter.rank 8", "adapter.rank", "--adapter.init="),
         ("--adapter.init x.safetensors --adapter.alpha 8", "adapter.alpha", "--adapter.init="),
         ("--train.clip_by last_step --train.clip_norm 0", "train.clip_by", "--train.clip_norm 1"),
+        ("--flow.stratified true", "flow.stratified", "--train.accumulation 2"),
         ("--log.project cats", "log.project", "--log.tracker trackio"),
         ("--optim.warmup_steps 1000", "optim.warmup_steps", "--train.steps 2000"),
     ],

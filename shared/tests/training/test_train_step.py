@@ -10,7 +10,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
 from ditkit_core.training import flow_matching
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.flow_matching import loss_weight, sample_noise
+from ditkit_core.training.flow_matching import loss_weight, prepare, sample_noise, sigma_at
 from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_those_of_the_weighted_mean_written_out():
 def test_dropout_has_a_mask_of_its_own_in_every_step_and_micro_batch(monkeypatch):
     item = toy_items(1)[0]
     same = torch.tensor(0.5), torch.ones_like(item["latents"])
-    monkeypatch.setattr(flow_matching, "sample_noise", lambda *names: same)
+    monkeypatch.setattr(flow_matching, "sample_noise", lambda *names, stratum: same)
     model, _ = toy_model(dropout=0.5)
     twice = [ToyBatch(["clip"], [item]), ToyBatch(["clip"], [item])]
     losses = []
@@ -97,6 +97,57 @@ def test_a_sample_that_comes_twice_in_a_step_has_two_noises():
     twice = [ToyBatch(["clip", "clip"], [item, item])]
     losses = accumulate_gradients(TrainModel(model, BlockEngine(), TOY), twice, StepContext(step=0, seed=1, flow=FLOW))
     assert losses.sigmas[0][0] != losses.sigmas[0][1]
+
+
+def prepared(micro_batches, *, step=3, noise_device="cpu", stratified=True):
+    flow = FlowConfig(stratified=stratified, sampling="logit_normal", min_sigma=0.1)
+    return [
+        prepare(TOY, flow, micro_batches, micro, seed=1, step=step, noise_device=noise_device)
+        for micro in range(len(micro_batches))
+    ]
+
+
+def levels(micro_batches, **options):
+    return torch.cat([batch.sigma for batch in prepared(micro_batches, **options)]).tolist()
+
+
+@pytest.mark.parametrize("noise_device", ["cpu", "device"])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_stratified_levels_have_one_sample_in_each_equally_likely_part(count, noise_device):
+    flow = FlowConfig(stratified=True, sampling="logit_normal", min_sigma=0.1)
+    bounds = sigma_at(torch.arange(count + 1) / count, flow, 5.0).tolist()
+    orders = set()
+    for step in range(20):
+        sampled = levels(batches([1] * count), step=step, noise_device=noise_device)
+        assert all(
+            low <= level <= high for low, level, high in zip(bounds, sorted(sampled), bounds[1:], strict=False)
+        ), sampled
+        orders.add(tuple(sorted(range(count), key=sampled.__getitem__)))
+    assert len(orders) > 1, "a sample's place in the step would decide its level"
+
+
+def test_stratified_levels_are_spread_over_their_part():
+    lowest = [min(levels(batches((1, 1)), step=step)) for step in range(60)]
+    flow = FlowConfig(sampling="logit_normal", min_sigma=0.1)
+    quartile = float(sigma_at(torch.tensor(0.25), flow, 5.0))
+    assert 15 < sum(level < quartile for level in lowest) < 45  # 30 expected, with a standard deviation of 3.9
+
+
+def test_stratified_levels_depend_on_no_grouping_and_change_no_noise():
+    assert levels(batches((2, 2))) == levels(batches((1, 3))) == levels(batches((4,)))
+    stratified, plain = (prepared(batches((4,)), stratified=chosen)[0] for chosen in (True, False))
+    assert not torch.equal(stratified.sigma, plain.sigma)
+    assert all(map(torch.equal, stratified.noised.noise, plain.noised.noise))
+
+
+def test_class_images_have_strata_of_their_own():
+    data, extra = batches((2,)), ToyBatch(["class"], toy_items(1), counted=0.0)
+    alone = levels(data)
+    assert levels([data[0], extra])[:2] == alone
+    flow = FlowConfig(sampling="logit_normal", min_sigma=0.1)
+    middle = float(sigma_at(torch.tensor(0.5), flow, 5.0))
+    sides = {levels([data[0], extra], step=step)[2] < middle for step in range(20)}
+    assert sides == {True, False}  # one class image: all of the distribution
 
 
 def test_the_update_is_the_optimizers_own():

@@ -347,6 +347,11 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[RunConfig], object], str
         "held_out.clips = 0 measures no validation loss",
     ),
     (
+        ("flow.stratified",),
+        lambda run: (run.train.accumulation, run.train.batch_size, run.train.batch_tokens) == (1, 1, 0),
+        "a step has one sample, and there is nothing to spread; set train.accumulation or train.batch_size above 1",
+    ),
+    (
         ("data.bucket_step", "data.max_aspect"),
         lambda run: not run.data.buckets,
         "data.buckets = false makes no buckets",

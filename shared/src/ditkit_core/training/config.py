@@ -38,6 +38,9 @@ class FlowConfig:
     weighting: Literal["none", "bell", "cosmap", "sigma_sqrt"] = setting("none", resume="stated")
     """Weight of a sample's loss by noise level: `bell` is highest at 0.5, 0 at 1 and 1 on average; `cosmap` is
     2 / (pi * (1 - 2 sigma + 2 sigma^2)); `sigma_sqrt` is sigma^-2."""
+    stratified: bool = setting(False, resume="stated")
+    """Spread the noise levels of a step: each of its n samples has its level in another one of n equally likely parts of the
+    distribution, so that the loss differs less from step to step. It needs several samples in a step."""
 
     def __post_init__(self) -> None:
         if self.shift <= 0 or self.logit_std <= 0:

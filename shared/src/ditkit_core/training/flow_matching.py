@@ -58,16 +58,45 @@ def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: fl
     return shift_sigma(u, shift).clamp(config.min_sigma, config.max_sigma)
 
 
+class Stratum(NamedTuple):
+    """One of several equally likely parts of a distribution of noise levels."""
+
+    index: int = 0
+    """Counted from 0, at the lowest levels."""
+    count: int = 1
+
+
+def strata_of(
+    flow: FlowConfig, micro_batches: Sequence[MicroBatch], micro: int, *, seed: int, step: int
+) -> Sequence[Stratum]:
+    """The part of the distribution in which each sample of a micro-batch has its noise level: all of it without `flow.stratified`.
+
+    Class images, which do not count, have strata of their own, so that neither kind of sample lacks levels that the other has.
+    """
+    batch = micro_batches[micro]
+    if not flow.stratified:
+        return [Stratum()] * len(batch.ids)
+    sizes = [len(other.ids) if (other.counted == 0) == (batch.counted == 0) else 0 for other in micro_batches]
+    order = torch.randperm(sum(sizes), generator=generator(seed, "strata", step, int(batch.counted == 0))).tolist()
+    start = sum(sizes[:micro])
+    return [Stratum(index, len(order)) for index in order[start : start + sizes[micro]]]
+
+
 def sample_noise(
-    latents: Float[Tensor, "..."], config: FlowConfig, shift: float, *names: int | str
+    latents: Float[Tensor, "..."],
+    config: FlowConfig,
+    shift: float,
+    *names: int | str,
+    stratum: Stratum = Stratum(),  # noqa: B008, a NamedTuple
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "..."]]:
-    """Noise level and float32 noise of one sample, as a function of names alone (seed, purpose, step, sample)."""
+    """Noise level and float32 noise of one sample, as a function of names (seed, purpose, step, sample) and the level's stratum."""
     random = generator(*names)
-    return _sample_sigma(random, config, shift), torch.randn(latents.shape, generator=random)
+    return _sample_sigma(random, config, shift, stratum), torch.randn(latents.shape, generator=random)
 
 
-def _sample_sigma(random: torch.Generator, config: FlowConfig, shift: float) -> Float[Tensor, ""]:
-    return sigma_at(torch.rand((), dtype=torch.float64, generator=random), config, shift).float()
+def _sample_sigma(random: torch.Generator, config: FlowConfig, shift: float, stratum: Stratum) -> Float[Tensor, ""]:
+    probability = (stratum.index + torch.rand((), dtype=torch.float64, generator=random)) / stratum.count
+    return sigma_at(probability, config, shift).float()
 
 
 def loss_weight(sigma: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
@@ -208,13 +237,17 @@ def prepare(
     batch, place = micro_batches[micro], sum(len(before.ids) for before in micro_batches[:micro])
     shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
     names = [(seed, "noise", step, place + i, name) for i, name in enumerate(batch.ids)]
+    strata = strata_of(flow, micro_batches, micro, seed=seed, step=step)
     if noise_device == "device":
-        levels = [_sample_sigma(generator(*each), flow, shift) for each, shift in zip(names, shifts, strict=True)]
-        noise, seeds = [], [seed_of(*each, "on the device") for each in names]
+        levels = [
+            _sample_sigma(generator(*name), flow, shift, stratum)
+            for name, shift, stratum in zip(names, shifts, strata, strict=True)
+        ]
+        noise, seeds = [], [seed_of(*name, "on the device") for name in names]
     else:
         sampled = [
-            sample_noise(item["latents"], flow, shift, *each)
-            for item, shift, each in zip(batch.items, shifts, names, strict=True)
+            sample_noise(item["latents"], flow, shift, *name, stratum=stratum)
+            for item, shift, name, stratum in zip(batch.items, shifts, names, strata, strict=True)
         ]
         levels, noise, seeds = [level for level, _ in sampled], [eps for _, eps in sampled], []
     factors = batch.weights or [1.0] * len(levels)
