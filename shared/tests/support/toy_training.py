@@ -118,5 +118,5 @@ def train(
     config = TrainerConfig(train=sections.pop("config"), **sections)
     validator = None
     if held_out_clips is not None:
-        validator = Validator(held_out, held_out_clips, guidance=config.flow.guidance)
+        validator = Validator(held_out, held_out_clips, flow=config.flow)
     return Trainer(model, data, config, folder=folder, validator=validator, callbacks=callbacks, warn=warn).fit()

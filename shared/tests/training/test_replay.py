@@ -38,7 +38,7 @@ from ditkit_core.training.trainer import Callback, Trainer
 ARCH = TOY.architecture.presets["tiny"]
 CASE = {
     "policy": "full", "adapter": "lora with dropout", "quantize": "none", "dtype": "fp32", "masks": True, "accumulation": 4, "average": 0.0,
-    "matches_base": True,
+    "target": "base",
 }  # fmt: skip
 """Several kinds of micro-batch, sums of several sets of gradients, and dropout under a recompute."""
 
@@ -225,8 +225,8 @@ def test_memory_that_runs_out_while_a_kind_is_recorded_loses_nothing(
         return record(graphs, out_of_memory if next(left, False) else work, trace)
 
     monkeypatch.setattr(RecordedGraphs, "record", failing)
-    eager = steps_of(CASE | {"adapter": "full", "matches_base": False}, replays=False)
-    found = steps_of(CASE | {"adapter": "full", "matches_base": False}, replays=True)
+    eager = steps_of(CASE | {"adapter": "full", "target": "velocity"}, replays=False)
+    found = steps_of(CASE | {"adapter": "full", "target": "velocity"}, replays=True)
     assert is_bitwise(found, eager)
     lines, num_graphs = found[2:]
     assert num_graphs == 2 - times
@@ -312,7 +312,7 @@ def _prepared(model: TrainModel) -> Any:
 
 
 def _work(model: TrainModel, batch: Any, divisor: Tensor, clock: StepClock) -> Tensor:
-    return forward_and_backward(model, batch, divisor, clock, guidance=1.0)
+    return forward_and_backward(model, batch, divisor, clock, flow=FlowConfig())
 
 
 @pytest.mark.parametrize(

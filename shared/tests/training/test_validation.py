@@ -11,7 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.config import HeldOutConfig
+from ditkit_core.training.config import FlowConfig, HeldOutConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.validation import (
     ValidationHistory,
@@ -40,7 +40,11 @@ def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
 
     model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16)
     validation_loss(
-        TrainModel(model, BlockEngine(), altered(TOY, make_inputs=seeing)), ["a"], toy_items(1), (0.9937,), 3.5
+        TrainModel(model, BlockEngine(), altered(TOY, make_inputs=seeing)),
+        ["a"],
+        toy_items(1),
+        (0.9937,),
+        FlowConfig(guidance=3.5),
     )
     ((sigma, guidance),) = seen
     assert torch.equal(sigma, torch.tensor([0.9937])) and guidance == 3.5

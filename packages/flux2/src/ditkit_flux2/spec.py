@@ -62,8 +62,8 @@ def _training_advice(arch: Flux2Arch) -> str:
         "",
     )
     return (
-        f"this klein is distilled to a few steps and trains poorly; train its base model instead{base}, or set base.assistant to a LoRA that "
-        "undoes the distillation"
+        f"this klein is distilled to a few steps and trains poorly; train its base model instead{base}, set base.assistant to a LoRA that "
+        "undoes the distillation, or flow.target_guidance to 3"
     )
 
 

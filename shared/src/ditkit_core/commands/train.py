@@ -393,7 +393,7 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
         clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])
         # The bootstrap of the confidence interval resamples files: clips of one file are not independent.
         source_files = [files.get(id, id) for id in held_out]
-        validator = Validator(config.held_out, clips, files=source_files, guidance=config.flow.guidance)
+        validator = Validator(config.held_out, clips, files=source_files, flow=config.flow)
     return _Samples([by_id[id] for id in kept], data.prior, validator)
 
 

@@ -47,6 +47,8 @@ FOREIGN_WORDS = {
         "regularisation images are a folder of their own: prior.folder": "is_reg with_prior_preservation",
         "prior.images": "num_class_images",
         "prior.weight": "prior_loss_weight diff_output_preservation_multiplier blank_prompt_preservation_multiplier",
+        "flow.target_guidance": "do_guidance_loss guidance_loss_target",
+        "flow.target_schedule": "guidance_loss_schedule",
         "prior.match_base": "diff_output_preservation blank_prompt_preservation prior_prediction",
         "prior.prompt, with prior.match_base": "diff_output_preservation_class",
         "adapter.rank": "lora_dimension rank r dim network_dim lora_rank lora_dim linear",

@@ -54,6 +54,8 @@ class SampleEncoders:
     """The encoders of conditions besides the caption."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """`TrainingSpec.assemble`."""
+    empty_captions: bool = False
+    """Whether training items have the empty caption next to their own."""
     mask_weight: float = 0.0
     """`train.mask_weight`."""
     flips: bool = False
@@ -152,6 +154,7 @@ def _encoded_sample(
         reference_keys=tuple(media_keys[1:]),
         conditions=conditions,
         assemble=encoders.assemble,
+        has_empty_caption=encoders.empty_captions,
         mask_weight=encoders.mask_weight,
         repeats=sample.repeats,
     )

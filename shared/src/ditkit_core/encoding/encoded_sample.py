@@ -14,6 +14,20 @@ from ditkit_core.models.spec import identity
 
 Found = TypeVar("Found")
 
+EMPTY_CAPTION_PREFIX = "empty_caption."
+"""Prefix of the tensors of the empty caption in a training item that has them next to those of its own."""
+
+
+def with_empty_caption(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A training item with the empty caption that it has next to its own."""
+    texts = {
+        name.removeprefix(EMPTY_CAPTION_PREFIX): tensor
+        for name, tensor in item.items()
+        if name.startswith(EMPTY_CAPTION_PREFIX)
+    }
+    assert texts, "`EncodedSample.has_empty_caption`"
+    return {**item, **texts}
+
 
 class Condition(NamedTuple):
     """The place of a sample's condition in the cache."""
@@ -39,6 +53,8 @@ class EncodedSample:
     """Keys of the references, in order."""
     conditions: tuple[Condition, ...] = ()
     """Conditions besides the caption."""
+    has_empty_caption: bool = False
+    """Whether items have the tensors of the empty caption, too, for `with_empty_caption`."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """`TrainingSpec.assemble`."""
     mask_weight: float = 0.0
@@ -80,7 +96,11 @@ class EncodedSample:
             if not (optional and drop_controls):
                 item |= self._read_encoded(kind, key, self.cache.get)
         text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
-        return self._item(item | self._read_encoded("text", text_key, self.cache.get))
+        item = self._item(item | self._read_encoded("text", text_key, self.cache.get))
+        if self.has_empty_caption:
+            empty = self._read_encoded("text", self.empty_text_key, self.cache.get)
+            item |= {f"{EMPTY_CAPTION_PREFIX}{name}": tensor for name, tensor in empty.items()}
+        return item
 
     def media_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors except the text's, which samples of one micro-batch share. Reads headers only."""

@@ -81,6 +81,7 @@ def encode_samples(
         reference_size=run.spec.data.reference_size,
         conditioning=run.auxiliary.conditioning,
         assemble=run.spec.training.assemble,
+        empty_captions=run.config.flow.target_guidance != 1,
         mask_weight=run.config.train.mask_weight,
         flips=run.config.data.flip,
     )

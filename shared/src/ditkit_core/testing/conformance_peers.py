@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -24,12 +24,14 @@ from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.data.masks import at_latent_size
+from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX
 from ditkit_core.encoding.loss_masks import weighted
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.nn.lora import without_adapters
 from ditkit_core.testing.world import ModelChecks, make_model
-from ditkit_core.training.flow_matching import NoisedBatch, matching_base, velocity_errors
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.flow_matching import NoisedBatch, guiding, matching_base, velocity_errors
 from ditkit_core.training.train_model import TrainModel
 
 _SIGMA, _GUIDANCE = 0.5, 1.0
@@ -87,6 +89,30 @@ class PeerChecks(ModelChecks):
         _close(batch.targets[0], target)
         torch.testing.assert_close(ours, functional.mse_loss(predicted, target), rtol=1e-3, atol=0)
         assert ours > 1e-4
+
+    @pytest.mark.parametrize("schedule", ["constant", "sigma"])
+    def test_a_guided_target_is_guidance_from_diffusers_prediction_without_caption(
+        self, tmp_path: Path, schedule: Literal["constant", "sigma"]
+    ) -> None:
+        """ai-toolkit's contrastive loss: from what the model predicts for the empty caption, past the sample's velocity."""
+        model = self._adapted(4)
+        item, other = self.items(2)
+        noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0))
+        guided = {**item, f"{EMPTY_CAPTION_PREFIX}text": other["text"]}
+        flow = FlowConfig(target_guidance=3.0, target_schedule=schedule, guidance=_GUIDANCE)
+        train = TrainModel(model, BlockEngine(), self.spec)
+        batch = guiding(train, NoisedBatch([guided], torch.tensor([_SIGMA]), [noise]), flow)
+        assert batch.targets is not None
+        theirs = self.diffusers.transformer(model)
+        theirs.load_lora_adapter(self._written(model, tmp_path / "own.safetensors"), adapter_name="own")
+        with torch.no_grad():
+            unconditional = self.diffusers.run(theirs, self._inputs({**item, "text": other["text"]}, noise))
+            predicted = self.diffusers.run(theirs, self._inputs(item, noise))
+        guidance = 3.0 if schedule == "constant" else 1 + 2 * _SIGMA
+        target = unconditional + guidance * (noise - item["latents"] - unconditional)
+        _close(batch.targets[0], target)
+        ours = velocity_errors(train, batch, _GUIDANCE)[0]
+        torch.testing.assert_close(ours, functional.mse_loss(predicted, target), rtol=1e-3, atol=0)
 
     @pytest.mark.filterwarnings(
         "ignore:Already found a `peft_config`:UserWarning"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.spec import ModelSpec
@@ -41,14 +42,14 @@ LEVERS: Mapping[str, Sequence[Any]] = {
     "masks": (False, True),
     "accumulation": (1, 2, 3),
     "average": (0.0, 0.9),
-    "matches_base": (False, True),
+    "target": ("velocity", "base", "guided"),
 }
 
 
 def _is_allowed(case: tuple[Any, ...]) -> bool:
     named = dict(zip(LEVERS, case, strict=True))
     # Training a quantized base itself is refused, and a full fine-tune has no base to match.
-    return named["adapter"] != "full" or (named["quantize"] == "none" and not named["matches_base"])
+    return named["adapter"] != "full" or (named["quantize"] == "none" and named["target"] != "base")
 
 
 CASES = pairwise(LEVERS, _is_allowed)
@@ -61,7 +62,7 @@ ON_A_GPU = (
 )
 """Differences from `_PLAIN` of the cases that a GPU replays."""
 _PLAIN = {
-    "policy": "full", "adapter": "lora", "quantize": "none", "dtype": "bf16", "masks": True, "accumulation": 3, "average": 0.9, "matches_base": False,
+    "policy": "full", "adapter": "lora", "quantize": "none", "dtype": "bf16", "masks": True, "accumulation": 3, "average": 0.9, "target": "velocity",
 }  # fmt: skip
 
 
@@ -96,13 +97,16 @@ def trained_steps(
         model, BlockEngine(policy=case["policy"], backend=attention), spec, trainable=trained.parameters
     )
     items = masked(items) if case["masks"] else list(items)
+    if case["target"] == "guided":
+        items = [{**item, f"{EMPTY_CAPTION_PREFIX}text": item["text"].flip(0)} for item in items]
+    flow = FlowConfig(weighting="bell", target_guidance=3.0 if case["target"] == "guided" else 1.0)
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     alone = Batch(ids=whole.ids[:1], items=whole.items[:1])
     batches = [whole if micro % 2 else alone for micro in range(case["accumulation"])]
-    batches[0] = replace(batches[0], matches_base=case["matches_base"])
+    batches[0] = replace(batches[0], matches_base=case["target"] == "base")
     results = []
     for step in range(STEPS):
-        context = StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell"), replays=graphs)
+        context = StepContext(step=step, seed=1, flow=flow, replays=graphs)
         watch = StatsRecorder() if step == 2 else None
         results.append(training_step(staged, batches, trained.optimizer, context, lr=1e-2, clip_norm=0.1, watch=watch))
         trained.average.update(step + 1)
@@ -132,7 +136,7 @@ class ReplayChecks(ModelChecks):
         assert results == eager
         assert differing(state, expected) == []
         assert lines == []
-        assert num_graphs == min(2, named["accumulation"]) + (named["matches_base"] and named["accumulation"] > 2)
+        assert num_graphs == min(2, named["accumulation"]) + (named["target"] == "base" and named["accumulation"] > 2)
 
     @pytest.mark.parametrize("name", GPUS)
     @pytest.mark.parametrize("changed", ON_A_GPU, ids=lambda case: "-".join(case.values()))

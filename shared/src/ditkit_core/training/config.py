@@ -38,6 +38,13 @@ class FlowConfig:
     weighting: Literal["none", "bell", "cosmap", "sigma_sqrt"] = setting("none", resume="stated")
     """Weight of a sample's loss by noise level: `bell` is highest at 0.5, 0 at 1 and 1 on average; `cosmap` is
     2 / (pi * (1 - 2 sigma + 2 sigma^2)); `sigma_sqrt` is sigma^-2."""
+    target_guidance: float = setting(1.0, resume="stated")
+    """For bases that were distilled with guidance, such as the distilled klein: the guidance of the velocity to predict, at least 1. The
+    target is then u + w (v - u): v is the sample's velocity, u the model's own prediction with the empty caption, w this guidance. It
+    takes one more forward. 1 trains the plain velocity, by which such a base slowly loses its guidance."""
+    target_schedule: Literal["constant", "sigma"] = setting("constant", resume="stated")
+    """For `target_guidance`: `sigma` lowers it with the noise level, to 1 + (target_guidance - 1) sigma, because what no model can
+    predict is most of v - u at low levels."""
     stratified: bool = setting(False, resume="stated")
     """Spread the noise levels of a step: each of its n samples has its level in another one of n equally likely parts of the
     distribution, so that the loss differs less from step to step. It needs several samples in a step."""
@@ -57,6 +64,14 @@ class FlowConfig:
             raise UserError(
                 f"flow.logit_mean = {self.logit_mean} and flow.logit_std = {self.logit_std} need flow.sampling = "
                 '"logit_normal"'
+            )
+        if self.target_guidance < 1:
+            raise UserError(
+                f"flow.target_guidance = {self.target_guidance} must be at least 1; 1 trains the plain velocity, and the peers' default is 3"
+            )
+        if self.target_schedule != "constant" and self.target_guidance == 1:
+            raise UserError(
+                f"flow.target_schedule = {self.target_schedule} has no effect with flow.target_guidance = 1; set that above 1"
             )
         if self.shift != 1 and self.shifting != "constant":
             raise UserError(f'flow.shift = {self.shift} needs flow.shifting = "constant"')

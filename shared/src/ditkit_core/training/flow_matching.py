@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ditkit_core.encoding.encoded_sample import with_empty_caption
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.io.rng import generator, seed_of
 from ditkit_core.io.runtimes import sent_to
@@ -289,6 +290,23 @@ def matching_base(model: TrainModel, batch: NoisedBatch, guidance: float) -> Noi
         targets = _predicted(model, batch, guidance)
     masks = None if batch.masks is None else [mask._replace(weights=None) for mask in batch.masks]
     return batch._replace(targets=[target.float() for target in targets], masks=masks)
+
+
+def guiding(model: TrainModel, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
+    """The batch with the guided velocity as target: that of a base distilled with guidance, in which the plain one would undo it.
+
+    Source: "contrastive guidance loss" of ai-toolkit, there with the same two schedules.
+    """
+    with torch.no_grad():
+        without_caption = batch._replace(items=[with_empty_caption(item) for item in batch.items])
+        unconditional = [velocity.float() for velocity in _predicted(model, without_caption, flow.guidance)]
+    targets, targeted = batch.targets, []
+    if targets is None:
+        targets = [velocity_target(item, eps) for item, eps in zip(batch.items, batch.noise, strict=True)]
+    for sigma, target, base in zip(batch.sigma, targets, unconditional, strict=True):
+        share = sent_to(sigma, base.device) if flow.target_schedule == "sigma" else 1.0
+        targeted.append(base + (1 + (flow.target_guidance - 1) * share) * (sent_to(target, base.device) - base))
+    return batch._replace(targets=targeted)
 
 
 def _predicted(model: TrainModel, batch: NoisedBatch, guidance: float) -> Sequence[Tensor]:

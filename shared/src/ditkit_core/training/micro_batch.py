@@ -5,33 +5,34 @@ from torch import Tensor
 from ditkit_core.engine.generator_state import GeneratorHook
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled
-from ditkit_core.training.flow_matching import PreparedBatch, matching_base, velocity_errors
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.flow_matching import PreparedBatch, guiding, matching_base, velocity_errors
 from ditkit_core.training.train_model import TrainModel
 
 
 def forward_and_backward(
-    model: TrainModel, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, guidance: float
+    model: TrainModel, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, flow: FlowConfig
 ) -> Tensor:
     """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
-    weighted = weighted_errors(model, batch, guidance, clock)
+    weighted = weighted_errors(model, batch, flow, clock)
     run_backward(mean_of(weighted, divisor, clock))
     return weighted.detach()
 
 
-def weighted_errors(model: TrainModel, batch: PreparedBatch, guidance: float, clock: StepClock) -> Tensor:
+def weighted_errors(model: TrainModel, batch: PreparedBatch, flow: FlowConfig, clock: StepClock) -> Tensor:
     """Run the forward of a micro-batch, and return the weighted loss of each sample.
 
     The generators were seeded for this micro-batch, so that dropout does not depend on what ran before, for example after a resume.
     """
     clock.mark(batch.noised.sigma.device, "forward")
     noised = batch.noised
-    if batch.matches_base:
+    if batch.matches_base or flow.target_guidance != 1:
         hooks = [GeneratorHook(device) for device in dict.fromkeys(p.device for p in model.module.parameters())]
         states = [hook.snapshot() for hook in hooks]
-        noised = matching_base(model, noised, guidance)
+        noised = matching_base(model, noised, flow.guidance) if batch.matches_base else guiding(model, noised, flow)
         for hook, state in zip(hooks, states, strict=True):
             hook.restore(state)
-    return velocity_errors(model, noised, guidance) * batch.weights
+    return velocity_errors(model, noised, flow.guidance) * batch.weights
 
 
 def mean_of(weighted: Tensor, divisor: Tensor, clock: StepClock) -> Tensor:

@@ -310,13 +310,13 @@ def accumulate_gradients(
         seed = context.dropout_seed(micro)
         if context.replays is None:
             torch.manual_seed(seed)  # all devices' generators
-            weighted = weighted_errors(model, batch, context.flow.guidance, context.clock)
+            weighted = weighted_errors(model, batch, context.flow, context.clock)
             # Detached, so that the backward frees the graph of its micro-batch.
             losses.weighted.append(weighted.detach())
             before_backward(losses)
             run_backward(mean_of(weighted, weighted.new_full((), counted), context.clock))
         else:
-            work = partial(forward_and_backward, guidance=context.flow.guidance)
+            work = partial(forward_and_backward, flow=context.flow)
             run = partial(context.replays.run, clock=context.clock, eager=context.is_seen)
             losses.weighted.append(run(model, batch, work, seed=seed, divisor=counted))
         if adapts:
@@ -345,7 +345,7 @@ def _accumulate_pipelined(
     parts: list[Tensor] = []
     for micro, batch in micro_batches:
         torch.manual_seed(context.dropout_seed(micro))
-        weighted = weighted_errors(model, batch, context.flow.guidance, context.clock)
+        weighted = weighted_errors(model, batch, context.flow, context.clock)
         losses.sigmas.append(batch.sigma)
         losses.weighted.append(weighted.detach())
         parts.append(weighted.sum() / weighted.new_full((), counted))
@@ -372,7 +372,7 @@ def _accumulate_sharded(
             batch = next(sent)
         model.shards.begin(last=place == len(runs) - 1)
         torch.manual_seed(context.dropout_seed(micro))
-        weighted = weighted_errors(model, batch, context.flow.guidance, context.clock)
+        weighted = weighted_errors(model, batch, context.flow, context.clock)
         if counts:
             losses.sigmas.append(batch.sigma)
             losses.weighted.append(weighted.detach())
@@ -424,7 +424,7 @@ def _first_not_finite(
 
         def loss_of(micro: int = micro, batch: PreparedBatch = batch) -> Tensor:
             torch.manual_seed(context.dropout_seed(micro))
-            return weighted_errors(model, batch, context.flow.guidance, context.clock).sum()
+            return weighted_errors(model, batch, context.flow, context.clock).sum()
 
         with autocast_disabled(batch.weights.device.type):
             own = find_first_nonfinite(model.module, loss_of, on_any_rank=everyone.any, broken_weights=broken)

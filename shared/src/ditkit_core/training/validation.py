@@ -21,10 +21,11 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.training.config import HeldOutConfig
-from ditkit_core.training.flow_matching import NoisedBatch, to_device, velocity_errors
+from ditkit_core.training.config import FlowConfig, HeldOutConfig
+from ditkit_core.training.flow_matching import NoisedBatch, guiding, to_device, velocity_errors
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
+_PLAIN = FlowConfig()
 _SEED = 0
 """The grid's own seed: runs with different `train.seed` are validated with the same noise."""
 
@@ -134,7 +135,7 @@ def validation_loss(
     ids: Sequence[str],
     items: Sequence[Mapping[str, Tensor]],
     sigmas: Sequence[float],
-    guidance: float = 1.0,
+    flow: FlowConfig = _PLAIN,
     ranks: Ranks | None = None,
 ) -> ValidationResult:
     """Validate the model without side effects: no gradients, no dropout, no shared random generator.
@@ -143,7 +144,7 @@ def validation_loss(
         ids: Stable names of the clips, at least one.
         items: Their training items.
         sigmas: Noise levels, at least one.
-        guidance: Guidance that a guidance-embedded model is conditioned on, as in training.
+        flow: What the model is conditioned on and predicts, as in training.
         ranks: The processes that share the clips; None for this one alone.
     """
     device, ranks = next(model.module.embed.parameters()).device, ranks or Ranks()
@@ -159,7 +160,10 @@ def validation_loss(
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # One sample at a time, so that a clip's error does not depend on the other clips of a batch.
-                error = velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0]
+                batch = NoisedBatch(moved, level, noise)
+                if flow.target_guidance != 1:
+                    batch = guiding(model, batch, flow)
+                error = velocity_errors(model, batch, flow.guidance)[0]
                 if counts:
                     errors[place, clip] = float(error)
     return ValidationResult.of(dict(zip(sigmas, ranks.sum_of_groups(errors).tolist(), strict=True)))
@@ -169,11 +173,11 @@ class Validator:
     """Validates a model on clips that are not trained on."""
 
     def __init__(
-        self, config: HeldOutConfig, clips: MicroBatch, *, files: Sequence[str] = (), guidance: float = 1.0
+        self, config: HeldOutConfig, clips: MicroBatch, *, files: Sequence[str] = (), flow: FlowConfig = _PLAIN
     ) -> None:
         """Store the clips, at least one, and the file of each; `files` is empty if each is from a file of its own."""
         self.files = files
-        self._config, self._clips, self._guidance = config, clips, guidance
+        self._config, self._clips, self._flow = config, clips, flow
 
     def due(self, step: int, *, saving: bool) -> bool:
         """Whether to validate after `step` optimizer steps, given whether the run saves there."""
@@ -188,7 +192,7 @@ class Validator:
             UserError: If the loss is not finite; names `last_save` to resume from.
         """
         clips = self._clips
-        loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance, ranks)
+        loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._flow, ranks)
         if (broken := loss.broken()) is not None:
             sigma, place = broken
             raise UserError(_cannot_measure(step, clips.ids[place], sigma, last_save, model.spec.name))
