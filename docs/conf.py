@@ -42,6 +42,7 @@ include_patterns = [
     "docs/**",
     "benchmarks/*.md",
     "packages/*/README.md",
+    "packages/*/api.rst",
     "shared/README.md",
     "shared/tests/README.md",
 ]
@@ -168,6 +169,13 @@ def _add_contents(app: Sphinx, name: str, source: list[str]) -> None:
         caption, _, text = part.partition("\n")
         pages = (re.sub(r"\.(md|rst)$", "", path) for path in re.findall(r"\]\(([^)#]+)\)", text))
         names = [(ROOT / "docs" / page).resolve().relative_to(ROOT).as_posix() for page in pages]
+        if caption == "Models":  # a new package is listed nowhere
+            files = [
+                file for pattern in ("README.md", "api.rst") for file in sorted(ROOT.glob(f"packages/*/{pattern}"))
+            ]
+            names = list(
+                dict.fromkeys([*names, *(file.relative_to(ROOT).with_suffix("").as_posix() for file in files)])
+            )
         source[0] += "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```", ""])
 
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from workspace import ROOT, read_toml
+from workspace import CORE, ROOT
 
 UV = os.environ.get("UV") or shutil.which("uv")
 INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
@@ -24,7 +24,7 @@ def test_every_instruction_is_one_and_the_image_begins_with_a_python_that_is_sup
     found = instructions()
     assert {name for name, _ in found} <= INSTRUCTIONS and found[0][0] == "FROM"
     python = re.fullmatch(r"python:(3\.\d+)-slim-\w+", found[0][1])
-    assert python and read_toml(ROOT / "pyproject.toml")["project"]["requires-python"] == f">={python[1]}"
+    assert python and CORE.project["requires-python"] == f">={python[1]}"
 
 
 def test_what_it_runs_is_shell_and_leaves_no_host_key():

@@ -21,13 +21,16 @@ def test_the_list_has_every_page_once():
     listed = [(CONTENTS.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", CONTENTS.read_text("utf-8"))]
     made = {*API.glob("*.rst"), ROOT / "docs" / "settings.rst", ROOT / "docs" / "commands.rst"}
     pages = {page for page in PAGES if page.relative_to(ROOT).parts[0] != ".github"}
-    assert (pages | made) - UNLISTED - set(listed) == set(), "list them in docs/README.md"
+    # docs/conf.py finds the pages of model packages.
+    unlisted = {page for page in (pages | made) - UNLISTED - set(listed) if page.parent.parent != ROOT / "packages"}
+    assert unlisted == set(), "list them in docs/README.md"
     assert set(listed) - UNLISTED - (pages | made) == set()
     assert len(listed) == len(set(listed))
 
 
 def test_every_module_is_on_one_page_of_the_reference():
-    named = [name for page in API.glob("*.rst") for name in re.findall(r"\bditkit_[\w.]+", page.read_text("utf-8"))]
+    references = [*API.glob("*.rst"), *ROOT.glob("packages/*/api.rst")]
+    named = [name for page in references for name in re.findall(r"\bditkit_[\w.]+", page.read_text("utf-8"))]
     for member in MEMBERS:
         for file in member.modules:
             name = ".".join(file.relative_to(member.folder / "src").with_suffix("").parts)

@@ -74,9 +74,6 @@ version = 1
 requires-python = ">=3.11"
 
 [manifest]
-members = [
-    "member",
-]
 
 [[package]]
 name = "forked"
@@ -126,7 +123,7 @@ def test_an_address_that_cannot_be_dropped_is_an_error():
 def test_the_lock_of_the_work_tree_keeps_every_pin_and_loses_the_members():
     full = (ROOT / "uv.lock").read_text(encoding="utf-8")
     neutral = without_addresses(full)
-    own = {member.name for member in MEMBERS} | {"ditkit-workspace"}
+    own = {member.name for member in MEMBERS}
     pins = {(package["name"], package["version"]) for package in tomllib.loads(full)["package"]}
     kept = {(package["name"], package["version"]) for package in tomllib.loads(neutral)["package"]}
     assert kept == {(name, version) for name, version in pins if name not in own}

@@ -10,7 +10,7 @@ file keeps names, versions, markers and dependencies, and loses three things:
 
 - every registry address, replaced by a placeholder that uv knows to be no index;
 - the `sdist` and `wheels` of each package, which are addresses and hashes from that index;
-- the workspace's own members. uv then sees that the lock does not cover its members, resolves again from the index that the
+- the workspace's own members, and the list of their names. uv then sees that the lock does not cover its members, resolves again from the index that the
   user has configured, prefers the versions it finds here, and writes the full file into the work tree. There the filter
   hides the difference from git.
 
@@ -44,6 +44,8 @@ def without_addresses(lock: str) -> str:
         ValueError: If an address is left, as with a dependency from git or from a URL: such a pin cannot be neutral.
     """
     head, *packages = re.split(r"(?m)^(?=\[\[package\]\]\n)", lock)
+    # Their names, too: a new package then changes no shared file.
+    head = re.sub(r"(?ms)^members = \[\n.*?^\]\n", "", head)
     neutral = head + "".join(_package_without_addresses(package) for package in packages if not _is_member(package))
     for line in neutral.splitlines():
         if ADDRESS in line:
