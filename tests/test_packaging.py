@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workspace import CORE, MEMBERS, MODELS, ROOT, read_toml
+from workspace import CORE, MEMBERS, MODELS, ROOT, in_git, read_toml
 
 UV = os.environ.get("UV") or shutil.which("uv")  # `uv run` says where it is
 needs_uv = pytest.mark.skipif(UV is None, reason="needs uv on the PATH")
@@ -141,3 +141,36 @@ def test_a_wheel_installs_alone_and_its_commands_answer(member, dist, tmp_path):
         answered = run(programs / command, "--help", cwd=tmp_path)
         assert answered.returncode == 0, answered.stderr
         assert command in answered.stdout
+
+
+@needs_uv
+@pytest.mark.slow
+@pytest.mark.skipif(not in_git(), reason="not a git checkout")
+def test_a_package_that_is_added_and_removed_changes_no_other_file(tmp_path):
+    """The lock's list of members and the members' own entries are not stored, so git sees no difference."""
+    clone = tmp_path / "clone"
+    assert run("git", "clone", "--quiet", ROOT, clone).returncode == 0
+    # This Python runs the filter: the test is about what it leaves, not about which uv is installed.
+    command = f'"{Path(sys.executable).as_posix()}" tools/index_neutral_lock.py'
+    assert run("git", "config", "filter.index-neutral.clean", command, cwd=clone).returncode == 0
+    shutil.copyfile(ROOT / "uv.lock", clone / "uv.lock")
+    model = MODELS[0]
+    added = clone / "packages" / "zed"
+
+    def status() -> list[str]:
+        locked = run(UV, "lock", "--offline", "--quiet", cwd=clone)
+        assert locked.returncode == 0, locked.stderr
+        assert run("git", "add", "uv.lock", cwd=clone).returncode == 0
+        return run("git", "status", "--short", cwd=clone).stdout.splitlines()
+
+    assert status() == []
+    (added / "src" / "ditkit_zed").mkdir(parents=True)
+    (added / "src" / "ditkit_zed" / "__init__.py").write_text('"""Zed."""\n', encoding="utf-8")
+    (added / "README.md").write_text("# Zed\n", encoding="utf-8")
+    project = (model.folder / "pyproject.toml").read_text(encoding="utf-8")
+    name = model.name.removeprefix("ditkit-")
+    (added / "pyproject.toml").write_text(project.replace(name, "zed"), encoding="utf-8")
+    assert status() == ["?? packages/zed/"]
+    assert '"ditkit-zed"' in (clone / "uv.lock").read_text(encoding="utf-8")
+    shutil.rmtree(added)
+    assert status() == []
