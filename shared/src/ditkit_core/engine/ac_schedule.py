@@ -24,7 +24,7 @@ BUDGET = "budget"
 EVERY = "every_n"
 OFFLOAD = "offload"
 
-# One rule: `where=kind(arguments)+offload`, of which only the kind is required. Spaces are removed before.
+# One rule: `where=kind(arguments)+offload`; only the kind is required. Spaces are removed before.
 _RULE = re.compile(r"(?:(?P<where>[^=()]+)=)?(?P<kind>[^()+=]+)(?:\((?P<arguments>[^()]*)\))?(?P<offload>\+offload)?")
 # Blocks: `3`, `0-9`, or `30-` for all from block 30 on.
 _RANGE = re.compile(r"(\d{1,9})(?:(-)(\d{1,9})?)?")
@@ -32,11 +32,11 @@ _RANGE = re.compile(r"(\d{1,9})(?:(-)(\d{1,9})?)?")
 _NOT_INSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
 
 
-def _without_arguments(made: Policy) -> Callable[[tuple[str, ...]], Policy]:
+def _without_arguments(policy: Policy) -> Callable[[tuple[str, ...]], Policy]:
     def make(arguments: tuple[str, ...]) -> Policy:
         if arguments:
-            raise ValueError(f"{made.kind} takes nothing in parentheses")
-        return made
+            raise ValueError(f"{policy.kind} takes nothing in parentheses")
+        return policy
 
     return make
 
@@ -70,8 +70,8 @@ class ACRule:
         """The rule as a user writes it."""
         # every_n stands for the policy itself, `full`, so that only its offload is written behind it
         offload = "+offload" if self.policy.offload else ""
-        what = str(self.policy) if self.every == 1 else f"{EVERY}({self.every}){offload}"
-        return f"{self.where}={what}" if self.where else what
+        policy_text = str(self.policy) if self.every == 1 else f"{EVERY}({self.every}){offload}"
+        return f"{self.where}={policy_text}" if self.where else policy_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,32 +149,32 @@ class ACSchedule:
         here: torch.device | None = None
         devices = [here := here if device is None else device for device in devices]
         # Rules that name blocks come first: the default applies to whatever they left.
-        found: dict[int, Policy] = {}
+        by_block: dict[int, Policy] = {}
         for rule in (rule for rule in self.rules if rule.where):
             named = _blocks(rule.where, devices)
-            if twice := sorted(set(named) & set(found)):
+            if twice := sorted(set(named) & set(by_block)):
                 raise UserError(f"{KEY}: block {twice[0]} has two policies; name each block once")
-            found |= _policies_of(rule, named)
-        rest = [i for i in range(len(devices)) if i not in found]
+            by_block |= _policies_of(rule, named)
+        rest = [i for i in range(len(devices)) if i not in by_block]
         default = next((rule for rule in self.rules if not rule.where), None)
         if rest and default is None:
             raise UserError(
                 f"{KEY} has no policy for block {rest[0]}; name it, or begin with a policy for all others: full, …"
             )
         if default is not None:
-            found |= _policies_of(default, rest)
-        return tuple(found[i] for i in range(len(devices)))
+            by_block |= _policies_of(default, rest)
+        return tuple(by_block[i] for i in range(len(devices)))
 
 
 def _policies_of(rule: ACRule, named: Sequence[int]) -> dict[int, Policy]:
     # Counted among the named blocks, not in the model: `10-19=every_n(2)` recomputes block 10.
-    return {block: rule.policy if place % rule.every == 0 else Policy() for place, block in enumerate(named)}
+    return {block: rule.policy if position % rule.every == 0 else Policy() for position, block in enumerate(named)}
 
 
 def _blocks(where: str, devices: "Sequence[torch.device | None]") -> list[int]:
-    if found := _RANGE.fullmatch(where):
-        first = int(found[1])
-        last = int(found[3]) if found[3] else len(devices) - 1 if found[2] else first
+    if match := _RANGE.fullmatch(where):
+        first = int(match[1])
+        last = int(match[3]) if match[3] else len(devices) - 1 if match[2] else first
         if not first <= last < len(devices):
             raise UserError(f"{KEY}: blocks {where} are not among the model's {len(devices)}, 0 to {len(devices) - 1}")
         return list(range(first, last + 1))
@@ -192,10 +192,10 @@ def parse_schedule(text: str) -> ACSchedule:
         UserError: In one line, with the wrong part and what could be written instead.
     """
     parts = [part.strip() for part in _NOT_INSIDE_PARENTHESES.split(text)]
-    found = [_RULE.fullmatch(part.replace(" ", "")) for part in parts]
-    if (wrong := next((part for part, entry in zip(parts, found, strict=True) if entry is None), None)) is not None:
+    matches = [_RULE.fullmatch(part.replace(" ", "")) for part in parts]
+    if (wrong := next((part for part, entry in zip(parts, matches, strict=True) if entry is None), None)) is not None:
         raise UserError(f"{KEY} = {text!r}: {wrong!r} is not a policy; write {examples()}")
-    pieces = [entry for entry in found if entry is not None]
+    pieces = [entry for entry in matches if entry is not None]
     if any(piece["kind"] == BUDGET for piece in pieces):
         if len(pieces) > 1 or pieces[0]["where"] or pieces[0]["offload"]:
             raise UserError(f"{KEY} = {text!r}: budget chooses for all blocks; write nothing else next to it")
@@ -267,5 +267,7 @@ def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[i
     Raises:
         UserError: If one is not a size, or if there is neither one per device nor one for all.
     """
-    found = [parse_size(size, f"{KEY} = budget:") for size in sizes]
-    return tuple(found if num_devices is None or not found else per_device(found, num_devices, f"{KEY} = budget"))
+    num_bytes = [parse_size(size, f"{KEY} = budget:") for size in sizes]
+    return tuple(
+        num_bytes if num_devices is None or not num_bytes else per_device(num_bytes, num_devices, f"{KEY} = budget")
+    )

@@ -12,7 +12,7 @@ tensors view it and however many blocks keep it, except
 - storages that were emptied after the block, as FSDP2 does with gathered weights: their owner fills them again for the backward.
 
 A device has the tensors of at most two blocks at a time. In the forward, a block's tensors are freed once the next block was launched,
-and the device waits there until their copy is done. Those of the last block stay, because the backward begins with them. In the backward,
+and the device waits there until their copy is done. The last block's tensors stay, because the backward begins with them. In the backward,
 the mark behind block i, which autograd passes before it enters the block, waits for what the block needs and starts the copy of what block
 i - 1 needs. Device memory is allocated and freed in the order of the device's own stream, so nothing depends on how far the host is
 ahead. Copies run on a side stream, one per device.
@@ -78,10 +78,10 @@ class HostStore:
             offloaded: Whether each block's policy offloads.
         """
         self._memory, self._offloaded = memory, offloaded
-        own = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
+        tensors = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
         # By the address of the storage, not of the tensor: a saved transpose of a weight is another tensor.
-        self._resident = {tensor.untyped_storage()._cdata for tensor in own}
-        self._kept: dict[int, weakref.ref[_Kept]] = {}
+        self._resident = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._saved: dict[int, weakref.ref[_SavedStorage]] = {}
         self._groups: dict[int, _Group] = {}
         self._hooks = ExitStack()
 
@@ -109,8 +109,8 @@ class HostStore:
         carried = {leaf.untyped_storage()._cdata for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)}
         # Another block may have copied a storage already, and a storage that its owner emptied has no bytes
         # to copy.
-        here = (kept for kept in group.alive() if kept.host is None and kept.is_whole)
-        group.store.send(group, [kept for kept in here if kept.address not in carried])
+        here = (saved for saved in group.alive() if saved.host is None and saved.is_whole)
+        group.store.send(group, [saved for saved in here if saved.address not in carried])
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
         """Wait for what the block needs, and start the copies for the block before it."""
@@ -140,15 +140,15 @@ class HostStore:
             return partial(_unchanged, tensor, tensor._version)
         # An address is used again after its storage is freed, so that a match counts only while the storage
         # is the same.
-        kept = found() if (found := self._kept.get(storage._cdata)) is not None else None
-        if kept is None or kept.storage() is not storage:
-            kept = _Kept(store, tensor)
-            self._kept[storage._cdata] = weakref.ref(kept)
+        saved = reference() if (reference := self._saved.get(storage._cdata)) is not None else None
+        if saved is None or saved.storage() is not storage:
+            saved = _SavedStorage(store, tensor)
+            self._saved[storage._cdata] = weakref.ref(saved)
         # Overwritten since another operation saved it: the copy on the host will have the earlier bytes.
-        elif kept.version != tensor._version:
+        elif saved.version != tensor._version:
             return partial(_unchanged, tensor, tensor._version)
-        group.add(kept)
-        return partial(_view, kept, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        group.add(saved)
+        return partial(_view, saved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def offloading(
         yield (store,)
 
 
-class _Kept:
+class _SavedStorage:
     """One storage that the backward needs. Only autograd refers to it, through the packed tensors, so that a dropped graph frees it."""
 
     def __init__(self, store: "_DeviceStore", tensor: Tensor):
@@ -184,8 +184,8 @@ class _Kept:
         self.storage = weakref.ref(storage)
         """Tells whether the address still belongs to that storage."""
         # A view of all bytes: other views of the storage may be saved later, and are rebuilt from it.
-        whole = tensor.as_strided((self.num_bytes // tensor.itemsize,), (1,), 0)
-        self.device: Tensor | None = whole.view(torch.uint8)
+        flat = tensor.as_strided((self.num_bytes // tensor.itemsize,), (1,), 0)
+        self.device: Tensor | None = flat.view(torch.uint8)
         """All bytes, while they are on the device."""
         self.version = self.device._version
         self.host: Tensor | None = None
@@ -224,9 +224,9 @@ def _unchanged(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-def _view(kept: _Kept, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+def _view(saved: _SavedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     """A saved tensor as a view of a storage, on its device."""
-    return kept.there().view(dtype).as_strided(size, stride, offset)
+    return saved.there().view(dtype).as_strided(size, stride, offset)
 
 
 class _Group:
@@ -239,15 +239,15 @@ class _Group:
         self.before: Callable[[], _Group | None] = _nothing
         """The group of the block that ran before on the device, perhaps in another forward; None once its graph is freed."""
         # Weak, so that a group keeps nothing alive that autograd has dropped.
-        self._kept: dict[int, weakref.ref[_Kept]] = {}
+        self._saved: dict[int, weakref.ref[_SavedStorage]] = {}
 
-    def add(self, kept: _Kept) -> None:
+    def add(self, saved: _SavedStorage) -> None:
         """Note that the block needs a storage."""
-        self._kept[id(kept)] = weakref.ref(kept)
+        self._saved[id(saved)] = weakref.ref(saved)
 
-    def alive(self) -> Iterator[_Kept]:
+    def alive(self) -> Iterator[_SavedStorage]:
         """The storages that autograd still refers to."""
-        return (kept for reference in self._kept.values() if (kept := reference()) is not None)
+        return (saved for reference in self._saved.values() if (saved := reference()) is not None)
 
 
 def _nothing() -> None:
@@ -263,11 +263,11 @@ class _DeviceStore:
         self._lane = CopyLane(device)
         self._there: list[_Group] = []
         """Groups whose storages may be on the device as well as on the host."""
-        self._coming: list[_Kept] = []
+        self._coming: list[_SavedStorage] = []
         """Storages on their way back. Referred to here, because memory that is being written must not be used for anything else."""
         self._last: Callable[[], _Group | None] = _nothing
 
-    def send(self, group: _Group, leaving: Sequence[_Kept]) -> None:
+    def send(self, group: _Group, leaving: Sequence[_SavedStorage]) -> None:
         """Copy to the host what a block keeps, and free on the device what the block before it copied."""
         self._lane.restart()
         self._arrive()
@@ -276,15 +276,15 @@ class _DeviceStore:
         self._there = [group]
         if not leaving:
             return
-        hosts = [self.buffers.take(kept.num_bytes) for kept in leaving]
+        hosts = [self.buffers.take(saved.num_bytes) for saved in leaving]
         self._lane.follow()
         with self._lane.copies():
-            for kept, host in zip(leaving, hosts, strict=True):
-                host[: kept.num_bytes].copy_(kept.checked(), non_blocking=True)
-                kept.host = host
+            for saved, host in zip(leaving, hosts, strict=True):
+                host[: saved.num_bytes].copy_(saved.checked(), non_blocking=True)
+                saved.host = host
                 # The host buffer goes back to the pool when autograd drops the storage, be it after a
                 # backward or with an abandoned graph.
-                weakref.finalize(kept, self.buffers.give, host).atexit = False
+                weakref.finalize(saved, self.buffers.give, host).atexit = False
         group.sent = self._lane.record()
 
     def backward(self, group: _Group) -> None:
@@ -296,60 +296,60 @@ class _DeviceStore:
         near = [group] if following is None else [group, following]
         self._release(near)
         self._there = near
-        self.fetch([kept for kept in group.alive() if kept.device is None])
+        self.fetch([saved for saved in group.alive() if saved.device is None])
         self._arrive()
         if following is not None:
-            self.fetch([kept for kept in following.alive() if kept.device is None])
+            self.fetch([saved for saved in following.alive() if saved.device is None])
 
-    def fetch(self, missing: Sequence[_Kept]) -> None:
+    def fetch(self, missing: Sequence[_SavedStorage]) -> None:
         """Start copies from the host."""
         if not missing:
             return
         # Allocated on the device's own stream: whatever used this memory before was launched there, and `follow` waits for it.
-        there = [torch.empty(kept.num_bytes, dtype=torch.uint8, device=self.device) for kept in missing]
+        there = [torch.empty(saved.num_bytes, dtype=torch.uint8, device=self.device) for saved in missing]
         self._lane.follow()
         with self._lane.copies():
-            for kept, buffer in zip(missing, there, strict=True):
-                assert kept.host is not None
-                buffer.copy_(kept.host[: kept.num_bytes], non_blocking=True)
+            for saved, buffer in zip(missing, there, strict=True):
+                assert saved.host is not None
+                buffer.copy_(saved.host[: saved.num_bytes], non_blocking=True)
         event = self._lane.record()
-        for kept, buffer in zip(missing, there, strict=True):
-            kept.device, kept.coming = buffer, event
+        for saved, buffer in zip(missing, there, strict=True):
+            saved.device, saved.coming = buffer, event
         self._coming.extend(missing)
 
-    def fetch_unmarked(self, kept: _Kept) -> None:
+    def fetch_unmarked(self, saved: _SavedStorage) -> None:
         """Start the copy of a storage that no hook asked for. It stays until the next hook, or the end of the backward."""
         # Outside of a backward somebody looks at a saved tensor, and the next forward frees it.
         if torch._C._current_graph_task_id() != -1:
             self._lane.after_backward(self._clear)
         group = _Group(self)
-        group.add(kept)
+        group.add(saved)
         self._there.append(group)
-        self.fetch([kept])
+        self.fetch([saved])
 
-    def wait_for(self, kept: _Kept) -> None:
+    def wait_for(self, saved: _SavedStorage) -> None:
         """Have the work that is launched next on the device wait for the bytes."""
-        self._lane.wait_for(kept.coming)
-        kept.coming = None
+        self._lane.wait_for(saved.coming)
+        saved.coming = None
 
     def _arrive(self) -> None:
         """Wait for all copies from the host."""
-        for kept in self._coming:
-            self.wait_for(kept)
+        for saved in self._coming:
+            self.wait_for(saved)
         self._coming = []
 
     def _release(self, near: Sequence[_Group] = ()) -> None:
         """Free on the device what is also on the host and not needed by these groups."""
-        needed = {id(kept) for group in near for kept in group.alive()}
+        needed = {id(saved) for group in near for saved in group.alive()}
         for group in self._there:
             if group not in near:
                 # Freed memory may be given out at once, while the copy still reads it: the device's stream
                 # waits for the copy first.
                 self._lane.wait_for(group.sent)
                 group.sent = None
-            for kept in group.alive():
-                if kept.host is not None and id(kept) not in needed:
-                    kept.device = None
+            for saved in group.alive():
+                if saved.host is not None and id(saved) not in needed:
+                    saved.device = None
 
     def _clear(self) -> None:
         """Free everything: the backward is over."""

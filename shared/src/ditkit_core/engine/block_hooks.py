@@ -27,7 +27,7 @@ class BlockHooks(Protocol):
         return
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
-        """Called before the block's backward, when that of everything after the block on its device is launched."""
+        """Called before the block's backward, when the backward of everything after the block on its device is launched."""
         return
 
 
@@ -116,15 +116,15 @@ def call_before_backward(before: Any, after: Any, callback: Callable[[], None]) 
         The output carry, with an identity in the graph of each new tensor.
     """
     # A tensor that was passed on keeps its identity: checkpoints and offloading recognise it by that.
-    known = {id(leaf) for leaf in tree_leaves(before)}
+    input_ids = {id(leaf) for leaf in tree_leaves(before)}
     leaves, spec = tree_flatten(after)
-    made = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and id(x) not in known]
-    if not made:
+    indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and id(x) not in input_ids]
+    if not indices:
         return after
     # One function of all tensors at once, so that it is reached once, when the last of their gradients has
     # arrived.
-    for place, tensor in zip(made, _Mark.apply(callback, *(leaves[i] for i in made)), strict=True):
-        leaves[place] = tensor
+    for index, tensor in zip(indices, _Mark.apply(callback, *(leaves[i] for i in indices)), strict=True):
+        leaves[index] = tensor
     return tree_unflatten(leaves, spec)
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.block_hooks import BlockHooks
-from ditkit_core.engine.pinned_memory import HOST, CopyLane, Found, PinnedPool, Streamed
+from ditkit_core.engine.pinned_memory import HOST, CopyLane, Location, PinnedPool, Streamed
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.protocol import StagedModel
@@ -76,11 +76,15 @@ def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Se
     where = f"train.swap_blocks = {list(counts)}"
     chosen: set[int] = set()
     for device, count in zip(devices, per_device(counts, len(devices), "train.swap_blocks"), strict=True):
-        own = [i for i, block_device in enumerate(placement.blocks) if block_device == device and has_weights[i]]
-        if not 0 <= count <= len(own):
-            raise UserError(f"{where}: {device} runs {len(own)} blocks; choose 0 to {len(own)} of them")
+        device_blocks = [
+            i for i, block_device in enumerate(placement.blocks) if block_device == device and has_weights[i]
+        ]
+        if not 0 <= count <= len(device_blocks):
+            raise UserError(
+                f"{where}: {device} runs {len(device_blocks)} blocks; choose 0 to {len(device_blocks)} of them"
+            )
         # The last block of each span: the blocks before it hide its copy, and the backward begins with it still on the device.
-        chosen |= {own[-(-(k + 1) * len(own) // count) - 1] for k in range(count)}
+        chosen |= {device_blocks[-(-(k + 1) * len(device_blocks) // count) - 1] for k in range(count)}
     return frozenset(chosen)
 
 
@@ -114,12 +118,12 @@ class BlockSwap(BlockHooks):
                 device = placement.blocks[index]
                 self._queues.setdefault(device, BlockQueue(device, self._pages)).add(index, weights)
         self._queue_of = {i: self._queues[d] for i, d in enumerate(placement.blocks) if d in self._queues}
-        each = [streamed for queue in self._queues.values() for streamed in queue.blocks.values()]
-        self.buffers = [streamed.buffer for streamed in each]
-        self.host_buffers = [streamed.host for streamed in each]
-        self.num_bytes = sum(streamed.num_bytes for streamed in each)
+        all_streamed = [streamed for queue in self._queues.values() for streamed in queue.blocks.values()]
+        self.buffers = [streamed.buffer for streamed in all_streamed]
+        self.host_buffers = [streamed.host for streamed in all_streamed]
+        self.num_bytes = sum(streamed.num_bytes for streamed in all_streamed)
         # By identity: a parameter on the device is empty most of the time, and cannot be compared by value.
-        self._hosts = {id(slot.device): slot.host for streamed in each for slot in streamed.trained()}
+        self._hosts = {id(slot.device): slot.host for streamed in all_streamed for slot in streamed.trained()}
 
     @property
     def locked(self) -> bool:
@@ -138,9 +142,9 @@ class BlockSwap(BlockHooks):
             queue.attach(optimizer)
 
     def host_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter with the values between two steps: that on the host for a streamed trained weight."""
-        found: Any = self._hosts.get(id(parameter), parameter)
-        return found
+        """The parameter with the values between two steps: for a streamed trained weight the one on the host."""
+        host_parameter: Any = self._hosts.get(id(parameter), parameter)
+        return host_parameter
 
     def host_changed(self) -> None:
         """Drop the weights on the devices, because their values were changed on the host, or are going to be: no copy reads them any more."""
@@ -173,8 +177,8 @@ class BlockSwap(BlockHooks):
     def describe(self) -> str:
         """One line for the log: how many blocks are streamed, and their bytes."""
         count = sum(len(queue.blocks) for queue in self._queues.values())
-        what = "weights, and in training what the optimizer keeps of them," if self._hosts else "weights"
-        line = f"{count} blocks are streamed: {self.num_bytes / 2**30:.2f} GiB of {what} stay in host memory"
+        contents = "weights, and in training what the optimizer keeps of them," if self._hosts else "weights"
+        line = f"{count} blocks are streamed: {self.num_bytes / 2**30:.2f} GiB of {contents} stay in host memory"
         return line if self.locked else f"{line}, which could not be page-locked: copies will be waited for"
 
     def _put(self, *, on_host: bool) -> None:
@@ -212,7 +216,7 @@ class BlockQueue:
         self._ahead = 0
         """Number of forwards whose backward has not begun; more than one with pipelined micro-batches."""
 
-    def add(self, index: int, weights: Sequence[Found]) -> None:
+    def add(self, index: int, weights: Sequence[Location]) -> None:
         """Stream a block's weights."""
         self.blocks[index] = self._streamed(weights)
         self._trains |= any(True for _ in self.blocks[index].trained())
@@ -227,8 +231,8 @@ class BlockQueue:
             return
         names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
         for index, block in self.blocks.items():
-            own = dict.fromkeys(names.get(id(slot.device)) for slot in block.trained())
-            self._names[index] = [name for name in own if name is not None]
+            trained_names = dict.fromkeys(names.get(id(slot.device)) for slot in block.trained())
+            self._names[index] = [name for name in trained_names if name is not None]
             self._take_state(index)
 
     def of_optimizer(self) -> Iterator[Streamed]:
@@ -251,8 +255,8 @@ class BlockQueue:
         self._advance(index, following)
         if self._trains and trains and index == last:
             # The backward begins with this block and needs its optimizer state, which the forward did not.
-            begun, left = (0, 1) if self._optimizer is None else self._optimizer.backwards
-            self._is_first, self._updates = begun == 0, left <= 1
+            begun, remaining = (0, 1) if self._optimizer is None else self._optimizer.backwards
+            self._is_first, self._updates = begun == 0, remaining <= 1
             self._fetch(index, with_state=True)
 
     def pre_backward(self, index: int) -> None:
@@ -334,40 +338,42 @@ class BlockQueue:
             return
         optimizer = self._optimizer
         for streamed, entries_of in ((self.states, optimizer.state_of), (self.sums, optimizer.sum_of)):
-            known = {(id(slot.entries), slot.leaf) for part in streamed.get(index, ()) for slot in part.slots}
-            found: list[Found] = []
+            streamed_keys = {(id(slot.entries), slot.leaf) for part in streamed.get(index, ()) for slot in part.slots}
+            locations: list[Location] = []
             for name in self._names[index]:
                 entries = entries_of(name)
                 for entry in [entry for entry, value in entries.items() if isinstance(value, Tensor)]:
                     if not optimizer.is_kept_on_host(name, entry):
-                        found += self._parts(entries, entry, known)
-            if found:
-                streamed.setdefault(index, []).append(self._streamed(found, returns=True))
+                        locations += self._parts(entries, entry, streamed_keys)
+            if locations:
+                streamed.setdefault(index, []).append(self._streamed(locations, returns=True))
 
-    def _parts(self, entries: MutableMapping[str, Any], entry: str, known: Collection[tuple[int, str]]) -> list[Found]:
-        """The entries that a tensor is stored in and that are not streamed yet: its own, or those of the tensors inside of a quantized one."""
+    def _parts(
+        self, entries: MutableMapping[str, Any], entry: str, streamed_keys: Collection[tuple[int, str]]
+    ) -> list[Location]:
+        """The entries that a tensor is stored in and that are not streamed yet: its own, or the entries of the tensors inside a quantized one."""
         value: Any = entries[entry]
         if not is_traceable_wrapper_subclass(value):
-            return [] if (id(entries), entry) in known else [(entries, entry)]
+            return [] if (id(entries), entry) in streamed_keys else [(entries, entry)]
         names, attributes = value.__tensor_flatten__()
-        if any((id(value.__dict__), name) in known for name in names):
+        if any((id(value.__dict__), name) in streamed_keys for name in names):
             return []
         # A wrapper names its device: one that was loaded on the host is made again around tensors on the device.
         inner = {name: getattr(value, name).to(self.device) for name in names}
         kind: Any = type(value)
-        made = kind.__tensor_unflatten__(inner, attributes, None, None)
-        entries[entry] = made
-        return [(made.__dict__, name) for name in names]
+        tensor = kind.__tensor_unflatten__(inner, attributes, None, None)
+        entries[entry] = tensor
+        return [(tensor.__dict__, name) for name in names]
 
-    def _streamed(self, found: Sequence[Found], *, returns: bool = False) -> Streamed:
+    def _streamed(self, locations: Sequence[Location], *, returns: bool = False) -> Streamed:
         with self.lane.copies():
-            streamed = Streamed(found, self.device, returns=returns)
+            streamed = Streamed(locations, self.device, returns=returns)
         if self.lane.overlaps:
             self._pages.lock(streamed.host, self.device)
         return streamed
 
 
-def _weights(block: nn.Module, *, trained: bool) -> list[Found]:
+def _weights(block: nn.Module, *, trained: bool) -> list[Location]:
     """The entries of a block's frozen parameters and buffers, and of its trained parameters if wanted."""
     return [
         (entries, leaf)
@@ -381,11 +387,11 @@ def _weights(block: nn.Module, *, trained: bool) -> list[Found]:
 def _check_sharing(model: StagedModel, placement: Placement) -> None:
     """Refuse to stream a trained weight that is also used outside its block, where it would be away or out of date."""
     stages = [*model.blocks(), model.embed, model.head]
-    seen: dict[int, int] = {}
-    for place, stage in enumerate(stages):
+    stage_of: dict[int, int] = {}
+    for stage_index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            other = seen.setdefault(id(parameter), place)
-            if parameter.requires_grad and other != place and {other, place} & placement.streamed:
+            other = stage_of.setdefault(id(parameter), stage_index)
+            if parameter.requires_grad and other != stage_index and {other, stage_index} & placement.streamed:
                 raise UserError(
                     f"train.swap_blocks streams a block whose trained weight {name} is used elsewhere as well; leave it out"
                 )

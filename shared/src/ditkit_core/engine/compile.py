@@ -43,10 +43,10 @@ from ditkit_core.nn.context import BlockSettings, calls_in_force, traced_setting
 KEY = "train.compile"
 DEFAULT = "inductor"
 
-_Place = tuple[int, ...]
+_Path = tuple[int, ...]
 """Path to a part of a carry: the index of a field, then, if that is a tuple, the index in it, and so on."""
-_Function = Callable[[nn.Module, Any, tuple[_Place, ...]], tuple[Any, ...] | None]
-"""(block, carry, places) to the parts of the output carry at these places, as a plain tuple: torch 2.11 builds a NamedTuple wrongly where a
+_Function = Callable[[nn.Module, Any, tuple[_Path, ...]], tuple[Any, ...] | None]
+"""(block, carry, paths) to the parts of the output carry at these paths, as a plain tuple: torch 2.11 builds a NamedTuple wrongly where a
 graph returns it. None where it was not compiled."""
 
 
@@ -64,9 +64,9 @@ def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
     if not backend:
         return
     if backend != DEFAULT:
-        known = torch.compiler.list_backends(exclude_tags=())  # imports all of them, which takes seconds
-        if backend not in known:
-            usable = ", ".join(name for name in ("inductor", "aot_eager", "eager", "cudagraphs") if name in known)
+        backends = torch.compiler.list_backends(exclude_tags=())  # imports all of them, which takes seconds
+        if backend not in backends:
+            usable = ", ".join(name for name in ("inductor", "aot_eager", "eager", "cudagraphs") if name in backends)
             raise UserError(f"{KEY} = {backend!r} is not a backend of torch's compiler; write true, or one of {usable}")
         if backend in ("eager", "cudagraphs"):
             raise UserError(f"{KEY} = {backend!r} {_UNFIT[backend]}; write true, or aot_eager to look for an error")
@@ -105,7 +105,9 @@ def check_compiled(
     if not backend:
         return
     if attention in BACKENDS and not BACKENDS[attention].compiles:
-        others = ", ".join(name for name, each in BACKENDS.items() if each.compiles and each.has_backward)
+        others = ", ".join(
+            name for name, other_backend in BACKENDS.items() if other_backend.compiles and other_backend.has_backward
+        )
         raise UserError(
             f"{KEY}: torch's compiler cannot trace attention backend {attention!r}, whose kernels are no operations of torch; set "
             f"train.attention to one of {others}, or leave {KEY} out"
@@ -170,13 +172,13 @@ def run_compiled(
     """
     settings = BlockSettings(backend=attention, keep=policy.kept_attention)
     kind: Any = type(block)
-    function, places = _compiled(kind, policy, backend, device), tuple(_crossing(carry))
+    function, paths = _compiled(kind, policy, backend, device), tuple(_crossing(carry))
     try:
         # Beyond its limit torch would run the block eagerly, without its policy; `fullgraph` makes that an error. Backwards are compiled with
         # their forwards: torch would do it in the first backward, in several threads at once where a step uses several devices.
         limit = torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
         with limit, functorch_config.patch(force_non_lazy_backward_lowering=True), traced_settings(settings):
-            after = function(block, carry, places)
+            after = function(block, carry, paths)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise UserError(
             f"{KEY}: {type(block).__name__} under {policy} had more kinds of input than the {MOST_GRAPHS} that are compiled, such as numbers of samples; "
@@ -190,30 +192,30 @@ def run_compiled(
         ) from error
     if after is None:
         return None
-    return _with_made(carry, dict(zip(places, after, strict=True)))
+    return _with_parts(carry, dict(zip(paths, after, strict=True)))
 
 
-def _crossing(carry: Any, place: _Place = ()) -> Iterator[_Place]:
-    """Places in a carry where a tensor may be. None counts: a block may make a tensor there."""
+def _crossing(carry: Any, path: _Path = ()) -> Iterator[_Path]:
+    """Paths in a carry to where a tensor may be. None counts: a block may make a tensor there."""
     if isinstance(carry, tuple):
         for index, part in enumerate(carry):
-            yield from _crossing(part, (*place, index))
+            yield from _crossing(part, (*path, index))
     elif carry is None or any(isinstance(x, Tensor) for x in tree_leaves(carry)):
-        yield place
+        yield path
 
 
-def _with_made(carry: Any, made: Mapping[_Place, Any], place: _Place = ()) -> Any:
-    """A carry with other parts at these places; all else is that of the input."""
-    if place in made:
-        return made[place]
+def _with_parts(carry: Any, new_parts: Mapping[_Path, Any], path: _Path = ()) -> Any:
+    """A carry with other parts at these paths; all else is as in the input."""
+    if path in new_parts:
+        return new_parts[path]
     if not isinstance(carry, tuple):
         return carry
-    parts = [_with_made(part, made, (*place, index)) for index, part in enumerate(carry)]
+    parts = [_with_parts(part, new_parts, (*path, index)) for index, part in enumerate(carry)]
     return tuple(parts) if type(carry) is tuple else type(carry)(*parts)
 
 
-def _at(carry: Any, place: _Place) -> Any:
-    for index in place:
+def _at(carry: Any, path: _Path) -> Any:
+    for index in path:
         carry = carry[index]
     return carry
 
@@ -227,27 +229,27 @@ def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | No
             f"{KEY}: {kind.__name__} is sharded over ranks, and gathering its weights cannot be compiled; call BlockEngine without compile"
         )
     # The compiler's cache belongs to the code object. A copy of it for each kind of block, policy and device gives each a cache of its own.
-    made = _FORMS[type(policy)](policy)
-    code = made.__code__.replace(co_name=f"{kind.__name__}_{policy.kind}")
-    own = FunctionType(code, made.__globals__, made.__name__, None, made.__closure__)
-    compiled: _Function = torch.compile(own, backend=backend, fullgraph=True)
+    traced = _FORMS[type(policy)](policy)
+    code = traced.__code__.replace(co_name=f"{kind.__name__}_{policy.kind}")
+    function = FunctionType(code, traced.__globals__, traced.__name__, None, traced.__closure__)
+    compiled: _Function = torch.compile(function, backend=backend, fullgraph=True)
     return compiled
 
 
-def _inside(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...]:
+def _inside(block: nn.Module, carry: Any, paths: tuple[_Path, ...]) -> tuple[Any, ...]:
     after = block(carry)
     if type(after) is not type(carry):
         raise UserError(f"{KEY}: {type(block).__name__} returns another type of carry than it takes; leave {KEY} out")
-    return tuple(_at(after, place) for place in places)
+    return tuple(_at(after, path) for path in paths)
 
 
 def _form(keeping: Callable[[Callable[[], Any]], Any]) -> _Function:
     """The function that the compiler traces, with a checkpoint around the block."""
 
-    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, paths: tuple[_Path, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
             return None  # the compiler was disabled, and the caller runs the block eagerly instead
-        after: tuple[Any, ...] = keeping(lambda: _inside(block, carry, places))
+        after: tuple[Any, ...] = keeping(lambda: _inside(block, carry, paths))
         return after
 
     return run
@@ -258,8 +260,8 @@ def _keeping_operations(policy: Any) -> _Function:
     return _form(lambda body: checkpoint(body, use_reentrant=False, context_fn=contexts))
 
 
-def _decided(ops: KeptOps, context: Any, op: Any, *args: Any, **given: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if ops.keeps(op, args, given) else CheckpointPolicy.PREFER_RECOMPUTE
+def _decided(ops: KeptOps, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if ops.keeps(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _FORMS: dict[type[Policy], Callable[[Policy], _Function]] = {
@@ -283,14 +285,14 @@ def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], A
         run: Runs the block with an attention backend that takes such tensors, whatever the compiled block uses.
 
     Raises:
-        UserError: If values of its output carry other than tensors differ from those of its input.
+        UserError: If values of its output carry other than tensors differ from its input's.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch_remat compares addresses
         after = run(block, tree_map_only(Tensor, mode.from_tensor, carry))
-    # Compared for the first block of a kind only: values other than tensors are those of the input from then
+    # Compared for the first block of a kind only: values other than tensors are the input's from then
     # on.
     names = [name for name, part in carry._asdict().items() if _static(getattr(after, name, None)) != _static(part)]
     if names:

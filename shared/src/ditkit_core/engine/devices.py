@@ -16,7 +16,7 @@ ALL = "all"
 
 
 def choose_device(name: str, key: str) -> torch.device:
-    """The device of the setting `key`; `auto` is the first GPU, that of this rank where there are several, or the CPU if there is no GPU.
+    """The device of the setting `key`; `auto` is the first GPU, this rank's GPU where there are several, or the CPU if there is no GPU.
 
     A GPU always has an index.
 
@@ -57,10 +57,10 @@ def choose_devices(names: Sequence[str]) -> tuple[torch.device, ...]:
             reason = why_unusable() or "this machine has none; leave it out"
             raise UserError(f'train.devices = ["all"] means the CUDA devices: {reason}')
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    found = [choose_device(name, "train.devices") for name in names] if len(names) == 1 else _several(names)
-    if len(set(found)) < len(found):
+    devices = [choose_device(name, "train.devices") for name in names] if len(names) == 1 else _several(names)
+    if len(set(devices)) < len(devices):
         raise UserError(f"train.devices = {list(names)} names a device twice; name each once")
-    return tuple(found)
+    return tuple(devices)
 
 
 def _several(names: Sequence[str]) -> list[torch.device]:

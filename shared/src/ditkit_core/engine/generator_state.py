@@ -42,7 +42,7 @@ def rewinding(hook: "GeneratorHook", by: Rewinding) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GeneratorHook:
-    """The random generator of a block: that of its own device and no other, because backwards of several devices run at the same time."""
+    """The random generator of a block: its own device's and no other, because backwards of several devices run at the same time."""
 
     device: torch.device
 

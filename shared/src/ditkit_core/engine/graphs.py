@@ -84,8 +84,8 @@ class CudaGraphs:
         # Other threads read data meanwhile, and may allocate memory: only this thread's calls are recorded.
         recording = torch.cuda.graph(graph, pool=self._pool_id, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device), in_one_thread(), generators.in_force(), recording:
-            made = work()
-        return _CudaGraph(graph, generators), made
+            result = work()
+        return _CudaGraph(graph, generators), result
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:

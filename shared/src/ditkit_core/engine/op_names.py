@@ -74,24 +74,24 @@ def _check_operation(name: str) -> None:
     import torch  # here: most schedules name no operation of torch, and importing it takes seconds
 
     # torch.ops loads names on access: a wrong namespace shows only where something is looked up in it.
-    found: Any = torch.ops
+    entry: Any = torch.ops
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            entry = getattr(entry, part)
         except (AttributeError, RuntimeError):
             raise ValueError(f"ops knows no {name!r}; {_meant(name)}") from None
-    match found:
+    match entry:
         # A packet has a default overload and others; the selective checkpoint sees overloads.
         case torch._ops.OpOverloadPacket():
-            overloads = {overload: getattr(found, overload) for overload in found.overloads()}
-            kept = [f"{name}.{overload}" for overload, op in overloads.items() if not op._schema.is_mutable]
-            choice = " or ".join(kept[:3]) or "another"
+            overloads = {overload: getattr(entry, overload) for overload in entry.overloads()}
+            candidates = [f"{name}.{overload}" for overload, op in overloads.items() if not op._schema.is_mutable]
+            choice = " or ".join(candidates[:3]) or "another"
             raise ValueError(f"{name!r} is several operations and matches none; write {choice}")
         case torch._ops.OpOverload():
             pass
         case _:
             raise ValueError(f"ops knows no {name!r}; {_meant(name)}")
-    if found._schema.is_mutable:
+    if entry._schema.is_mutable:
         raise ValueError(f"{name!r} writes into one of its arguments, so its result cannot be kept")
 
 
@@ -99,7 +99,7 @@ def _meant(name: str) -> str:
     import torch
 
     namespace = name.split(".")[0]
-    known = [n.replace("::", ".") for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
-    full = [n if n.count(".") > 1 else f"{n}.default" for n in known]
+    names = [n.replace("::", ".") for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
+    full = [n if n.count(".") > 1 else f"{n}.default" for n in names]
     near = difflib.get_close_matches(name, [*SETS, *full], n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SETS)}, or write one as aten.mm.default"

@@ -26,15 +26,17 @@ def parked_tensors(tensors: list[Tensor]) -> Iterator[None]:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     _wait_for(tensors)  # copies of streamed blocks may still be under way
     # A streamed block that is not on its device has no memory there.
-    kept = [(storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values() if storage.nbytes()]
-    for storage, _ in kept:
+    host_copies = [
+        (storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values() if storage.nbytes()
+    ]
+    for storage, _ in host_copies:
         storage.resize_(0)
     release_memory()
     try:
         yield
     finally:
         release_memory()  # what took the place has been let go by now
-        for storage, values in kept:
+        for storage, values in host_copies:
             storage.resize_(values.numel())
             _bytes_of(storage).copy_(values)
         _wait_for(tensors)

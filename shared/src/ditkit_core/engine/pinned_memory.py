@@ -25,7 +25,7 @@ HOST = torch.device("cpu")
 _ALIGNMENT = 256
 """Alignment of each tensor in a buffer, in bytes: the most that CUDA's kernels may expect of a weight's address."""
 
-Found = tuple[MutableMapping[str, Any], str]
+Location = tuple[MutableMapping[str, Any], str]
 """An entry that has a tensor: a module's `_parameters` or `_buffers`, or an optimizer's state of a parameter, and the key in it."""
 
 
@@ -48,14 +48,14 @@ class Streamed:
         host, buffer: The buffers, uint8, of `num_bytes`, on the host and on the device.
     """
 
-    def __init__(self, found: Sequence[Found], device: torch.device, *, returns: bool = False):
+    def __init__(self, locations: Sequence[Location], device: torch.device, *, returns: bool = False):
         """Take over the tensors, and replace them by views into the device's buffer, which is empty.
 
         Args:
-            found: Their entries; several entries of one tensor stay one tensor.
+            locations: Their entries; several entries of one tensor stay one tensor.
             returns: Whether `store` copies back all tensors, not only trained weights.
         """
-        originals = {id(tensor := entries[leaf]): tensor for entries, leaf in found}
+        originals = {id(tensor := entries[leaf]): tensor for entries, leaf in locations}
         # What is copied back comes first, so that one copy brings all of it.
         ordered = sorted(originals, key=lambda key: not originals[key].requires_grad)
         offsets, end, self._num_returned = {}, 0, 0
@@ -77,7 +77,7 @@ class Streamed:
                 # `.data` gives each its own version counter: the update of one weight does not count as a change of the others.
                 there, here = (nn.Parameter(part.data, requires_grad=tensor.requires_grad) for part in (there, here))
             pairs[key] = there, here
-        self.slots = [PinnedSlot(entries, leaf, *pairs[id(entries[leaf])]) for entries, leaf in found]
+        self.slots = [PinnedSlot(entries, leaf, *pairs[id(entries[leaf])]) for entries, leaf in locations]
         for slot in self.slots:
             slot.entries[slot.leaf] = slot.device
         self.empty()

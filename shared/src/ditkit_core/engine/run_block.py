@@ -36,8 +36,8 @@ def keeping_nothing(policy: Policy, body: Body, tensors: list[Tensor], name: str
     # No preserve_rng_state: it would fork the CPU's generator too, which blocks on other devices share. `Replayed` restores
     # the one generator that the block uses.
     replayed = Replayed(body, GeneratorHook(tensors[0].device))
-    made: tuple[Tensor, ...] = checkpoint(replayed, *tensors, use_reentrant=False, preserve_rng_state=False)
-    return made
+    outputs: tuple[Tensor, ...] = checkpoint(replayed, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return outputs
 
 
 def keeping_attention(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
@@ -46,8 +46,10 @@ def keeping_attention(policy: Policy, body: Body, tensors: list[Tensor], name: s
     # A kept region does not run again, so it consumes no random numbers in the recompute. torch_remat
     # calls the hook's snapshot and restore around it, so that dropout behind the region samples the
     # same mask again.
-    made: tuple[Tensor, ...] = remat.checkpoint(region_name=name, recompute_state_hooks=(replayed,))(replayed)(*tensors)
-    return made
+    outputs: tuple[Tensor, ...] = remat.checkpoint(region_name=name, recompute_state_hooks=(replayed,))(replayed)(
+        *tensors
+    )
+    return outputs
 
 
 def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
@@ -61,7 +63,7 @@ def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) ->
     calls = calls_in_force()
     # Counted over this block alone: the counts go on over all blocks of the forward.
     before = 0 if calls is None else calls.made.total()
-    made: tuple[Tensor, ...] = checkpoint(
+    outputs: tuple[Tensor, ...] = checkpoint(
         replayed, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: region.contexts
     )
     # An attention call that is several operations has no single name to keep, so it would run again although the schedule says
@@ -71,7 +73,7 @@ def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) ->
             f"train.checkpointing: ops({', '.join(names)}) keeps {region.num_attention} of the {count} attention calls of {name}: the "
             "others are not one operation (dropout, the math kernel, flex, kernels in Python); use attn_only, which keeps every one"
         )
-    return made
+    return outputs
 
 
 CHECKPOINTS: dict[type[Policy], Callable[[Policy, Body, list[Tensor], str], tuple[Tensor, ...]]] = {
@@ -173,8 +175,8 @@ def run_block(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     settings = replace(settings, keep=policy.kept_attention, keeps_results=policy.keeps_results, calls=calls)
     body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec, clock or StepClock())
-    made = iter(CHECKPOINTS[type(policy)](policy, body, tensors, name))
-    rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in body.after]
+    outputs = iter(CHECKPOINTS[type(policy)](policy, body, tensors, name))
+    rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(outputs) if x is _MADE else x for x in body.after]
     return tree_unflatten(rebuilt, body.after_spec)
 
 
@@ -199,8 +201,8 @@ class _BlockBody:
         self.after: list[Any] = []
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given = iter(tensors)
-        inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in self._outline], self._spec)
+        inputs = iter(tensors)
+        inner = tree_unflatten([next(inputs) if leaf is _MADE else leaf for leaf in self._outline], self._spec)
         if self._results is None:
             after: list[Any] | None = self._forward(inner, tensors)
         else:

@@ -42,15 +42,15 @@ class KeptOps:
 
     def decision(self, op: Any) -> Decision:
         """What to do with an operation."""
-        found = self._decisions.get(id(op))
-        if found is None:
-            found = self._decisions[id(op)] = op, self._decide(op)
-        return found[1]
+        entry = self._decisions.get(id(op))
+        if entry is None:
+            entry = self._decisions[id(op)] = op, self._decide(op)
+        return entry[1]
 
-    def keeps(self, op: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    def keeps(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the result of a call is kept."""
         decision = self.decision(op)
-        return decision.keep and not (decision.dropout is not None and _has_dropout(decision.dropout, args, given))
+        return decision.keep and not (decision.dropout is not None and _has_dropout(decision.dropout, args, kwargs))
 
     def _decide(self, op: Any) -> Decision:
         name = str(op)
@@ -62,12 +62,12 @@ class KeptOps:
 
 
 def _may_sample(name: str) -> bool:
-    """Whether an operation may sample random numbers. torch tags its own operations; those of libraries may lack the tag."""
+    """Whether an operation may sample random numbers. torch tags its own operations; operations of libraries may lack the tag."""
     namespace, *rest = name.split(".")
-    found: Any = getattr(torch.ops, namespace)
+    entry: Any = getattr(torch.ops, namespace)
     for part in rest:
-        found = getattr(found, part)
-    return torch.Tag.nondeterministic_seeded in found.tags or namespace not in ("aten", "prims", "_c10d_functional")
+        entry = getattr(entry, part)
+    return torch.Tag.nondeterministic_seeded in entry.tags or namespace not in ("aten", "prims", "_c10d_functional")
 
 
 kept_ops = lru_cache(maxsize=64)(KeptOps)
@@ -92,8 +92,8 @@ class Region:
         self.contexts = _Modes(forward), _Modes(recompute)
         """The contexts for the forward and for the recompute."""
 
-    def _policy(self, context: Any, op: Any, *args: Any, **given: Any) -> CheckpointPolicy:
-        if not self._ops.keeps(op, args, given):
+    def _policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not self._ops.keeps(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         # Only in the forward: the recompute asks again about the same calls.
         if self._ops.decision(op).is_attention and not context.is_recompute:
@@ -101,9 +101,9 @@ class Region:
         return CheckpointPolicy.MUST_SAVE
 
 
-def _has_dropout(index: int, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+def _has_dropout(index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call samples a dropout mask. It then runs again, so that random numbers after it are the same."""
-    rate = args[index] if index < len(args) else given.get("dropout_p", given.get("p_dropout", 0.0))
+    rate = args[index] if index < len(args) else kwargs.get("dropout_p", kwargs.get("p_dropout", 0.0))
     return rate > 0
 
 

@@ -1,6 +1,6 @@
 """Divides the tokens of each sample among the ranks of a context group, from behind the embedding until before the head.
 
-Blocks and their code are those of one process: each runs on its rank's tokens, and `attend` exchanges what attention among all tokens
+Blocks and their code are the same as in one process: each runs on its rank's tokens, and `attend` exchanges what attention among all tokens
 needs (`nn/token_exchange.py`). Embedding and head run on every rank for all tokens.
 """
 
@@ -35,8 +35,8 @@ class ContextParallel:
         fields, length = self.streams.fields(carry), dict(zip(self.streams.names, exchange.lengths, strict=True))
         for path in self.streams.head:
             if path in fields:
-                whole = exchange.gathered(_at(carry, path), [length[name] for name in fields[path]])
-                carry = _with(carry, path, whole)
+                gathered = exchange.gathered(_at(carry, path), [length[name] for name in fields[path]])
+                carry = _with(carry, path, gathered)
         return carry
 
 

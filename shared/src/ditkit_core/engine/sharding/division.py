@@ -74,19 +74,19 @@ class Division:
     def finish(self) -> None:
         """Have the gradients of what stayed whole summed over ranks, once the model has values."""
         parameters = dict(self._model.named_parameters())
-        whole = [parameters[path] for path in self._whole]
-        for parameter in whole:
+        unsharded = [parameters[path] for path in self._whole]
+        for parameter in unsharded:
             self._set_grad_dtype(parameter)
-        if whole:
-            reduce_whole(whole, self._mesh, self._reduction)
+        if unsharded:
+            reduce_whole(unsharded, self._mesh, self._reduction)
         check_reduced(self._model)
 
     def rows_of(self, parameter: DTensor) -> Rows:
         """FSDP2 gives each rank equally many rows, rounded up, so that the last ranks may have fewer or none."""
-        each, of = self.rows_each(parameter), len(parameter)
-        first = min(of, distributed().get_rank(self.group) * each)
+        rows_per_rank, of = self.rows_each(parameter), len(parameter)
+        first = min(of, distributed().get_rank(self.group) * rows_per_rank)
         local = len(parameter.to_local())
-        assert local == min(each, of - first), (local, first, of)
+        assert local == min(rows_per_rank, of - first), (local, first, of)
         return Rows(first, local, of)
 
     def rows_each(self, parameter: Tensor) -> int:
@@ -102,7 +102,7 @@ class Division:
 
     @staticmethod
     def local_values(parameter: Tensor) -> Tensor:
-        """The values of a parameter that this rank has: those of its rows, or all."""
+        """The values of a parameter that this rank has: its rows, or all."""
         local: Tensor = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
         return local
 
@@ -116,7 +116,7 @@ class Division:
         module._parameters[leaf] = nn.Parameter(value, requires_grad=old.requires_grad)
 
     def put_whole(self, module: nn.Module, leaf: str, value: Tensor) -> None:
-        """Give a parameter its values, of which this rank keeps its rows if it is divided."""
+        """Give a parameter its values; this rank keeps its rows of them if the parameter is divided."""
         old = module._parameters[leaf]
         assert old is not None and old.shape == value.shape
         if (rows := self.rows(old)) is None:
@@ -125,18 +125,18 @@ class Division:
             self.put(module, leaf, value[rows.start : rows.stop].clone())
 
     def gather(self, values: Tensor, first: int, count: int) -> Tensor:
-        """All `count` rows of values of which this rank has those from the first on; each rank calls it for the same."""
-        found = values.new_zeros(count, *values.shape[1:])
-        found[first : first + len(values)] = values
-        return self.ranks.all_reduce(found, self.group)
+        """All `count` rows of a parameter, from each rank's `values`, which are its rows from `first` on; all ranks call it for the same."""
+        gathered = values.new_zeros(count, *values.shape[1:])
+        gathered[first : first + len(values)] = values
+        return self.ranks.all_reduce(gathered, self.group)
 
-    def reads(self, place: int) -> bool:
+    def reads(self, index: int) -> bool:
         """Whether this is the rank that reads what is at a place of a file, where the ranks read in turn."""
-        return place % self.ranks.shard == distributed().get_rank(self.group)
+        return index % self.ranks.shard == distributed().get_rank(self.group)
 
-    def share(self, values: Tensor, place: int) -> Tensor:
+    def share(self, values: Tensor, index: int) -> Tensor:
         """Send values from the rank that reads this place to the others, which receive them into theirs."""
-        return self.ranks.broadcast(values, place % self.ranks.shard, self.group)
+        return self.ranks.broadcast(values, index % self.ranks.shard, self.group)
 
 
 def mesh_of(kind: str, ranks: Ranks) -> DeviceMesh:

@@ -61,8 +61,8 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
         )
     if mesh is None:
         mesh = init_device_mesh(devices.pop().type, (ranks.size,))
-    if whole := divide(model, precision, mesh):
-        reduce_whole(whole, mesh, precision.reduction)
+    if unsharded := divide(model, precision, mesh):
+        reduce_whole(unsharded, mesh, precision.reduction)
     # With dtypes sorted out, nothing trained should be left to a single rank; FSDP2 itself would not report
     # it.
     check_reduced(model)
@@ -88,13 +88,13 @@ def divide(
         )
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
     # The model itself comes last: FSDP2 gives a parent whatever its sharded children left.
-    whole: list[nn.Parameter] = []
+    unsharded: list[nn.Parameter] = []
     units: list[Any] = [block for block in model.blocks() if next(block.parameters(), None) is not None]
     for unit in [*units, model]:
-        for layer in _layers_apart(unit, whole):
+        for layer in _layers_apart(unit, unsharded):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        whole += _rarer(_trained(unit, whole))
-        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
+        unsharded += _rarer(_trained(unit, unsharded))
+        fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=set(unsharded))
         # Before FSDP2's own hook, which would otherwise take a recompute for a forward.
         unit.register_forward_pre_hook(_enter_backward, prepend=True)
     if sum_over is not None:
@@ -102,24 +102,24 @@ def divide(
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
                 module.set_gradient_divide_factor(float(sum_over))
-    return whole
+    return unsharded
 
 
 def count_exchanges(model: nn.Module, ranks: Ranks, replicas: int) -> None:
-    """Have the ranks count what FSDP2 exchanges for a model, of which there are so many copies over them."""
+    """Have the ranks count what FSDP2 exchanges for a model, with `replicas` copies of it over the ranks."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     class Gather(DefaultAllGather):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any) -> Any:
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **named: Any) -> Any:
             with ranks.exchange(output_tensor.nbytes - input_tensor.nbytes):
-                return super().__call__(output_tensor, input_tensor, *given, **named)
+                return super().__call__(output_tensor, input_tensor, *args, **named)
 
     class Scatter(DefaultReduceScatter):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any) -> Any:
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **named: Any) -> Any:
             # The sum over copies follows, in a collective that FSDP2 lets nobody replace.
             over_copies = 2 * output_tensor.nbytes * (replicas - 1) // replicas
             with ranks.exchange(input_tensor.nbytes - output_tensor.nbytes + over_copies):
-                return super().__call__(output_tensor, input_tensor, *given, **named)
+                return super().__call__(output_tensor, input_tensor, *args, **named)
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -127,7 +127,7 @@ def count_exchanges(model: nn.Module, ranks: Ranks, replicas: int) -> None:
             module.set_custom_reduce_scatter(Scatter())
 
 
-def _enter_backward(unit: Any, given: Any) -> None:
+def _enter_backward(unit: Any, args: Any) -> None:
     """Have FSDP2 treat a unit's recompute as part of its backward, even if it begins before the backward has entered the unit.
 
     torch_remat recomputes a block before anything in it, FSDP2's own hook included. FSDP2 would treat that as a forward: it would gather
@@ -140,22 +140,24 @@ def _enter_backward(unit: Any, given: Any) -> None:
         state._pre_backward(None)
 
 
-def _trained(unit: nn.Module, known: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Trained parameters of a unit that are neither in `known` nor sharded yet."""
-    seen = {id(parameter) for parameter in known}
-    found = (parameter for parameter in unit.parameters() if parameter.requires_grad and id(parameter) not in seen)
-    return [parameter for parameter in found if not isinstance(parameter, DTensor)]
+def _trained(unit: nn.Module, excluded: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Trained parameters of a unit that are neither in `excluded` nor sharded yet."""
+    excluded_ids = {id(parameter) for parameter in excluded}
+    parameters = (
+        parameter for parameter in unit.parameters() if parameter.requires_grad and id(parameter) not in excluded_ids
+    )
+    return [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
 
 
-def _layers_apart(unit: nn.Module, known: Sequence[nn.Parameter]) -> list[nn.Module]:
+def _layers_apart(unit: nn.Module, excluded: Sequence[nn.Parameter]) -> list[nn.Module]:
     """Layers to gather on their own, so that the unit's other parameters have one dtype."""
-    trained = _trained(unit, known)
+    trained = _trained(unit, excluded)
     if len({parameter.dtype for parameter in trained}) < 2:
         return []
-    own = {id(parameter) for parameter in trained}
+    trained_ids = {id(parameter) for parameter in trained}
     # FSDP2 gathers in hooks on the module's call, so only layers qualify that are always called as modules.
     layers = (module for module in unit.modules() if isinstance(module, CastLinear))
-    return [layer for layer in layers if id(layer.weight) in own and layer.weight.dtype == torch.float32]
+    return [layer for layer in layers if id(layer.weight) in trained_ids and layer.weight.dtype == torch.float32]
 
 
 def _rarer(trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -175,14 +177,14 @@ def keeps_wide_gradients() -> bool:
 
 
 def shards_integers() -> bool:
-    """Whether this torch shards integers, as the codes of int8 and nf4 are. That of 2.11 first has every parameter require a gradient."""
+    """Whether this torch shards integers, as the codes of int8 and nf4 are. FSDP2 of torch 2.11 first has every parameter require a gradient."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     return "requires_grad_" not in unwrap(FSDPParam._init_sharded_param).__code__.co_names
 
 
 def check_reduced(model: nn.Module | StagedModel) -> None:
-    """Refuse a model with a trained parameter whose gradient would be that of one rank alone.
+    """Refuse a model with a trained parameter whose gradient would come from one rank alone.
 
     FSDP2 does not report this: where blocks are sharded and the model around them is not, the ranks' embeddings drift apart silently.
     Call it again after anything is added to a sharded model.

@@ -55,10 +55,10 @@ class Shards:
         self._division = division or Division(model, trained, precision, ranks, device)
         self._division.finish()
         root: Any = model
-        # Samples of other ranks may have conditions whose layers those of this one do not use. torch 2.11 cannot do this.
+        # Samples of other ranks may have conditions whose layers this rank's samples do not use. torch 2.11 cannot do this.
         if (reduce_unused := getattr(root, "set_reduce_scatter_unused_params", None)) is not None:
             reduce_unused(True)
-        # Also has FSDP2 take over rows that were read after it had divided the model. It pads those of a rank with fewer than others, which are in
+        # Also has FSDP2 take over rows that were read after it had divided the model. It pads the rows of a rank with fewer than others, which are in
         # other memory from then on: in the first forward that would be too late for `local`.
         root.to(device)
         count_exchanges(root, ranks, self._division.replicas)
@@ -102,7 +102,7 @@ class Shards:
     def begin(self, *, last: bool) -> None:
         """Prepare a backward of a step. Gradients are summed over ranks in the last one of a step, if adapters are trained.
 
-        Those of a full fine-tune are summed in each: until they are, every rank has the gradients of all weights.
+        The gradients of a full fine-tune are summed in each: until they are, every rank has the gradients of all weights.
         """
         frozen = len(self.trained) < len(self._weights)
         self._root.set_requires_gradient_sync(last or not frozen)
@@ -125,12 +125,12 @@ class Shards:
 
     def not_finite(self) -> set[str]:
         """The model's own names of its weights that have a value on any rank that is not finite."""
-        own = []
+        paths = []
         for path, weight in self._weights.items():
             values = self._division.local_values(weight)
             if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
-                own.append(path)
-        return {path for each in self._ranks.all_gather_object(own) for path in each}
+                paths.append(path)
+        return {path for rank_paths in self._ranks.all_gather_object(paths) for path in rank_paths}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norm of all gradients together, from the local ones by name."""
@@ -153,32 +153,34 @@ class Shards:
         """The rows of this rank of a tensor of a state, from its open `safetensors` file."""
         part = file.get_slice(key)
         rows = self._rows_of_state(key, part.get_shape())
-        found: Tensor = file.get_tensor(key) if rows is None else part[rows.first : rows.first + rows.number]
-        return found.clone()
+        values: Tensor = file.get_tensor(key) if rows is None else part[rows.first : rows.first + rows.number]
+        return values.clone()
 
     def part(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[Tensor, int]]:
         """Copies on the host of what this rank writes of a state, by `group/key`, each with its first row in the whole.
 
         Replicas of the rows, and what all ranks have, are written by one rank each, so that these share the work.
         """
-        replica, found = self._ranks.rank // self._ranks.shard, dict[str, tuple[Tensor, int]]()
+        replica, copies = self._ranks.rank // self._ranks.shard, dict[str, tuple[Tensor, int]]()
         paths = (
             (f"{group}/{key}", key, tensor) for group, tensors in groups.items() for key, tensor in tensors.items()
         )
-        for place, (path, key, tensor) in enumerate(paths):
+        for index, (path, key, tensor) in enumerate(paths):
             rows = self._rows_of_local(key, tensor)
-            if rows is None and place % self._ranks.size == self._ranks.rank:
-                found[path] = tensor.detach().to("cpu", copy=True), 0
-            elif rows is not None and rows.number and place % self._division.replicas == replica:
-                found[path] = tensor.detach().to("cpu", copy=True), rows.first
-        return found
+            if rows is None and index % self._ranks.size == self._ranks.rank:
+                copies[path] = tensor.detach().to("cpu", copy=True), 0
+            elif rows is not None and rows.number and index % self._division.replicas == replica:
+                copies[path] = tensor.detach().to("cpu", copy=True), rows.first
+        return copies
 
-    def place_for(self, key: str, whole: Tensor) -> Tensor:
-        """Host memory for a tensor of a state that torch.distributed.checkpoint reads; `whole` is on `meta`."""
-        rows = self._rows_of_state(key, whole.shape)
+    def place_for(self, key: str, meta_tensor: Tensor) -> Tensor:
+        """Host memory for a tensor of a state that torch.distributed.checkpoint reads; `meta_tensor` is on `meta`."""
+        rows = self._rows_of_state(key, meta_tensor.shape)
         if rows is None:
-            return torch.empty_like(whole, device="cpu")
-        return self._dtensor(torch.empty((rows.number, *whole.shape[1:]), dtype=whole.dtype), whole.shape)
+            return torch.empty_like(meta_tensor, device="cpu")
+        return self._dtensor(
+            torch.empty((rows.number, *meta_tensor.shape[1:]), dtype=meta_tensor.dtype), meta_tensor.shape
+        )
 
     @staticmethod
     def rows_in(tensor: Tensor) -> Tensor:
@@ -205,9 +207,9 @@ class Shards:
     def _gathered(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for key, tensor in tensors.items():
             rows = self._rows_of_local(key, tensor)
-            found = tensor if rows is None else self._gather(tensor.detach(), rows)
-            if found is not None:
-                yield key, found
+            gathered = tensor if rows is None else self._gather(tensor.detach(), rows)
+            if gathered is not None:
+                yield key, gathered
 
     def _gather(self, tensor: Tensor, rows: Rows) -> Tensor | None:
         """All rows of a tensor, on the first rank's host; None on others."""
@@ -219,11 +221,11 @@ class Shards:
         width = math.prod(tensor.shape[1:]) * tensor.element_size()
         padded = flat.new_zeros(most * width)
         padded[: flat.numel()] = flat
-        found = [torch.empty_like(padded) for _ in range(self._ranks.shard)] if self._ranks.is_first else None
-        self._ranks.gather(padded, found, self._group)
-        if found is None:
+        rank_rows = [torch.empty_like(padded) for _ in range(self._ranks.shard)] if self._ranks.is_first else None
+        self._ranks.gather(padded, rank_rows, self._group)
+        if rank_rows is None:
             return None
-        joined = torch.cat(found)[: rows.of * width].cpu()
+        joined = torch.cat(rank_rows)[: rows.of * width].cpu()
         return joined.view(tensor.dtype).reshape(rows.of, *tensor.shape[1:])
 
     @contextmanager
@@ -239,7 +241,7 @@ class Shards:
     @contextmanager
     def whole_in(self, module: nn.Module) -> Iterator[None]:
         """Inside the block the first rank's model has all weights of one of its modules whole on the host, as in `readable`."""
-        start = next(name for name, each in self._root.named_modules() if each is module)
+        start = next(name for name, submodule in self._root.named_modules() if submodule is module)
         paths = [f"{start}.{name}" for name, weight in module.named_parameters() if isinstance(weight, DTensor)]
         with self._given((path, self._ask_for(path)) for path in paths):
             yield
@@ -267,20 +269,20 @@ class Shards:
     def _ask_for(self, path: str) -> Tensor:
         """A whole weight, which all ranks gather on the first rank's host."""
         self._ranks.ask(_ONE + path)
-        found = self._gather_weight(path)
-        assert found is not None
-        return found
+        weight = self._gather_weight(path)
+        assert weight is not None
+        return weight
 
     @contextmanager
     def _given(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         """Inside the block the model has these weights in place of divided ones."""
         before = []
-        for path, found in values:
+        for path, weight in values:
             module, _, attribute = path.rpartition(".")
             owner = self._root.get_submodule(module)
             divided = owner._parameters[attribute]
             before.append((owner, attribute, divided))
-            owner._parameters[attribute] = nn.Parameter(found, requires_grad=divided.requires_grad)
+            owner._parameters[attribute] = nn.Parameter(weight, requires_grad=divided.requires_grad)
         try:
             yield
         finally:
@@ -299,9 +301,9 @@ class Shards:
         trained = {id(parameter) for parameter in self.trained.values()}
         for path, weight in self._weights.items():
             if isinstance(weight, DTensor) and id(weight) in trained:
-                found = self._gather_weight(path)
-                if found is not None:
-                    yield path, found
+                gathered = self._gather_weight(path)
+                if gathered is not None:
+                    yield path, gathered
 
     def _gather_weight(self, path: str) -> Tensor | None:
         """A whole weight, on the first rank's host; None on others."""
