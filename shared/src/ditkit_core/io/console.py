@@ -278,10 +278,10 @@ class _PlainBar:
         if abs(self._done - round(self._done)) < 1e-6:  # shares of an item that add up to it, except for rounding
             self._done = float(round(self._done))
         if self._done * PLAIN_LINES // self._total > printed:
-            left = self._left()
-            if left or int(self._done) > self._shown:  # a share of an item is only worth a line with an estimate
+            remaining = self._left()
+            if remaining or int(self._done) > self._shown:  # a share of an item is only worth a line with an estimate
                 self._shown = int(self._done)
-                say("  ".join([f"{self._stage} {self._shown}/{self._total}", *left, *self._figures.values()]))
+                say("  ".join([f"{self._stage} {self._shown}/{self._total}", *remaining, *self._figures.values()]))
         elif not self._estimated:  # the first tenth may take hours, so estimate before it is done
             for estimate in self._left():
                 say(f"{self._stage} {int(self._done)}/{self._total}  {estimate}")
@@ -311,7 +311,7 @@ def _time_text(seconds: float) -> str:
 
 
 def _figures(fields: dict[str, SupportsFloat]) -> dict[str, str]:
-    """The figures as texts with units; those of the parts of a step are for files alone."""
+    """The figures as texts with units; times of the parts of a step are for files alone."""
     units = {name: 2**30 if name.endswith("_bytes") else 1 for name in fields}
     return {
         name: _FORMATS[name].format(float(value) / units[name]) for name, value in fields.items() if name in _FORMATS

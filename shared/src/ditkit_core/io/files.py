@@ -31,7 +31,7 @@ _TEMPORARY = re.compile(r"\..+\.(?:(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-)?[
 def temporary_path(path: Path) -> Path:
     """A new hidden name in the same folder, under which a file or folder is written before it is renamed to `path`.
 
-    It says which process of which machine writes it, and contains only the start of a long name, because a file name has at most 255 bytes.
+    It says which process writes it, and on which machine, and contains only the start of a long name, because a file name has at most 255 bytes.
     """
     start = os.fsdecode(os.fsencode(path.name)[:128])
     return path.with_name(f".{start}.{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
@@ -48,11 +48,11 @@ def _machine() -> str:
 
 def _is_left(path: Path) -> bool:
     """Whether the process that wrote a temporary file is gone."""
-    found = _TEMPORARY.fullmatch(path.name)
-    if found is None:
+    match = _TEMPORARY.fullmatch(path.name)
+    if match is None:
         return False
-    process = int(found["process"] or 0)
-    if found["machine"] == _machine():
+    process = int(match["process"] or 0)
+    if match["machine"] == _machine():
         import psutil  # here, because it takes longer than all of this module
 
         # This process writes nothing while it looks: an earlier one had the same id.
@@ -245,7 +245,7 @@ def parse_json_object(content: str | bytes, where: object, remedy: str = _FETCH_
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
-        found = json.loads(text, object_pairs_hook=_without_repeats)
+        value = json.loads(text, object_pairs_hook=_without_repeats)
     # RecursionError: the parser calls itself once per bracket.
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
@@ -253,18 +253,18 @@ def parse_json_object(content: str | bytes, where: object, remedy: str = _FETCH_
         kind, _, fetch = mark_of(head.encode() if isinstance(head, str) else head).partition("; ")
         remedy = fetch if fetch and remedy == _FETCH_AGAIN else remedy
         raise UserError(f"{where} {kind or f'is not readable JSON ({reason})'}; {remedy}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object; {remedy}")
-    return found
+    return value
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # json.loads alone keeps the last of two equal keys, where another program may keep the first.
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in found if keys.count(key) > 1)[:80]!r} appears twice")
-    return found
+        raise ValueError(f"{next(key for key in entries if keys.count(key) > 1)[:80]!r} appears twice")
+    return entries
 
 
 def read_json_object(path: Path, remedy: str = _FETCH_AGAIN, problem: str = "") -> dict[str, Any]:
@@ -288,17 +288,17 @@ def read_json_object(path: Path, remedy: str = _FETCH_AGAIN, problem: str = "") 
 
 def json_part(path: Path, *keys: str) -> dict[str, Any]:
     """An object in a file of a run's folder, behind these keys; empty where the file or the object is missing or damaged."""
-    found: Any = {}
+    value: Any = {}
     with suppress(UserError):
-        found = read_json_object(path)
+        value = read_json_object(path)
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def dicts_of(values: Any) -> list[dict[str, Any]]:
     """The objects of a list from JSON; anything else in it is skipped, as is anything but a list."""
-    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+    return [entry for entry in values if isinstance(entry, dict)] if isinstance(values, list) else []
 
 
 def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:

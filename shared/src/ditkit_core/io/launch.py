@@ -44,6 +44,6 @@ def check_launch() -> None:
 
 
 def local_rank() -> int:
-    """The number of this process among those on this machine, which is that of its GPU; 0 for a process alone."""
+    """The number of this process among those on this machine, which is its GPU's number; 0 for a process alone."""
     launch = launched()
     return 0 if launch is None else launch.local

@@ -11,7 +11,7 @@ import torch
 
 
 def peak_memory_bytes(devices: Iterable[torch.device]) -> int:
-    """Peak memory: the largest among the accelerators in `devices` since `restart_peak`; without accelerators that of this process.
+    """Peak memory: the largest among the accelerators in `devices` since `restart_peak`; without accelerators the peak of this process.
 
     On accelerators this counts the bytes in tensors, not those that the allocator reserves. For the process it is the peak resident set
     since its start.
@@ -80,15 +80,15 @@ def let_go(error: BaseException) -> set[str]:
         Names of the modules whose functions were in the traceback.
     """
     modules: set[str] = set()
-    left: list[BaseException | None] = [error]
-    while left:
-        each = left.pop()
-        if each is None:
+    exceptions: list[BaseException | None] = [error]
+    while exceptions:
+        exception = exceptions.pop()
+        if exception is None:
             continue
-        modules |= {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(each.__traceback__)}
-        traceback.clear_frames(each.__traceback__)
-        left += [each.__cause__, each.__context__]
-        each.__traceback__ = each.__cause__ = each.__context__ = None
+        modules |= {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(exception.__traceback__)}
+        traceback.clear_frames(exception.__traceback__)
+        exceptions += [exception.__cause__, exception.__context__]
+        exception.__traceback__ = exception.__cause__ = exception.__context__ = None
     return modules
 
 

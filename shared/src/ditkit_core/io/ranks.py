@@ -88,7 +88,7 @@ class Ranks:
 
     @property
     def num_groups(self) -> int:
-        """Number of context groups, among which items are divided; that of ranks if each is a group of its own."""
+        """Number of context groups, among which items are divided; the number of ranks if each is a group of its own."""
         return self.size // self.context
 
     @property
@@ -125,7 +125,7 @@ class Ranks:
         return replace(self, context=context, group=group)
 
     def share(self, count: int) -> range:
-        """Those of `count` consecutive items that this rank's context group works on; shares differ by at most one."""
+        """The items among `count` consecutive ones that this rank's context group works on; shares differ by at most one."""
         return range(self.group_index * count // self.num_groups, (self.group_index + 1) * count // self.num_groups)
 
     def even_share(self, count: int) -> list[tuple[int, bool]]:
@@ -138,7 +138,7 @@ class Ranks:
         return ((item + 1) * self.num_groups - 1) // count * self.context + self.place
 
     def all_reduce(self, numbers: "Tensor", group: Any = None) -> "Tensor":
-        """The sum of the tensors of all ranks, or of those of a group; it is exact where all but one rank have zeros."""
+        """The sum of the tensors of all ranks, or of a group's ranks; it is exact where all but one rank have zeros."""
         if self.size == 1:
             return numbers
         total = numbers.clone()
@@ -147,12 +147,12 @@ class Ranks:
         return total
 
     def gather(self, tensor: "Tensor", into: "list[Tensor] | None", group: Any) -> None:
-        """Send a tensor to the first rank, which gets those of its group in `into`."""
+        """Send a tensor to the first rank, which gets the tensors of its group in `into`."""
         with self.exchange(0 if into else tensor.nbytes):
             distributed().gather(tensor, into, dst=0, group=group)
 
     def sum_of_groups(self, numbers: "Tensor") -> "Tensor":
-        """The sum of the context groups' tensors, of which all ranks of a group have the same."""
+        """The sum of the context groups' tensors; all ranks of a group have the same one."""
         return self.all_reduce(numbers if self.place == 0 else numbers.new_zeros(numbers.shape))
 
     def mean_in_group(self, tensor: "Tensor") -> "Tensor":
@@ -180,11 +180,11 @@ class Ranks:
         """The tensors of the context group's ranks, [context, ...]."""
         import torch
 
-        found = part.new_empty(self.context, *part.shape)
-        into, own = (x.reshape(-1).view(torch.uint8) for x in (found, part))
-        with self.exchange(own.nbytes * (self.context - 1)):
-            distributed().all_gather_into_tensor(into, own, group=self.group)
-        return found
+        gathered = part.new_empty(self.context, *part.shape)
+        into, part_bytes = (x.reshape(-1).view(torch.uint8) for x in (gathered, part))
+        with self.exchange(part_bytes.nbytes * (self.context - 1)):
+            distributed().all_gather_into_tensor(into, part_bytes, group=self.group)
+        return gathered
 
     def send(self, tensor: "Tensor", to: int) -> None:
         """Send a tensor to a rank that receives it."""
@@ -234,10 +234,10 @@ class Ranks:
         lengths = [int(length) for length in self.all_reduce(sizes)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = text
-        found = [torch.empty_like(padded) for _ in range(self.size)]
+        buffers = [torch.empty_like(padded) for _ in range(self.size)]
         with self.exchange(padded.nbytes * (self.size - 1)):
-            distributed().all_gather(found, padded, group=self.channel)
-        return [json.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths, strict=True)]
+            distributed().all_gather(buffers, padded, group=self.channel)
+        return [json.loads(buffer[:length].numpy().tobytes()) for buffer, length in zip(buffers, lengths, strict=True)]
 
     def broadcast_object(self, value: T) -> T:
         """The first rank's value; JSON must be able to store it."""
@@ -277,12 +277,12 @@ class Ranks:
         Raises:
             UserError: With the first difference; on all ranks.
         """
-        found = self.all_gather_object({"host": socket.gethostname(), **about})
-        for rank, each in enumerate(found):
-            for name, value in each.items():
-                if name != "host" and value != (first := found[0].get(name, "none")):
+        by_rank = self.all_gather_object({"host": socket.gethostname(), **about})
+        for rank, facts in enumerate(by_rank):
+            for name, value in facts.items():
+                if name != "host" and value != (first := by_rank[0].get(name, "none")):
                     raise UserError(
-                        f"rank {rank} on {each['host']} has another {name} ({_shortened(value)}) than rank 0 on {found[0]['host']} "
+                        f"rank {rank} on {facts['host']} has another {name} ({_shortened(value)}) than rank 0 on {by_rank[0]['host']} "
                         f"({_shortened(first)}); start every rank with the same command, files and versions"
                     )
 
@@ -297,9 +297,9 @@ class Ranks:
         """
         import torch
 
-        own = str(torch.cuda.get_device_properties(local).uuid) if torch.cuda.is_available() else ""
-        found, users = self.all_gather_object([socket.gethostname(), own]), dict[str, int]()
-        for rank, (host, gpu) in enumerate(found):
+        uuid = str(torch.cuda.get_device_properties(local).uuid) if torch.cuda.is_available() else ""
+        by_rank, users = self.all_gather_object([socket.gethostname(), uuid]), dict[str, int]()
+        for rank, (host, gpu) in enumerate(by_rank):
             if gpu and (other := users.setdefault(gpu, rank)) != rank:
                 raise UserError(
                     f"ranks {other} and {rank} on {host} use the same GPU ({gpu}); start one torchrun on each machine, with --nproc-per-node of "
@@ -338,7 +338,7 @@ def _shortened(value: str) -> str:
 
 
 def is_broken_exchange(error: Exception) -> bool:
-    """Whether an exchange of torch's own failed, such as those of FSDP2, which do not go through `Ranks`."""
+    """Whether an exchange of torch's own failed, such as FSDP2's exchanges, which do not go through `Ranks`."""
     return isinstance(error, distributed().DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 

@@ -199,10 +199,10 @@ def _files_of(path: Path) -> list[Path]:
         return files
     if not path.name.endswith(".index.json"):
         return [path]
-    what = "is not an index of safetensors files"
-    weight_map = read_json_object(path, problem=f"{what}: it").get("weight_map")
+    problem = "is not an index of safetensors files"
+    weight_map = read_json_object(path, problem=f"{problem}: it").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise UserError(f"{path} {what}; fetch it again")
+        raise UserError(f"{path} {problem}; fetch it again")
     names = sorted(set(weight_map.values()))
     for name in names:
         # Links are not resolved, because in the hub's cache every file is a link to another folder. Only the name is checked.

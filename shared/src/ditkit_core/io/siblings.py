@@ -46,7 +46,7 @@ class Process:
     def kill(self) -> None:
         """End it, though it is stopped or hangs: SIGTERM would wait until it runs again."""
         with suppress(OSError):
-            process = os.pidfd_open(self.pid)  # a number could be that of another process by now
+            process = os.pidfd_open(self.pid)  # a number could belong to another process by now
             try:
                 if not self.has_ended:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -77,19 +77,19 @@ class Process:
                 Path(self.error_file).unlink(missing_ok=True)
 
 
-def siblings(places: Sequence[tuple[int, str]]) -> dict[int, Process]:
+def siblings(processes: Sequence[tuple[int, str]]) -> dict[int, Process]:
     """The other ranks that this process's torchrun has started, by rank.
 
     Args:
-        places: Process id and error file of every rank, while all of them run.
+        processes: Process id and error file of every rank, while all of them run.
     """
-    own = Process.this()
-    run = Path(own.error_file).parents[1:2]
-    found = {rank: Process(*place) for rank, place in enumerate(places) if own.error_file}
+    this_process = Process.this()
+    run = Path(this_process.error_file).parents[1:2]
+    by_rank = {rank: Process(*entry) for rank, entry in enumerate(processes) if this_process.error_file}
     return {
-        rank: each
-        for rank, each in found.items()
-        if each != own and Path(each.error_file).parents[1:2] == run and not each.has_ended
+        rank: process
+        for rank, process in by_rank.items()
+        if process != this_process and Path(process.error_file).parents[1:2] == run and not process.has_ended
     }
 
 

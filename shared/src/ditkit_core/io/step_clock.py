@@ -53,7 +53,7 @@ class StepClock:
         marks.append((part, _in_graph(device) if self._in_graph else _now(device)))
 
     def replayed(self, device: torch.device, clock: "StepClock") -> None:
-        """A replay begins at the last mark, and ends here. Its parts are those of a clock whose marks are in the graph."""
+        """A replay begins at the last mark, and ends here. Its parts come from a clock whose marks are in the graph."""
         if (marks := self._marks.get(device)) is not None:
             marks[-1] = clock, marks[-1][1]
             marks.append(("waiting", _now(device)))
@@ -75,9 +75,11 @@ class StepClock:
     def begin(self) -> None:
         """A step begins. What the optimizer of the step before still does on a GPU counts towards this one."""
         for device, marks in self._marks.items():
-            tail = [place for place, (part, _) in enumerate(marks) if part == "optimizer"]
-            kept = marks[tail[-1] : tail[-1] + 2] if tail and device.type == "cuda" else []
-            marks[:] = [] if not kept else [kept[0], (_BETWEEN, (kept[1:] or [("", _now(device))])[0][1])]
+            tail = [index for index, (part, _) in enumerate(marks) if part == "optimizer"]
+            tail_marks = marks[tail[-1] : tail[-1] + 2] if tail and device.type == "cuda" else []
+            marks[:] = (
+                [] if not tail_marks else [tail_marks[0], (_BETWEEN, (tail_marks[1:] or [("", _now(device))])[0][1])]
+            )
         self.mark_all("waiting")
 
     def end(self) -> None:
@@ -86,12 +88,12 @@ class StepClock:
 
     def read(self) -> dict[torch.device, Mapping[Part, float]]:
         """Seconds of each part on each device since `begin`, zeros included. The host waits for what a GPU did before its optimizer."""
-        found: dict[torch.device, Mapping[Part, float]] = {}
+        seconds_by_device: dict[torch.device, Mapping[Part, float]] = {}
         for device, marks in self._marks.items():
             done = marks
             if device.type == "cuda":  # the last optimizer's work is read with the next step's
                 last = max(
-                    (place for place, (part, _) in enumerate(marks) if part == "optimizer"), default=len(marks) - 1
+                    (index for index, (part, _) in enumerate(marks) if part == "optimizer"), default=len(marks) - 1
                 )
                 done = marks[: last + 1]
                 for _, event in done[-1:]:
@@ -102,8 +104,8 @@ class StepClock:
                 for name, share in (part._shares(device) if isinstance(part, StepClock) else {part: 1.0}).items():
                     if name in seconds:
                         seconds[name] += share * _between(begin, end)
-            found[device] = seconds
-        return found
+            seconds_by_device[device] = seconds
+        return seconds_by_device
 
     def _shares(self, device: torch.device) -> dict[Any, float]:
         """The share of each part in the time between the first and the last mark."""
@@ -115,10 +117,10 @@ class StepClock:
 
     def numbers(self) -> dict[str, float]:
         """The times of `read` as metrics: `seconds/forward`, with several devices `seconds/cuda:1/forward`."""
-        found = self.read()
+        times = self.read()
         return {
-            f"{TIMES}{device}/{part}" if len(found) > 1 else f"{TIMES}{part}": seconds
-            for device, parts in found.items()
+            f"{TIMES}{device}/{part}" if len(times) > 1 else f"{TIMES}{part}": seconds
+            for device, parts in times.items()
             for part, seconds in parts.items()
         }
 

@@ -2,7 +2,7 @@
 
 What ranks exchange on the host goes over gloo, with no time limit: a rank may encode, compile or generate samples for hours. What ends
 a run is a rank that stops: every process writes a heartbeat into torchrun's store, and a thread ends the process when `ranks.timeout`
-seconds pass without that of another.
+seconds pass without another's heartbeat.
 
 Whatever ends a run, one line names the rank, its machine, the step and what to do. The others print it of a rank that was killed; torchrun's
 summary has what every rank has written in advance for that.
@@ -86,8 +86,8 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         ranks.check_same({"kind of device": kind, **about})
         if device != "cpu":
             ranks.check_own_gpu(launch.local)
-        own = Process.this()
-        watch.siblings = siblings(ranks.all_gather_object((own.pid, own.error_file)))
+        process = Process.this()
+        watch.siblings = siblings(ranks.all_gather_object((process.pid, process.error_file)))
         ranks = _present = watch.ranks = ranks.grouped(config.context)
         try:
             yield ranks
@@ -163,14 +163,14 @@ def _store(launch: Launch, *, wait: bool = True) -> "Store":
     dist, seconds = distributed(), _START_SECONDS if wait else _GRACE
     try:
         with signals_by_default():  # as in `_connect`
-            whole, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        early = dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", whole)
+            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        early = dist.PrefixStore(f"ditkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         if not wait:
             return cast("Store", early)
-        found = _rendezvous(launch, whole, early)
+        part = _rendezvous(launch, store, early)
         # NCCL connects ranks in their first exchange, and waits here for the rank that is last: it may still load, compile or train its step.
-        found.set_timeout(WITHOUT_LIMIT)
-        return found
+        part.set_timeout(WITHOUT_LIMIT)
+        return part
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"the processes cannot connect at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} ({reason_of(error)}); start them "
@@ -178,33 +178,33 @@ def _store(launch: Launch, *, wait: bool = True) -> "Store":
         ) from error
 
 
-def _rendezvous(launch: Launch, whole: "Store", early: "Store") -> "Store":
+def _rendezvous(launch: Launch, store: "Store", early: "Store") -> "Store":
     """A part of the store for these processes alone, once all of them have started.
 
     After a restart the store still has what the processes before it wrote, and machines count restarts differently. So every process
     writes an id of its own, and rank 0 publishes the ids that it has read. A process that finds its id there knows that both are running.
     In `early`, a process says why it ends before that (`complain_once`).
     """
-    dist, own = distributed(), uuid.uuid4().hex
-    whole.set(f"ditkit/id/{launch.rank}", own)
+    dist, token = distributed(), uuid.uuid4().hex
+    store.set(f"ditkit/id/{launch.rank}", token)
     if launch.rank == 0:
-        part = dist.PrefixStore(f"ditkit/{own}", whole)
+        part = dist.PrefixStore(f"ditkit/{token}", store)
         missing, ids = set(range(1, launch.size)), dict[int, str]()
         for _ in _starting(launch, early, missing):
             for rank in list(missing):
-                if whole.check([f"ditkit/id/{rank}"]):
-                    ids[rank] = whole.get(f"ditkit/id/{rank}").decode()
+                if store.check([f"ditkit/id/{rank}"]):
+                    ids[rank] = store.get(f"ditkit/id/{rank}").decode()
                 if part.check([f"here/{rank}"]):
                     missing.discard(rank)
-            whole.set("ditkit/round", json.dumps([own, ids]))
+            store.set("ditkit/round", json.dumps([token, ids]))
         part.set("alive/0", "0")
         part.set("here/0", socket.gethostname())
         return cast("Store", part)
     missing = {0}
     for _ in _starting(launch, early, missing):
-        first, published = json.loads(whole.get("ditkit/round")) if whole.check(["ditkit/round"]) else ("", {})
-        if published.get(str(launch.rank)) == own:
-            part = dist.PrefixStore(f"ditkit/{first}", whole)
+        first, published = json.loads(store.get("ditkit/round")) if store.check(["ditkit/round"]) else ("", {})
+        if published.get(str(launch.rank)) == token:
+            part = dist.PrefixStore(f"ditkit/{first}", store)
             part.set(f"alive/{launch.rank}", "0")
             part.set(f"here/{launch.rank}", socket.gethostname())
             missing -= {0} if part.check(["here/0"]) else set()
@@ -256,7 +256,7 @@ class _Heartbeat(threading.Thread):
     def run(self) -> None:
         """Write and read heartbeats until `end`; and find a rank that was killed: torchrun kills this one before a long step or preview is over."""
         others = range(1, self._launch.size) if self._launch.rank == 0 else range(1)
-        known, silent, count, failed = dict.fromkeys(others, b""), dict.fromkeys(others, 0.0), 0, 0.0
+        last_signs, silent, count, failed = dict.fromkeys(others, b""), dict.fromkeys(others, 0.0), 0, 0.0
         while not self._ended.wait(self._interval):
             count += 1
             if os.getppid() != self._parent:
@@ -279,8 +279,10 @@ class _Heartbeat(threading.Thread):
                 os._exit(1)
             for rank, sign in zip(others, signs, strict=True):
                 # Counted in this thread's own rounds: a process that was stopped itself must not blame the others for that time.
-                silent[rank] = 0.0 if sign in (b"left", b"") or sign != known[rank] else silent[rank] + self._interval
-                known[rank] = sign
+                silent[rank] = (
+                    0.0 if sign in (b"left", b"") or sign != last_signs[rank] else silent[rank] + self._interval
+                )
+                last_signs[rank] = sign
                 if silent[rank] > self._timeout:
                     self._own.set("silent", str(rank))
                     self._end_process(
@@ -341,7 +343,7 @@ class _Heartbeat(threading.Thread):
         Args:
             message: What happened, and what to do.
             of: The rank that failed; this one by default.
-            step: The step that it was in; that of this rank by default, since ranks go through steps together.
+            step: The step that it was in; this rank's step by default, since ranks go through steps together.
             is_consequence: Whether another rank probably caused it; that one gets the time to say so, and is named if it ends without.
 
         Returns:
@@ -379,12 +381,12 @@ class _Heartbeat(threading.Thread):
 
     def _first_to_fail(self, line: str) -> tuple[str, bool]:
         """Why the run ends, and whether this rank is the one that says so; each rank can have the same line of one that is lost."""
-        own = f"{self._launch.rank}:{line}"
+        entry = f"{self._launch.rank}:{line}"
         try:
-            found = self._own.compare_set("failed", "", own).decode()
+            first_entry = self._own.compare_set("failed", "", entry).decode()
         except RuntimeError:  # the store is gone, so that nobody else can be asked: one of a machine says so
             return line, self._launch.local == 0
-        return found.partition(":")[2], found == own
+        return first_entry.partition(":")[2], first_entry == entry
 
     def _wait_for_cause(self) -> int | None:
         """Wait until a rank has said why it ends; if none does, the rank that was lost, where that can be known.

@@ -72,9 +72,9 @@ class Trackers:
         self._warn = warn
         self._open: dict[str, Tracker] = {}
 
-    def add(self, what: str, make: Callable[[], Tracker]) -> None:
-        """Open a tracker; `what` is it at the start of the line about its failure."""
-        self._unless_it_fails(what, lambda: self._open.update({what: make()}))
+    def add(self, name: str, make: Callable[[], Tracker]) -> None:
+        """Open a tracker; the line about its failure begins with `name`."""
+        self._unless_it_fails(name, lambda: self._open.update({name: make()}))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
@@ -85,10 +85,10 @@ class Trackers:
         self._each(lambda tracker: tracker.close(failed=failed))
 
     def _each(self, act: Callable[[Tracker], None]) -> None:
-        for what, tracker in list(self._open.items()):
-            self._unless_it_fails(what, lambda tracker=tracker: act(tracker))  # type: ignore[misc]
+        for name, tracker in list(self._open.items()):
+            self._unless_it_fails(name, lambda tracker=tracker: act(tracker))  # type: ignore[misc]
 
-    def _unless_it_fails(self, what: str, act: Callable[[], None]) -> None:
+    def _unless_it_fails(self, name: str, act: Callable[[], None]) -> None:
         try:
             # Whatever a library raises: no curve is worth hours of training.
             with given_to_library("it failed", "it gets no more numbers"):
@@ -97,8 +97,8 @@ class Trackers:
                 except OSError as error:  # a full disk says enough by itself
                     raise UserError(error.strerror or str(error)) from error
         except UserError as error:
-            self._warn(f"{what}: {error}; the run goes on, and its numbers are in metrics.jsonl")
-            self._open.pop(what, None)
+            self._warn(f"{name}: {error}; the run goes on, and its numbers are in metrics.jsonl")
+            self._open.pop(name, None)
 
 
 class TensorBoard:
@@ -175,8 +175,8 @@ class LibraryTracker:
         self._memory = _memory(self._folder)
         if is_new or library not in self._memory:
             # Samples that are there already are of an earlier start; this one generates its own.
-            seen = {path.stem: stamp for path, stamp in _lists(self._folder)} if is_new else {}
-            self._memory[library] = {"id": uuid.uuid4().hex[:12], "samples": seen}
+            stamps = {path.stem: stamp for path, stamp in _lists(self._folder)} if is_new else {}
+            self._memory[library] = {"id": uuid.uuid4().hex[:12], "samples": stamps}
         self._seen: dict[str, int] = self._memory[library]["samples"]
         self._looked = 0
         self._remember()  # before the run is there, so that a kill makes no second one
@@ -203,9 +203,11 @@ class LibraryTracker:
             if self._seen.get(path.stem) == stamp:
                 continue
             media = {
-                f"samples/{each.file.stem.removeprefix(f'{path.stem}-')}": self._backend.media(each.file, each.prompt)
-                for each in listed_samples(path)
-                if each.file.is_file()
+                f"samples/{sample.file.stem.removeprefix(f'{path.stem}-')}": self._backend.media(
+                    sample.file, sample.prompt
+                )
+                for sample in listed_samples(path)
+                if sample.file.is_file()
             }
             self._backend.log(int(path.stem.removeprefix("step-")), media)
             self._seen[path.stem] = stamp
@@ -223,15 +225,15 @@ def _lists(folder: RunFolder) -> list[tuple[Path, int]]:
 
 def has_new_samples(folder: Path, library: str) -> bool:
     """Whether a run's folder has samples that its tracker has not."""
-    seen = _memory(RunFolder(folder)).get(library, {}).get("samples", {})
-    return any(seen.get(path.stem) != stamp for path, stamp in _lists(RunFolder(folder)))
+    stamps = _memory(RunFolder(folder)).get(library, {}).get("samples", {})
+    return any(stamps.get(path.stem) != stamp for path, stamp in _lists(RunFolder(folder)))
 
 
 def _memory(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """By library, the id of the run there and the samples that were logged; empty if there is none."""
     try:
-        found = json_part(folder.tracker)
-        return {name: {"id": str(own["id"]), "samples": dict(own["samples"])} for name, own in found.items()}
+        stored = json_part(folder.tracker)
+        return {name: {"id": str(entry["id"]), "samples": dict(entry["samples"])} for name, entry in stored.items()}
     except (TypeError, KeyError, ValueError):  # damaged: another run there, and nothing is lost here
         return {}
 

@@ -23,7 +23,7 @@ from ditkit_core.io.console import hush_libraries, prepare_streams, warn
 GRACE_SECONDS = 20.0
 """Time for the worker to end by itself before it is killed."""
 _OWN_GRACE_SECONDS = 10.0
-"""Time between the end of the parent and that of the worker, if its work cannot be interrupted."""
+"""Time between the end of the parent and the end of the worker, if its work cannot be interrupted."""
 _TAIL_CHARACTERS = 4096
 """Longest message that is taken from the last line of a worker's log."""
 _NICENESS = 10
@@ -145,8 +145,8 @@ def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str
     if device.type == "cpu":
         return ""
     # Entries may be UUIDs or a permutation: the index of this process selects an entry and is not a device number.
-    index, seen = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES")
-    return str(index) if seen is None else seen.split(",")[index].strip()
+    index, visible = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if visible is None else visible.split(",")[index].strip()
 
 
 def _environment(device: torch.device) -> dict[str, str]:
