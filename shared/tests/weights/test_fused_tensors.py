@@ -313,7 +313,7 @@ def test_rows_are_noted_once_and_cut_in_one_way():
     assert not assembly.add("k", [TensorSlice("qkv", 1, 3)])
     assert not assembly.add("whole", [TensorSlice("qkv")])
     assert not assembly.add("two", [TensorSlice("free"), TensorSlice("qkv", 0, 2)])
-    assert assembly.found == {"qkv": (None, TensorSlice("to_k"), None)}
+    assert assembly.parts == {"qkv": (None, TensorSlice("to_k"), None)}
     assert not assembly.complete
     assert assembly.add("rest", [TensorSlice("qkv", 2, 3), TensorSlice("qkv", 0, 3)])
     assert assembly.complete == {"qkv": (TensorSlice("rest", 1, 2), TensorSlice("to_k"), TensorSlice("rest", 0, 2))}

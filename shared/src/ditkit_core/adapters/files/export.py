@@ -296,7 +296,7 @@ def _transformer_in_form(
     tensors, coarse = base_tensors(model), quantized_weights(model)
     fused = tensors_in_form(tensors, spec.architecture.names.from_native[form])
     natives = fused.complete
-    assert len(natives) == len(fused.found), "the form has rows that the model does not"
+    assert len(natives) == len(fused.parts), "the form has rows that the model does not"
 
     # Shapes are read off views: no quantized weight is dequantized for them.
     def about(parts: Sequence[TensorSlice]) -> tuple[tuple[int, ...], torch.dtype]:
