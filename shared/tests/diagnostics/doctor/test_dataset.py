@@ -6,10 +6,12 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from ditkit_core.data.buckets import cut_share, resolutions_of, size_of
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import MediaInfo
@@ -31,6 +33,7 @@ from ditkit_core.diagnostics.doctor.findings import (
 from ditkit_core.diagnostics.doctor.media import WindowLook
 from ditkit_core.diagnostics.doctor.render import check_page, check_verdict, print_check, write_check
 from ditkit_core.diagnostics.doctor.rules import (
+    MOSTLY_KEPT,
     check_buckets,
     check_coverage,
     check_crops,
@@ -259,14 +262,37 @@ def test_what_is_cropped_by_more_than_a_quarter_is_named_once_a_file() -> None:
         sample("unknown"),
         replace(sample("wide"), file_size=(64, 80)),
     ]
-    (found,) = check_crops(samples, DataConfig(buckets=False))
+    (found,) = check_crops(samples, DataConfig(buckets=False, height=480, width=832), 16)
     assert (found.code, found.severity, found.where) == ("D32", "warning", "portrait.mp4")
     assert found.what == "68% of it is cut away: of 1080 x 1920 pixels the middle 1080 x 623 are trained, as 832 x 480"
     assert 'data.buckets = "auto"' in found.remedy
-    (found,) = check_crops([replace(sample("long"), file_size=(100, 300))], DataConfig())
-    assert (
-        "67% of it is cut away: of 300 x 100 pixels the middle 100 x 100" in found.what and "max_aspect" in found.remedy
-    )
+    (found,) = check_crops([replace(sample("long"), file_size=(100, 300))], DataConfig(height=512, width=512), 16)
+    assert "67% of it is cut away: of 300 x 100 pixels the middle 100 x 100" in found.what
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "keys"),
+    [
+        ((1920, 1080), {"buckets": False}, {"buckets": "auto"}),
+        ((512, 1536), {}, {"max_aspect": 3.0}),
+        ((80, 112), {"height": 64, "width": 64}, {"bucket_step": 16}),
+        ((60, 180), {"height": 64, "width": 64}, {"max_aspect": 3.0, "bucket_step": 16}),
+        ((100, 300), {"height": 64, "width": 64, "buckets": False}, {"buckets": "auto", "max_aspect": 3.0, "bucket_step": 16}),
+        ((8000, 500), {}, {}),
+        ((15, 50), {"height": 16, "width": 16}, {}),
+    ],
+)  # fmt: skip
+def test_the_remedy_for_a_crop_names_the_fewest_keys_that_work(size: Any, settings: Any, keys: Any) -> None:
+    data = DataConfig(**{"height": 512, "width": 512, **settings})
+    trained = size_of(*size, resolutions_of(data, 16))
+    (found,) = check_crops([replace(sample("a"), file_size=size, height=trained[0], width=trained[1])], data, 16)
+    named = [
+        f"data.{key} = {json.dumps(value) if isinstance(value, str) else f'{value:g}'}" for key, value in keys.items()
+    ]
+    assert found.remedy == (f"set {' and '.join(named)}, or crop it yourself" if named else "crop it yourself")
+    if keys:
+        kept = size_of(*size, resolutions_of(replace(data, **keys), 16))
+        assert cut_share(*size, kept) <= MOSTLY_KEPT
 
 
 def test_what_a_look_says() -> None:

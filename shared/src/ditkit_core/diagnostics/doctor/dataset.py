@@ -127,7 +127,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         *_no_class_images(run, prior),
         *check_fewest_frames(everything, run.spec.training.fewest_frames),
         *check_shortened(samples, run.config.data, own.fps),
-        *check_crops(everything, run.config.data),
+        *check_crops(everything, run.config.data, run.spec.data.size_step),
         *check_buckets(data_batches.rows),
         *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
         *check_coverage([row for row, _ in files]),
@@ -172,7 +172,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
         keys[each.media_key].append(each.id)
     findings = [*check_duplicates([group for group in keys.values() if len(group) > 1], [])]
     findings += check_captions(samples, count_captions(samples, None), run.config)
-    findings += check_crops(samples, run.config.data)
+    findings += check_crops(samples, run.config.data, run.spec.data.size_step)
     findings += check_fewest_frames(samples, run.spec.training.fewest_frames)
     encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):

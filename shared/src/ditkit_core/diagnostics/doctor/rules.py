@@ -7,9 +7,11 @@ trained on, but the model would learn from conditions and clips that do not belo
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ditkit_core.data.buckets import cut_share
+from ditkit_core.data.buckets import cut_share, resolutions_of, size_of
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample, shortened_clips
 from ditkit_core.data.masks import MASK
@@ -38,6 +40,8 @@ FROZEN_SECONDS = 1.0
 """Shortest time of a frozen frame that is a finding."""
 MOSTLY_KEPT = 0.25
 """Share of a picture that may be cut away without a finding."""
+LARGEST_ASPECT = 4.0
+"""A picture with a larger ratio of its sides is not worth sizes of its own."""
 MOSTLY_UNUSED = 0.5
 """Share of unused frames of a video above which a note is made."""
 BLANK_SHARE = 0.1
@@ -216,9 +220,13 @@ def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> 
         yield Finding.note("D33", f"{len(short)} of {plural(len(samples), 'sample')}", what, remedy)
 
 
-def check_crops(samples: Sequence[Sample], data: DataConfig) -> Iterator[Finding]:
-    """Findings about files of which more than a quarter is cut away, each once."""
-    remedy = "raise data.max_aspect, or crop it yourself" if data.buckets else 'set data.buckets = "auto"'
+def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> Iterator[Finding]:
+    """Findings about files of which more than a quarter is cut away, each once, with the keys that keep more of them.
+
+    Args:
+        size_step: Height and width are multiples of this many pixels.
+    """
+    remedies: dict[tuple[int, int], str] = {}
     for sample in {sample.media: sample for sample in reversed(samples)}.values():
         if sample.file_size is None:
             continue
@@ -233,7 +241,25 @@ def check_crops(samples: Sequence[Sample], data: DataConfig) -> Iterator[Finding
                 f"{share:.0%} of it is cut away: of {width} x {height} pixels the middle {kept[0]} x {kept[1]} are trained, as "
                 f"{sample.width} x {sample.height}"
             )
+            remedy = remedies.get((height, width)) or _less_cropped(height, width, data, size_step)
+            remedies[height, width] = remedy
             yield Finding.warning("D32", str(sample.media), what, remedy)
+
+
+def _less_cropped(height: int, width: int, data: DataConfig, size_step: int) -> str:
+    """The fewest keys with which at most a quarter of a picture is cut away, as a remedy."""
+    auto: dict[str, Any] = {} if data.buckets else {"buckets": "auto"}
+    aspect = max(height, width) / min(height, width)
+    wide = {"max_aspect": math.ceil(aspect * 10) / 10} if data.max_aspect < aspect <= LARGEST_ASPECT else {}
+    for changes in (auto, auto | wide, auto | {"bucket_step": size_step}, auto | wide | {"bucket_step": size_step}):
+        size = size_of(height, width, resolutions_of(replace(data, **changes), size_step))
+        if changes and cut_share(height, width, size) <= MOSTLY_KEPT:
+            keys = (
+                f'data.{key} = "auto"' if key == "buckets" else f"data.{key} = {value:g}"
+                for key, value in changes.items()
+            )
+            return f"set {' and '.join(keys)}, or crop it yourself"
+    return "crop it yourself"
 
 
 def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
