@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,3 +125,57 @@ def test_the_remaining_time_counts_neither_what_precedes_training_nor_earlier_st
                 now[0] += 60.0
                 shown.after_step(start + step, {"loss": 0.5})
         assert left in [line for line in capsys.readouterr().out.splitlines() if "train" in line][-1]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    console.keep_log(tmp_path / "train.log")
+    yield tmp_path / "train.log"
+    console.keep_log(None)
+
+
+def logged(log: Path) -> list[str]:
+    """The lines of a log without their times."""
+    return [
+        re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  ", "", line) for line in log.read_text().splitlines()
+    ]
+
+
+def test_a_log_gets_each_printed_line_and_goes_on_where_it_ended(log: Path) -> None:
+    console.say("one\ntwo")
+    console.warn(HOSTILE)
+    console.keep_log(None)
+    console.say("between")
+    console.keep_log(log)
+    console.complain("error: three")
+    assert logged(log) == ["one", "two", ESCAPED, "error: three"]
+    assert log.read_text().startswith("20")
+
+
+def test_a_log_has_plain_progress_where_a_terminal_has_a_bar(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "CONSOLE", Console(file=io.StringIO(), force_terminal=True, width=200))
+    with console.progress("train", 20) as bar:
+        for _ in range(20):
+            bar.update(loss=0.25)
+            bar.advance()
+    assert logged(log) == [f"train {step}/20  loss 0.2500" for step in range(2, 21, 2)]
+
+
+def test_a_log_is_begun_again_before_it_grows_large(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "LOG_BYTES", 1000)
+    for number in range(100):
+        console.say(f"line {number}")
+    older = log.with_name("train.log.1")
+    assert {path.name for path in log.parent.iterdir()} == {"train.log", "train.log.1"}
+    kept = logged(older) + logged(log)
+    assert kept == [f"line {number}" for number in range(100 - len(kept), 100)] and len(kept) > 30
+    assert older.stat().st_size < 1100
+
+
+def test_a_log_that_cannot_be_written_is_one_warning(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.mkdir()
+    console.say("one")
+    console.say("two")
+    said = capsys.readouterr()
+    assert said.out == "one\ntwo\n"
+    assert said.err == f"{log} cannot be written (it is no file); the run goes on without it\n"

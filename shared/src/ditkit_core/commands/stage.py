@@ -13,7 +13,7 @@ import ditkit_core
 from ditkit_core.commands.options import STAGES, describe_options, verb_of
 from ditkit_core.config.schema import config_values
 from ditkit_core.errors import Interrupted, UserError
-from ditkit_core.io.console import warn
+from ditkit_core.io.console import keep_log, note, warn
 from ditkit_core.io.launch import launched
 from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
 from ditkit_core.io.torchrun import joined_ranks
@@ -28,6 +28,18 @@ _COMPUTING = (("train", ""), ("train", "plan"), ("train", "check"), ("train", "a
 """Commands that run a model on the devices of this machine, or plan to."""
 
 
+@contextmanager
+def _log_ended() -> Iterator[None]:
+    """End the log that a run began to keep, with the name of a fault of ours, whose traceback Python prints."""
+    try:
+        yield
+    finally:
+        if error := sys.exc_info()[1]:
+            note(f"{type(error).__name__}: {error}")
+        keep_log(None)
+
+
+@_log_ended()
 def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) -> int:
     """Do the work of a command.
 

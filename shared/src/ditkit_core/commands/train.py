@@ -25,7 +25,7 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import Interrupted, UserError
-from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.console import keep_log, progress, say, warn
 from ditkit_core.io.files import json_hash, local_path
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, check_shared, open_run
@@ -88,6 +88,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     _check(whole)
     with open_run(config.run_folder.path, whole.run.given.config, ranks) as (folder, stated):
         if ranks.is_first:
+            keep_log(folder.log)  # not before the folder is locked: another run's log is not ours
             rename_exports(whole.run, folder)
         done, left = folder.completed_step(), _left(whole)
         if ranks.broadcast_object(

@@ -1,14 +1,17 @@
-"""Console output: rich on a terminal, plain lines elsewhere, and nothing once nobody can read it any more."""
+"""Console output: rich on a terminal, plain lines elsewhere, and nothing once nobody can read it any more. A run keeps its lines in a file, too."""
 
 import errno
 import io
 import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Protocol, SupportsFloat, TextIO, cast
 
 from rich.console import Console, Group
@@ -134,10 +137,47 @@ def mute() -> None:
     _muted = True
 
 
+LOG_BYTES = 4_000_000
+"""Size from which a log is renamed and a new one begun. The one before it is replaced, so a run keeps between one and two of this size."""
+_log: Path | None = None
+
+
+def keep_log(path: Path | None) -> None:
+    """From now on append each printed line to a file, with its time; None ends that.
+
+    Progress is written as plain lines, also where a terminal shows bars. The file is opened for each line, so it may be moved or removed.
+    If it cannot be written, that is one warning, and no error.
+    """
+    global _log
+    _log = path
+
+
+def note(text: str) -> None:
+    """Write lines into the log alone, if there is one; control characters are escaped."""
+    global _log
+    if (path := _log) is None:
+        return
+    try:
+        if path.exists():
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):  # a pipe would wait for its reader
+                raise OSError(errno.EINVAL, "it is no file")
+            if about.st_size > LOG_BYTES:
+                with suppress(OSError):  # on Windows it may be open in a viewer: the next line tries again
+                    path.replace(path.with_name(f"{path.name}.1"))
+        when = datetime.now().astimezone().isoformat(" ", "seconds")
+        with path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write("".join(f"{when}  {printable(line)}\n" for line in text.split("\n")))
+    except OSError as error:
+        _log = None
+        warn(f"{path} cannot be written ({error.strerror or error}); the run goes on without it")
+
+
 def say(text: str) -> None:
     """Print lines to stdout without wrapping and markup, so that paths and TOML can be copied; control characters are escaped."""
     if _muted:
         return
+    note(text)
     text = "\n".join(map(printable, text.split("\n")))
     if CONSOLE.is_terminal:
         CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -153,7 +193,9 @@ def warn(text: str) -> None:
 
 def complain(text: str) -> None:
     """Print the line that says why the process ends, which is never muted."""
-    print(printable(" ".join(text.split("\n"))), file=_STDERR, flush=True)
+    line = " ".join(text.split("\n"))
+    note(line)
+    print(printable(line), file=_STDERR, flush=True)
 
 
 def doing(text: str) -> None:
@@ -233,9 +275,10 @@ def progress(stage: str, total: int, completed: int = 0) -> Iterator[Bar]:
 
 
 class _LiveBar:
-    """A bar on a terminal with its figures in the line below, as many as fit."""
+    """A bar on a terminal with its figures in the line below, as many as fit. The log gets plain lines."""
 
     def __init__(self, stage: str, total: int, completed: int):
+        self._logged = _PlainBar(stage, total, completed, note)
         texts = f"{stage}  {total}/{total} 10:00:00 10:00:00"
         bar = BarColumn(min(40, max(4, CONSOLE.width - len(texts))))
         columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
@@ -255,19 +298,23 @@ class _LiveBar:
 
     def advance(self, amount: float = 1) -> None:
         self._bar.advance(self._task, amount)
+        self._logged.advance(amount)
 
     def begin(self, completed: int) -> None:
         # rich counts the time from the first change on, and without the items of that change.
         self._bar.update(self._task, completed=completed)
+        self._logged.begin(completed)
 
     def update(self, **fields: SupportsFloat) -> None:
         self._figures |= _figures(fields)
+        self._logged.update(**fields)
 
 
 class _PlainBar:
     """Prints a line after each tenth, and an early estimate of the remaining time if the stage takes long."""
 
-    def __init__(self, stage: str, total: int, completed: int):
+    def __init__(self, stage: str, total: int, completed: int, print_lines: Callable[[str], None] = say):
+        self._print = print_lines
         self._stage, self._total, self._done, self._figures = stage, max(total, 1), float(completed), dict[str, str]()
         self._start, self._done_before, self._estimated = time.monotonic(), self._done, False
         self._shown = completed
@@ -281,10 +328,10 @@ class _PlainBar:
             remaining = self._left()
             if remaining or int(self._done) > self._shown:  # a share of an item is only worth a line with an estimate
                 self._shown = int(self._done)
-                say("  ".join([f"{self._stage} {self._shown}/{self._total}", *remaining, *self._figures.values()]))
+                self._print("  ".join([f"{self._stage} {self._shown}/{self._total}", *remaining, *self._figures.values()]))
         elif not self._estimated:  # the first tenth may take hours, so estimate before it is done
             for estimate in self._left():
-                say(f"{self._stage} {int(self._done)}/{self._total}  {estimate}")
+                self._print(f"{self._stage} {int(self._done)}/{self._total}  {estimate}")
 
     def begin(self, completed: int) -> None:
         self._start, self._done_before, self._estimated = time.monotonic(), float(completed), False

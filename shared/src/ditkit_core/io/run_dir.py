@@ -180,6 +180,8 @@ class RunFolder:
     """Folder of the previews that another process still has to generate."""
     previews_log = _Place("previews.log")
     """Output of the process that generates previews."""
+    log = _Place("train.log")
+    """What the commands that train the run have printed; `train.log.1` is the part before it."""
     verified = _Place("verified.json")
     """Results of verifying the exports."""
     verification_log = _Place("verification.log")
@@ -288,8 +290,8 @@ class RunFolder:
         return {*self.state.glob("step-*"), *self.path.glob(f"*/{self.state.name}/step-*")}
 
     def _others(self) -> list[str]:
-        """Names in the folder, except those that exist without a run: demo inputs, samples, class images, an audit, a check."""
-        without = {self.inputs.name, self.samples.name, self.prior.name, self.audit.name, *CHECKS}
+        """Names in the folder, except those that exist without a run: demo inputs, samples, class images, an audit, a check, a log."""
+        without = {self.inputs.name, self.samples.name, self.prior.name, self.audit.name, self.log.name, *CHECKS}
         names = sorted(entry.name for entry in self.path.iterdir())
         return [name for name in names if not name.startswith(".") and name not in without]
 

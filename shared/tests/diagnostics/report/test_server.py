@@ -14,6 +14,7 @@ from report_pages import Page, check_numbers
 from ditkit_core.diagnostics.report import server as served
 from ditkit_core.diagnostics.report.log_lines import last_lines
 from ditkit_core.diagnostics.report.server import ReportServer
+from ditkit_core.io.console import keep_log, say
 
 
 @contextmanager
@@ -137,9 +138,11 @@ def test_the_last_lines_are_shown_as_a_terminal_shows_them(tmp_path: Path) -> No
     log.write_text("".join(f"line {number}\n" for number in range(100_000)))
     assert last_lines(log, 2) == ["line 99998", "line 99999"]
     run = write_run(tmp_path / "run")
+    keep_log(run / "train.log")
+    say("[4/5] train")
+    keep_log(None)
     with serving(run, log=log) as server:
         text = answer(server, "/")[1].decode()
-    shown = re.findall("<pre[^>]*>(.*?)</pre>", text, re.DOTALL)
-    assert (
-        len(shown) == 2 and shown[0].endswith("line 99999") and re.search(r"step 40  loss [\d.]+  lr 0.0001", shown[1])
-    )
+    other, own, numbers = re.findall("<pre[^>]*>(.*?)</pre>", text, re.DOTALL)
+    assert other.endswith("line 99999") and own.endswith("  [4/5] train")
+    assert re.search(r"step 40  loss [\d.]+  lr 0.0001", numbers)

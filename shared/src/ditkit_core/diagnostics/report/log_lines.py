@@ -43,6 +43,7 @@ def log_part(folder: Path, log: Path | None = None) -> Html:
     """
     run = RunFolder(folder)
     logs = {} if log is None else {str(log): last_lines(log)}
+    logs[run.log.name] = last_lines(run.log)
     for metrics in (run.metrics, *sorted(folder.glob("*/metrics.jsonl"))):
         logs[metrics.relative_to(folder).as_posix()] = [_numbers(line) for line in last_lines(metrics)]
     for path in (run.previews_log, run.verification_log):
