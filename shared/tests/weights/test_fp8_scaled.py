@@ -1,41 +1,29 @@
 """Files of scaled 8-bit weights, as ComfyUI writes them: held as they are, and written."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from base_files import State, original, prepared, values_of, write
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from toy_world import World, equal
 
-from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import check_export, export_adapter, export_merged
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
-from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import quantized_weights
-from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
-from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, official_name, toy_items
+from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.testing.toy import TOY, official_name, toy_items
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
 FP8 = torch.float8_e4m3fn
-FP32 = Precision(matmul=torch.float32)
-CPU = torch.device("cpu")
-State = dict[str, torch.Tensor]
-
-
-def original(form: str) -> State:
-    torch.manual_seed(0)
-    return {
-        name: tensor.detach().clone() for name, tensor in in_form(ToyModel(ToyArch(), FP32).state_dict(), form).items()
-    }
 
 
 def scaled(state: State, *, rows: bool = False, rest: torch.dtype = torch.bfloat16) -> tuple[State, State, State]:
@@ -76,42 +64,11 @@ def in_header(codes: State, scales: State) -> tuple[State, dict[str, str]]:
 WRITERS = {"legacy": legacy, "comfy_quant": marked, "header": in_header}
 
 
-def write(folder: Path, state: State, header: dict[str, str] | None = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / "x.safetensors", metadata=header or {})
-    return folder / "x.safetensors"
-
-
-def prepared(
-    path: Path, quantize: str = "none", *, adapter: AdapterConfig | None = None, merge: tuple[str, ...] = (),
-    precision: Precision = FP32, say: Callable[[str], None] = lambda line: None, compute: str = "dtype",
-) -> LoadedModel:  # fmt: skip
-    unloaded = build_meta_model(
-        TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
-        BaseConfig(quantize=quantize, compute=compute, merge=merge), precision=precision, say=say,
-    )  # fmt: skip
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
-
-
 def outputs(model: nn.Module) -> torch.Tensor:
     items = toy_items(1)
     with torch.no_grad():
         inputs = TOY.training.make_inputs([items[0]["latents"]], torch.tensor([0.4]), items, 1.0)
         return model.eval()(inputs)[0]
-
-
-def values_of(path: Path, **settings: object) -> State:
-    """What the model holds, dequantized."""
-    model = prepared(path, **settings).model
-    held = quantized_weights(model)
-    dense = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
-    }
-    return {
-        name: held[name].dequantize() if name in held else tensor.float()
-        for name, tensor in dense.items()
-        if not name.endswith("weight_scale")
-    }
 
 
 @pytest.mark.slow
@@ -263,7 +220,7 @@ OTHERS = {
     "blocks": {f"{BLOCK}.weight_scale": torch.ones(2, 2)},
     "int8": {f"{BLOCK}.weight": torch.ones(32, 32, dtype=torch.int8), f"{BLOCK}.weight_scale": torch.ones(())},
     "e5m2": {f"{BLOCK}.weight": torch.ones(32, 32).to(torch.float8_e5m2), f"{BLOCK}.weight_scale": torch.ones(())},
-    "format": {f"{BLOCK}.comfy_quant": torch.tensor(list(b'{"format": "mxfp8"}'), dtype=torch.uint8)},
+    "format": {f"{BLOCK}.comfy_quant": torch.tensor(list(b'{"format": "svdquant_w4a4"}'), dtype=torch.uint8)},
 }  # fmt: skip
 
 

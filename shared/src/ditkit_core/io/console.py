@@ -328,7 +328,9 @@ class _PlainBar:
             remaining = self._left()
             if remaining or int(self._done) > self._shown:  # a share of an item is only worth a line with an estimate
                 self._shown = int(self._done)
-                self._print("  ".join([f"{self._stage} {self._shown}/{self._total}", *remaining, *self._figures.values()]))
+                self._print(
+                    "  ".join([f"{self._stage} {self._shown}/{self._total}", *remaining, *self._figures.values()])
+                )
         elif not self._estimated:  # the first tenth may take hours, so estimate before it is done
             for estimate in self._left():
                 self._print(f"{self._stage} {int(self._done)}/{self._total}  {estimate}")

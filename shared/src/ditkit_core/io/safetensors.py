@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -36,13 +37,21 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NOT_READ = ("U16", "U32", "U64", "C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-"""The format's other dtypes. A file that has them, such as one in MXFP8, is whole."""
+_NOT_READ = ("U16", "U32", "U64", "C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""The format's other dtypes. A file that has them is complete."""
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's own limit
 _MOST_TENSORS = 100_000
-_SCALED_AT_ONCE = 2**20
+_SCALED_AT_ONCE, _UNPACKED_AT_ONCE = 2**20, 2**22
+
+
+class Packing(NamedTuple):
+    """How a tensor's values are computed from others of its file."""
+
+    parts: tuple["StoredTensor", ...]
+    unpack: Callable[[range], Tensor]
+    """From some of the tensor's rows to their values in its dtype."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ class StoredTensor:
     dtype: torch.dtype
     scale: "StoredTensor | None" = None
     """Scale of an 8-bit tensor: the weight is its codes times one number, or one number per row. None if the tensor is the weight itself."""
+    packing: Packing | None = None
+    """For a tensor that is not stored as its values: `shape`, `dtype` and `num_bytes` are the values'. None if it is."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ class SafetensorsSource:
         digest = hashlib.blake2b(digest_size=16)
         for name, stored in sorted(self.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
-            for part in (stored, stored.scale):
+            for part in (stored, stored.scale) if stored.packing is None else stored.packing.parts:
                 if part is None:
                     continue
                 with readable(part.file), open(part.file, "rb") as file:
@@ -112,7 +123,7 @@ class SafetensorsSource:
     def read(
         self, name: str, buffer: Tensor | None = None, *, index: int = 0, of: int = 1, rows: range | None = None
     ) -> Tensor:
-        """Read a tensor, or some of its rows, onto the CPU in the file's dtype; of a scaled tensor, the codes.
+        """Read a tensor, or some of its rows, onto the CPU in the file's dtype; of a scaled tensor, the codes, of a packed one, the values.
 
         Args:
             name: Name in the file.
@@ -132,6 +143,16 @@ class SafetensorsSource:
             num_bytes, shape, offset = len(rows) * of_row, (len(rows), *shape[1:]), offset + rows.start * of_row
         buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
         assert buffer.numel() == num_bytes, name
+        if stored.packing is not None:
+            values, first = (
+                buffer.view(stored.dtype).view(shape),
+                index * (stored.shape[0] // of) + (rows.start if rows else 0),
+            )
+            at_once = max(1, _UNPACKED_AT_ONCE // max(1, values[:1].numel()))
+            for start in range(0, len(values), at_once):
+                some = values[start : start + at_once]
+                some.copy_(stored.packing.unpack(range(first + start, first + start + len(some))))
+            return values
         # Read and not mapped: mapped pages would count as memory of this process in addition to the tensor.
         with readable(stored.file), open(stored.file, "rb") as file:
             file.seek(stored.offset + offset)

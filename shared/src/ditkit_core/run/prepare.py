@@ -36,7 +36,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.run.quantized_cache import find_cache
-from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
+from ditkit_core.weights.fp8_scaled import num_packed, num_scaled, open_weights
 from ditkit_core.weights.frozen import at_most_parameters
 from ditkit_core.weights.load import Advice, StoredParameters, fits_shapes, load_into, match
 from ditkit_core.weights.quantize import (
@@ -161,7 +161,7 @@ def build_meta_model(
         UserError: If a file is missing, damaged, or does not fit the model or the configuration.
     """
     check_quantize(base.quantize, adapter.method)
-    if num_scaled(source := open_weights(components.locate(component))):
+    if num_scaled(source := open_weights(components.locate(component))) or num_packed(source):
         check_scaled(str(source.path), adapter.method)
     preset, arch = choose_arch(spec, components, source)
     model, files = build_on_meta(spec, arch, precision), base.files(component)
@@ -242,6 +242,13 @@ def _quantize_blocks(
     """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks for."""
     if kind in ("none", "fp8") and num_scaled(source):
         say(_hold_as_stored(spec, model, source, mapping, precision, merges=bool(merge_into(merged))))
+    if packed := num_packed(source):
+        then = (
+            "rounded once more"
+            if kind != "none"
+            else "kept in model.dtype; base.quantize keeps them small, and rounds them once more"
+        )
+        say(f"{source.path}: {packed} matrices are in int8, mxfp8 or nvfp4, and are unpacked and {then}")
     if kind == "none":
         return
     if kind != "fp8" and num_scaled(source):

@@ -7,12 +7,15 @@ files (from October 2024) name the scale `X.scale_weight`, are marked by an empt
 `_quantization_metadata`. The scale of the input is for products of 8-bit numbers, which ditkit does not make. A mark without a scale
 means that the scale is one.
 
+Layers in other formats (int8, mxfp8, nvfp4) are read with their values (`packed_formats.py`).
+
 Source: `convert_old_quants` in comfy/utils.py and QUANTIZATION.md of ComfyUI, read in November 2026.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import parse_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.weights.packed_formats import packed_weight
 
 MARK = "scaled_fp8"
 SCALE = "scale_weight"
@@ -36,6 +40,7 @@ _HEADER = "_quantization_metadata"
 # Scales of other formats (NVFP4, scales per block, AWQ), which are recognised only to be refused by name.
 _OTHER_FORMS = (".weight_scale_2", ".weight_scale_inv", ".pre_quant_scale")
 _READ = "float8_e4m3fn"
+_OF_A_LAYER = ("weight", "weight_scale", "weight_scale_2", "pre_quant_scale")
 _GET = "get the bf16 or the fp8_scaled file"
 
 
@@ -54,6 +59,7 @@ def attach_scales(source: SafetensorsSource) -> SafetensorsSource:
     Raises:
         UserError: If they are quantized in an unsupported form.
     """
+    source = _unpacked(source)
     if problem := next(_problems(source), None):
         raise UserError(f"{source.path} contains {problem}, which is not supported; {_GET}")
     tensors = dict(source.tensors)
@@ -67,6 +73,24 @@ def attach_scales(source: SafetensorsSource) -> SafetensorsSource:
             # From here on a scale travels with its weight, and readers that ignore scales do not exist.
             tensors[weight] = replace(source.tensors[weight], scale=tensors.pop(key))
     return replace(source, tensors=tensors)
+
+
+def _unpacked(source: SafetensorsSource) -> SafetensorsSource:
+    """The weights of a source, where each layer in a packed format has its values instead of codes and scales."""
+    tensors = dict(source.tensors)
+    for layer, about in _described(source):
+        names = {suffix: f"{layer}.{suffix}" for suffix in _OF_A_LAYER if f"{layer}.{suffix}" in source.tensors}
+        weight = packed_weight(layer, about, {suffix: source.tensors[name] for suffix, name in names.items()})
+        if weight is not None:
+            for name in (*names.values(), f"{layer}{_FORMAT}"):
+                tensors.pop(name, None)
+            tensors[names["weight"]] = weight
+    return replace(source, tensors=tensors)
+
+
+def num_packed(source: SafetensorsSource) -> int:
+    """Number of matrices whose values are computed when they are read."""
+    return sum(stored.packing is not None for stored in source.tensors.values())
 
 
 def num_scaled(source: SafetensorsSource) -> int:
@@ -131,9 +155,10 @@ def _weight_of(key: str) -> str:
 def _problems(source: SafetensorsSource) -> Iterator[str]:
     """Describe each weight that is quantized in another form."""
     tensors = source.tensors
-    for layer, form in _formats(source):
-        if form != _READ:
-            yield f"{layer} in the format {form}"
+    for layer, about in _described(source):
+        is_unpacked = (weight := tensors.get(f"{layer}.weight")) is not None and weight.packing is not None
+        if about["format"] != _READ and not is_unpacked:
+            yield f"{layer} in the format {about['format']}"
     for key, stored in tensors.items():
         owner = f"{key.rpartition('.')[0]}.weight"
         if key.endswith(_OTHER_FORMS) and owner in tensors:
@@ -149,20 +174,18 @@ def _problems(source: SafetensorsSource) -> Iterator[str]:
             yield f"{key} in {str(stored.dtype).removeprefix('torch.')}"
 
 
-def _formats(source: SafetensorsSource) -> Iterator[tuple[str, object]]:
-    """Each layer whose format the file gives, with that format."""
+def _described(source: SafetensorsSource) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each layer whose format the file gives, with what it says of it."""
     where = f"{source.path}: its description of 8-bit layers cannot be read:"
     try:
         described = parse_json_object(source.metadata.get(_HEADER, "{}"), f"{where} {_HEADER}")
         for layer, about in described.get("layers", {}).items():
-            yield layer, about["format"]
+            yield layer, {**about, "format": about["format"]}
         for key, stored in source.tensors.items():
             if key.endswith(_FORMAT):
                 if stored.num_bytes > _MAX_FORMAT_BYTES:
                     raise ValueError(f"{stored.num_bytes} bytes")
-                yield (
-                    key.removesuffix(_FORMAT),
-                    parse_json_object(bytes(source.read(key).tolist()), f"{where} {key}")["format"],
-                )
+                about = parse_json_object(bytes(source.read(key).tolist()), f"{where} {key}")
+                yield key.removesuffix(_FORMAT), {**about, "format": about["format"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{where} {error!r}; fetch it again") from error

@@ -54,7 +54,7 @@ def check_scaled(file: str, method: str) -> None:
     """
     if method == "full":
         raise UserError(
-            f"{file} contains scaled 8-bit weights, and adapter.method = full trains the base; "
+            f"{file} contains quantized weights, and adapter.method = full trains the base; "
             "get the bf16 file, or set adapter.method = lora"
         )
 

@@ -1,0 +1,57 @@
+"""Bases of the toy as files, and models that are prepared from them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.engine.placement import place_blocks
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.quantized_linear import quantized_weights
+from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
+
+FP32 = Precision(matmul=torch.float32)
+CPU = torch.device("cpu")
+State = dict[str, torch.Tensor]
+
+
+def original(form: str) -> State:
+    torch.manual_seed(0)
+    return {
+        name: tensor.detach().clone() for name, tensor in in_form(ToyModel(ToyArch(), FP32).state_dict(), form).items()
+    }
+
+
+def write(folder: Path, state: State, header: dict[str, str] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "x.safetensors", metadata=header or {})
+    return folder / "x.safetensors"
+
+
+def prepared(
+    path: Path, quantize: str = "none", *, adapter: AdapterConfig | None = None, merge: tuple[str, ...] = (),
+    precision: Precision = FP32, say: Callable[[str], None] = lambda line: None, compute: str = "dtype",
+) -> LoadedModel:  # fmt: skip
+    unloaded = build_meta_model(
+        TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
+        BaseConfig(quantize=quantize, compute=compute, merge=merge), precision=precision, say=say,
+    )  # fmt: skip
+    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
+
+
+def values_of(path: Path, **settings: object) -> State:
+    """What the model holds, dequantized."""
+    model = prepared(path, **settings).model
+    held = quantized_weights(model)
+    dense = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
+    }
+    return {
+        name: held[name].dequantize() if name in held else tensor.float()
+        for name, tensor in dense.items()
+        if not name.endswith("weight_scale")
+    }
