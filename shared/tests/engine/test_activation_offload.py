@@ -20,7 +20,7 @@ from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing import conformance_swap
 from ditkit_core.testing.combinations import daily
-from ditkit_core.testing.conformance_streams import place
+from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.plans import check_sent
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, move_to, on_host
@@ -421,7 +421,7 @@ def test_a_gpu_offloads_bitwise_and_keeps_less(policy, gpu):
         before = gpu.runtime.memory_allocated(gpu.device)  # what was kept of the steps without offloading
         run = BlockEngine(policy=chosen, host=HostMemory(smallest=gpu.size(SMALLEST, 0)))
         model = make_model(TOY, ToyArch(depth=depth, dim=gpu.size(512, 64), heads=8, dropout=0.1), adapter=DROPOUT)
-        place(model, [gpu.device] * depth)
+        place_model(model, [gpu.device] * depth)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             steps.append([outcome(TOY, model, items, run) for _ in range(gpu.size(2, 1))])
             gpu.runtime.synchronize(gpu.device)
@@ -440,7 +440,7 @@ def test_a_gpu_offloads_several_forwards_before_one_backward(gpu):
     batches, made = micro_batches(toy_items(2, ragged=True), 3), []
     for policy, smallest in (("none", SMALLEST), ("none+offload", 0)):
         model = make_model(TOY, ToyArch(depth=4, dim=gpu.size(256, 32), heads=4, dropout=0.1), adapter=DROPOUT)
-        place(model, [gpu.device] * 4)
+        place_model(model, [gpu.device] * 4)
         run = BlockEngine(policy=policy, host=HostMemory(smallest=smallest))
         with sdpa_kernel(SDPBackend.MATH):
             for step in range(gpu.size(3, 2)):

@@ -28,7 +28,7 @@ from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.conformance_quantized import KINDS, make_quantized
-from ditkit_core.testing.conformance_streams import place
+from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.conformance_swap import SwapChecks, Watched, stream
 from ditkit_core.testing.full_size import DEVICE, materialise
 from ditkit_core.testing.pretend_devices import PretendDevices
@@ -413,7 +413,7 @@ def test_a_gpu_streams_without_changing_a_number(policy, gpu):
     for streamed in ((), range(6)):
         arch = ToyArch(depth=6, dim=gpu.size(2048, 64), heads=gpu.size(16, 2))
         model = make_model(TOY, arch, adapter=replace(LORA, dropout=0.0))
-        swap = place(model, [gpu.device] * 6, streamed)
+        swap = place_model(model, [gpu.device] * 6, streamed)
         assert swap.locked
         gpu.runtime.synchronize(gpu.device)
         gpu.runtime.reset_peak_memory_stats(gpu.device)

@@ -22,7 +22,7 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.testing.combinations import daily
-from ditkit_core.testing.conformance_streams import place
+from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -296,7 +296,7 @@ def test_a_gpu_updates_streamed_weights_bitwise(policy, gpu):
     results, peaks = [], []
     for streamed in ((), range(6)):
         model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 256), heads=16))
-        swap = place(model, [gpu.device] * 6, streamed, trained=True)
+        swap = place_model(model, [gpu.device] * 6, streamed, trained=True)
         gpu.runtime.synchronize(gpu.device)
         gpu.runtime.reset_peak_memory_stats(gpu.device)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
@@ -321,7 +321,7 @@ def test_a_gpu_brings_back_what_an_average_reads(gpu):
     results = []
     for streamed in ((), (2, 5)):
         model = model_of(ToyArch(depth=6, dim=gpu.size(2048, 64), heads=16))
-        swap = place(model, [gpu.device] * 6, streamed, trained=True)
+        swap = place_model(model, [gpu.device] * 6, streamed, trained=True)
         engine, steps = BlockEngine(hooks=(swap,) if streamed else ()), gpu.size(3, 2)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             results.append(

@@ -10,7 +10,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.parked_weights import parked, parked_bytes, parked_tensors
 from ditkit_core.run.prepare import LoadedModel
-from ditkit_core.testing.conformance_streams import ONE, place
+from ditkit_core.testing.conformance_streams import ONE, place_model
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, micro_batches
@@ -63,7 +63,7 @@ def test_memory_of_streamed_weights_stays_with_their_stream(depth: int) -> None:
     """Also where a device has so few streamed blocks that a validation leaves all of them there, until the next step updates them."""
     with StandIn() as stand_in:
         model: Any = make_model(TOY, ToyArch(depth=depth, dim=8))
-        swap = place(model, [ONE] * depth, range(depth), trained=True)
+        swap = place_model(model, [ONE] * depth, range(depth), trained=True)
         loaded = LoadedModel(model=model, built=None, trainable={}, config_json=None, streamer=swap)  # type: ignore[arg-type]
         there = TrainModel(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
         optim, flow, (batch,) = OptimConfig(fused_backward=True), FlowConfig(), micro_batches(toy_items(1), 1)

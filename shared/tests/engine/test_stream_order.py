@@ -7,7 +7,7 @@ import pytest
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.activation_offload import HostStore, _DeviceStore
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.testing.conformance_streams import ONE, StreamCase, place, unordered
+from ditkit_core.testing.conformance_streams import ONE, StreamCase, place_model, unordered
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.stream_faults import StreamFaultChecks, nothing
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -42,7 +42,7 @@ def test_weights_are_exchanged_for_their_average_when_no_copy_reads_them() -> No
     """A validation of the average ends with a copy of the first block under way, for a forward that does not come."""
     with StandIn() as stand_in:
         model: Any = make_model(TOY, ToyArch(depth=3, dim=8))
-        swap = place(model, [ONE] * 3, range(3), trained=True)
+        swap = place_model(model, [ONE] * 3, range(3), trained=True)
         there = TrainModel(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
         state = TrainState(
             model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(decay=0.9), swap

@@ -27,7 +27,7 @@ from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.testing.plans import divided, whole
+from ditkit_core.testing.plans import divided, full_step
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
@@ -216,7 +216,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
     assert report.fits and peaks[0] < report.devices[0].peak <= free
     job = replace(planned_step(run_of("budget"), "cpu").job, policy=report.policy)
-    assert whole(job, ()).peaks[0] == report.devices[0].peak
+    assert full_step(job, ()).peaks[0] == report.devices[0].peak
 
 
 def test_a_compiled_run_is_planned_as_one():

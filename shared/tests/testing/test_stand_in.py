@@ -14,7 +14,7 @@ from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.nn.attention import backends as attention_backends
 from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.nn.context import device_current
-from ditkit_core.testing.conformance_streams import place
+from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -137,7 +137,7 @@ def test_a_recompute_restores_the_generator_of_its_own_device(stand_in: StandIn,
     found = []
     for chosen in ("none", policy):
         model = make_model(TOY, ARCH)
-        place(model, [ONE, ONE, TWO, TWO])
+        place_model(model, [ONE, ONE, TWO, TWO])
         found.append(outcome(TOY, model, toy_items(2), BlockEngine(policy=chosen)))
         state = [runtime_of(device).get_rng_state(device) for device in (ONE, TWO)]
         found[-1] = found[-1], state
@@ -169,7 +169,7 @@ def test_a_librarys_kernel_is_launched_with_its_own_device_current(
     if not guarded:
         monkeypatch.setattr(attention_backends, "device_current", lambda x: nullcontext())
     model = make_model(TOY, ToyArch(depth=4, dim=16))
-    place(model, [ONE, ONE, TWO, TWO])
+    place_model(model, [ONE, ONE, TWO, TWO])
     outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, backend="library"))
     assert {device for device, _ in launched} == {1, 2}
     assert all(device == current for device, current in launched) == guarded

@@ -20,7 +20,7 @@ from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks
-from ditkit_core.testing.conformance_streams import place
+from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.gpu import GPU, gpu  # noqa: F401
 from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.testing.stand_in import StandIn
@@ -205,7 +205,7 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
     def train(device: torch.device, prepared: Callable[[int, int], PreparedBatch] | None) -> list[torch.Tensor]:
         model, trained = toy_model("lora")
         if device != torch.device("cpu"):
-            place(model, [device, device])
+            place_model(model, [device, device])
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2))
         for step in range(3):
@@ -235,7 +235,7 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
 def test_a_run_page_locks_each_micro_batch_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_a_gpu(*args: Any, **fields: Any) -> Any:
         model, _ = toy_model(*args, **fields)
-        place(model, [torch.device("cpu:1")] * 2)
+        place_model(model, [torch.device("cpu:1")] * 2)
         return model, {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     locked, pinned = list[PreparedBatch](), PreparedBatch.pinned
@@ -253,7 +253,7 @@ def test_the_host_waits_once_a_step(micro_batches: int, watched: bool) -> None:
     batches = [ToyBatch([f"clip {index}"], [item]) for index, item in enumerate(items)]
     with StandIn() as stand_in:
         model, _ = toy_model("lora")
-        place(model, [torch.device("cpu:1")] * 2)
+        place_model(model, [torch.device("cpu:1")] * 2)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = NamedOptimizer(trained, OptimConfig())
         waits, synchronize = list[tuple[str, ...]](), stand_in.runtime.log.synchronize

@@ -26,25 +26,25 @@ def live(model: nn.Module, work: Callable[[], Any]) -> int:
     return tracker.peak[torch.device("cpu")]
 
 
-def check_tiles(whole: Any, tiled: Any, clip: Float[Tensor, "channels frames height width"], *, patch: Any) -> None:
-    """Compare the effect of tiles on encoding and decoding with that of tiles that are misplaced by one latent.
+def check_tiles(untiled: Any, tiled: Any, clip: Float[Tensor, "channels frames height width"], *, patch: Any) -> None:
+    """Compare the effect of tiles on encoding and decoding with the effect of tiles that are misplaced by one latent.
 
     A VAE's receptive field is larger than the overlap, so tiles change every number a little. One latent is the smallest possible
     misplacement.
 
     Args:
-        whole: The family's media encoder, loaded, without tiles.
+        untiled: The family's media encoder, loaded, without tiles.
         tiled: The same encoder with tiles.
         clip: Pixels of a clip larger than one tile.
         patch: pytest's `monkeypatch`.
     """
-    latents = whole.encode([clip])[0]["latents"]
-    pixels = whole.decode(latents)
+    latents = untiled.encode([clip])[0]["latents"]
+    pixels = untiled.decode(latents)
 
     def distances() -> list[float]:
-        found = tiled.encode([clip])[0]["latents"], tiled.decode(latents)
-        assert [each.shape for each in found] == [latents.shape, pixels.shape]
-        return [float((one - other).abs().mean()) for one, other in zip(found, (latents, pixels), strict=True)]
+        results = tiled.encode([clip])[0]["latents"], tiled.decode(latents)
+        assert [result.shape for result in results] == [latents.shape, pixels.shape]
+        return [float((one - other).abs().mean()) for one, other in zip(results, (latents, pixels), strict=True)]
 
     honest = distances()
     patch.setattr(frozen, "in_tiles", _one_latent_off)
@@ -53,8 +53,8 @@ def check_tiles(whole: Any, tiled: Any, clip: Float[Tensor, "channels frames hei
 
 
 def _one_latent_off(
-    work: Callable[[Tensor], Tensor], whole: Tensor, tiles: Tiles, *, pixels: int, scale: Fraction
+    work: Callable[[Tensor], Tensor], clip: Tensor, tiles: Tiles, *, pixels: int, scale: Fraction
 ) -> Tensor:
     """As `in_tiles`, with each tile's result moved down by one latent, which is `scale` pixels of a decoded clip."""
     step = max(1, int(scale))
-    return in_tiles(lambda part: work(part).roll(step, -2), whole, tiles, pixels=pixels, scale=scale)
+    return in_tiles(lambda part: work(part).roll(step, -2), clip, tiles, pixels=pixels, scale=scale)

@@ -62,7 +62,7 @@ ONE_IN_FOUR = dict.fromkeys(
     ),
     4,
 )
-"""Checks of which a family runs a quarter of the combinations daily, and the core's own model all: levers meet in the engine, not in a model."""
+"""Checks whose combinations a family runs by a quarter daily, and the core's own model all: levers meet in the engine, not in a model."""
 
 
 def pairwise(
@@ -97,7 +97,7 @@ def every_pair(*levers: Sequence[Any]) -> list[Any]:
 
 
 def daily(values: Sequence[Any], *chosen: Any) -> list[Any]:
-    """The values of one lever, of which only these are daily."""
+    """The values of one lever; only these are daily."""
     return [pytest.param(value, marks=() if value in chosen else pytest.mark.exhaustive) for value in values]
 
 

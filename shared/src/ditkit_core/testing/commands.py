@@ -55,12 +55,12 @@ def check_commands(name: str, package: str, folder: Path) -> None:
         spec.demo.config,
     )
     (folder / "wrong.toml").write_text("[train]\nsteps = -1\n")
-    given = json.dumps([str(folder), commands, SLOW])
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, given], capture_output=True, text=True, check=True)
+    arguments = json.dumps([str(folder), commands, SLOW])
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, arguments], capture_output=True, text=True, check=True)
     *said, last = done.stdout.splitlines()
-    statuses, found = json.loads(last)
+    statuses, imported = json.loads(last)
     assert statuses == {command: [0, 0, 2, 2, 2, 2, 2] for command in commands}
-    assert found == [], "imported before an error is reported"
+    assert imported == [], "imported before an error is reported"
     for command in commands:
         assert any(line.startswith(f"usage: {command}") for line in said)
         assert any(line.startswith(f"{command} {ditkit_core.__version__} (torch") for line in said)

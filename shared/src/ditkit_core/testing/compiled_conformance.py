@@ -49,10 +49,10 @@ def variants(kind: Any) -> dict[str, Any]:
     for _ in range(2):
         counters.clear()
         with counted_calls(AttentionCalls()):
-            found = numbers(kind.spec, model, items, BlockEngine(policy="attn_only", compile=BACKEND))
+            compiled = numbers(kind.spec, model, items, BlockEngine(policy="attn_only", compile=BACKEND))
         graphs.append(counters["stats"]["unique_graphs"])
     blocks = [block for block in model.blocks() if next(block.parameters(), None) is not None]
-    return {"from_eager": difference(found, expected), "graphs": graphs, "kinds": len(set(map(type, blocks)))}
+    return {"from_eager": difference(compiled, expected), "graphs": graphs, "kinds": len(set(map(type, blocks)))}
 
 
 def policies(kind: Any) -> dict[str, Any]:
@@ -67,22 +67,22 @@ def full(kind: Any) -> dict[str, Any]:
 
 
 def _compared(kind: Any, model: Any, items: Items) -> dict[str, Any]:
-    found = compare(kind.spec, model, items, POLICIES, backend=BACKEND)
-    for policy, under in found.items():
+    results = compare(kind.spec, model, items, POLICIES, backend=BACKEND)
+    for policy, under in results.items():
         run = BlockEngine(policy=policy)
         under["eager forwards"] = attention_forwards(lambda run=run: numbers(kind.spec, model, items, run))  # type: ignore[misc]
-    return found
+    return results
 
 
 def sizes(kind: Any) -> list[int]:
     """Number of new graphs for one to seven samples of one size, then for two to seven samples of several sizes."""
     model = make_model(kind.spec, kind.arch, adapter=ADAPTERS["lora"])
-    found = []
+    graphs = []
     for count, ragged in [*((n, False) for n in range(1, 8)), *((n, True) for n in range(2, 8))]:
         counters.clear()
         numbers(kind.spec, model, kind().items(count, ragged), BlockEngine(policy="attn_only", compile=BACKEND))
-        found.append(counters["stats"]["unique_graphs"])
-    return found
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
 
 
 def few_levers(kind: Any) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def levers(kind: Any) -> dict[str, Any]:
     """Levers in every pair, and full fine-tunes that step in the backward."""
     # compiled `none` over a quantized base is refused before a run
     cases = pairwise(COMPILED_LEVERS, lambda case: case[:2] not in [("none", kind) for kind in LAYOUTS])
-    found = {str(case): list(_together(kind, case)) for case in cases}
-    return found | {f"fused {policy}": list(_fused(kind, policy)) for policy in POLICIES}
+    differences = {str(case): list(_together(kind, case)) for case in cases}
+    return differences | {f"fused {policy}": list(_fused(kind, policy)) for policy in POLICIES}
 
 
 def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
@@ -103,13 +103,13 @@ def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
     policy, quantize, adapter, layout, one_of, pipelined, offloads, autocast = case
     dtype, trained = torch.bfloat16, ADAPTERS[adapter]
 
-    def made() -> Any:
+    def build() -> Any:
         return make_quantized(kind.spec, kind.arch, quantize, dtype=dtype, adapter=trained)
 
     items = kind().items(2, ragged=True)
     plain = BlockEngine(policy=policy, compile=BACKEND)
-    expected, values = train_shortly(kind.spec, made(), items, plain, pipelined=pipelined)
-    model, host = made(), HostMemory(smallest=0)
+    expected, values = train_shortly(kind.spec, build(), items, plain, pipelined=pipelined)
+    model, host = build(), HostMemory(smallest=0)
     count = len(model.blocks())
     devices = [_ONE] * count if layout == "one" else [_ONE if i < (count + 1) // 2 else _TWO for i in range(count)]
     with ExitStack() as stack:
@@ -122,9 +122,9 @@ def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
         run = BlockEngine(
             policy=f"{policy}+offload" if offloads else policy, compile=BACKEND, hooks=() if swap is None else (swap,), host=host
         )  # fmt: skip
-        found, others = train_shortly(kind.spec, model, items, run, pipelined=pipelined)
-    if found != expected:
-        yield f"numbers {found} {expected}"
+        results, others = train_shortly(kind.spec, model, items, run, pipelined=pipelined)
+    if results != expected:
+        yield f"numbers {results} {expected}"
     yield from differing(others, values)
     if bool(moves) != (layout == "two"):
         yield f"moved {dict(moves)}"
@@ -141,16 +141,16 @@ def _fused(kind: Any, policy: str) -> Iterator[str]:
     expected, values = train_streamed(kind.spec, model, items, BlockEngine(policy=policy, compile=BACKEND), ema=ema)
     model = make_model(kind.spec, kind.arch)
     engine = BlockEngine(policy=policy, compile=BACKEND, hooks=(stream(model, trained=True),))
-    found, others = train_streamed(kind.spec, model, items, engine, ema=ema)
-    if found != expected:
-        yield f"numbers {found} {expected}"
+    results, others = train_streamed(kind.spec, model, items, engine, ema=ema)
+    if results != expected:
+        yield f"numbers {results} {expected}"
     yield from differing(others, values)
 
 
 def kinds(modules: str, names: str) -> dict[str, Any]:
     """Classes of checks by name, from several modules."""
-    found = {name: kind for module in modules.split(",") for name, kind in vars(import_module(module)).items()}
-    return {name: found[name] for name in names.split(",")}
+    classes = {name: kind for module in modules.split(",") for name, kind in vars(import_module(module)).items()}
+    return {name: classes[name] for name in names.split(",")}
 
 
 WORKS = {work.__name__: work for work in (variants, policies, full, sizes, few_levers, levers)}

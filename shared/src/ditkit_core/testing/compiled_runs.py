@@ -24,7 +24,7 @@ def printed(
 ) -> Any:
     """Run a script, or a module by name, and parse the last line that it prints as JSON; `folder` is its working folder and import path.
 
-    `variables` are those of its environment besides this process's own.
+    `variables` are in its environment besides this process's own.
     """
     if isinstance(script, Path) and folder is None and not variables:
         return json.loads(output_of(script, *arguments, seconds=timeout).splitlines()[-1])
@@ -57,57 +57,60 @@ def by_variant(
     modules = variants_of(folder)
     wanted = dict.fromkeys(modules[name] for name in names)
     arguments = [*([work] if work else []), ",".join(wanted), ",".join(names)]
-    found = printed(f"ditkit_core.testing.{module}", *arguments, folder=folder, **options)
-    assert found.keys() == set(names)
-    return dict(found)
+    results = printed(f"ditkit_core.testing.{module}", *arguments, folder=folder, **options)
+    assert results.keys() == set(names)
+    return dict(results)
 
 
 def check_kernels(folder: Path, names: Collection[str]) -> None:
     """Check the Triton kernels in the blocks of some variants: numbers close to torch's, and bitwise the same under every policy."""
-    found = by_variant("", folder, names, module="kernel_conformance", timeout=1200, TRITON_INTERPRET="1")
-    for name, trained in found.items():
+    results = by_variant("", folder, names, module="kernel_conformance", timeout=1200, TRITON_INTERPRET="1")
+    for name, trained in results.items():
         for under in trained.values():
             # Other last bits show that the kernels ran.
-            assert under["equal"] and under["differs"] and under["from_torch"] <= TOLERANCES["float32"], (name, found)
+            assert under["equal"] and under["differs"] and under["from_torch"] <= TOLERANCES["float32"], (name, results)
 
 
 def check_variants(folder: Path, names: Collection[str]) -> None:
     """Check compiled steps of some variants: numbers close to eager, at most one graph per kind of block, none for a second step."""
-    for name, found in by_variant("variants", folder, names).items():
-        assert found["from_eager"] <= TOLERANCES["float32"], (name, found)
-        first, second = found["graphs"]
-        assert first <= found["kinds"] and second == 0, (name, found)
+    for name, results in by_variant("variants", folder, names).items():
+        assert results["from_eager"] <= TOLERANCES["float32"], (name, results)
+        first, second = results["graphs"]
+        assert first <= results["kinds"] and second == 0, (name, results)
 
 
 def check_equal_policies(work: str, folder: Path, names: Collection[str]) -> None:
     """Check the results of `policies` or `full`: policies are bitwise identical, and attention runs as often as in eager mode."""
     tolerance = TOLERANCES["float32" if work == "full" else "bfloat16"]
-    for name, found in by_variant(work, folder, names, timeout=3000).items():
-        assert {policy: under["forwards"] for policy, under in found.items()} == {
-            policy: under["eager forwards"] for policy, under in found.items()
-        }, (name, found)
-        assert found["full"]["forwards"] > found["attn_only"]["forwards"] == found["none"]["forwards"], (name, found)
-        assert all(under["equal"] and under["from_eager"] <= tolerance for under in found.values()), (name, found)
+    for name, results in by_variant(work, folder, names, timeout=3000).items():
+        assert {policy: under["forwards"] for policy, under in results.items()} == {
+            policy: under["eager forwards"] for policy, under in results.items()
+        }, (name, results)
+        assert results["full"]["forwards"] > results["attn_only"]["forwards"] == results["none"]["forwards"], (
+            name,
+            results,
+        )
+        assert all(under["equal"] and under["from_eager"] <= tolerance for under in results.values()), (name, results)
 
 
 def check_levers(work: str, folder: Path, names: Collection[str]) -> None:
     """Check that no combination of levers changed a number, and that every lever had an effect."""
-    for name, found in by_variant(work, folder, names, timeout=3000).items():
-        assert found and not any(found.values()), (name, {case: wrong for case, wrong in found.items() if wrong})
+    for name, results in by_variant(work, folder, names, timeout=3000).items():
+        assert results and not any(results.values()), (name, {case: wrong for case, wrong in results.items() if wrong})
 
 
-def check_policies(found: Mapping[str, Mapping[str, Any]], *, num_attention: int, dtype: str, backend: str) -> None:
+def check_policies(results: Mapping[str, Mapping[str, Any]], *, num_attention: int, dtype: str, backend: str) -> None:
     """Check the result of `compiled_steps.compare` for `none`, `full` and `attn_only`.
 
     Args:
-        found: Results by policy.
+        results: Results by policy.
         num_attention: Number of attention calls in a forward.
         dtype: Dtype of the matmuls, by torch's name.
         backend: The compiler's backend; under `aot_eager`, policies are bitwise identical.
     """
-    assert {policy: under["forwards"] for policy, under in found.items()} == {
+    assert {policy: under["forwards"] for policy, under in results.items()} == {
         "none": num_attention, "full": 2 * num_attention, "attn_only": num_attention,
     }  # fmt: skip
     if backend == "aot_eager":
-        assert all(under["equal"] for under in found.values()), found
-    assert all(under["from_eager"] <= TOLERANCES[dtype] for under in found.values()), found
+        assert all(under["equal"] for under in results.values()), results
+    assert all(under["from_eager"] <= TOLERANCES[dtype] for under in results.values()), results

@@ -67,11 +67,11 @@ def attention_forwards(work: Callable[[], object]) -> int:
     return sum(ran[name] for name in _FORWARDS)
 
 
-def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference, relative to the largest value of its tensor."""
     return largest(
         float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-12))
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -83,18 +83,18 @@ def compare(
     Returns:
         By policy: `equal` if bitwise identical to the first; the largest difference `from_eager`, relative; `forwards` of attention; `graphs`.
     """
-    eager, first, found = numbers(spec, model, items, BlockEngine(backend=attention)), None, {}
+    eager, first, results = numbers(spec, model, items, BlockEngine(backend=attention)), None, {}
     for policy in policies:
         counters.clear()
         run = BlockEngine(policy=policy, compile=backend, backend=attention)
         under = numbers(spec, model, items, run)
         graphs = counters["stats"]["unique_graphs"]
         first = first or under
-        found[policy] = {
+        results[policy] = {
             "equal": all(map(torch.equal, under, first)),
             "from_first": difference(under, first),
             "from_eager": difference(under, eager),
             "forwards": attention_forwards(lambda run=run: numbers(spec, model, items, run)),  # type: ignore[misc]
             "graphs": graphs,
         }
-    return found
+    return results

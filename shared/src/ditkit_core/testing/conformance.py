@@ -46,7 +46,7 @@ from ditkit_core.testing.conformance_precision import PrecisionChecks
 from ditkit_core.testing.conformance_quantized import QuantizedChecks
 from ditkit_core.testing.conformance_replay import ReplayChecks
 from ditkit_core.testing.conformance_split import SplitChecks
-from ditkit_core.testing.conformance_streams import StreamChecks, place
+from ditkit_core.testing.conformance_streams import StreamChecks, place_model
 from ditkit_core.testing.conformance_swap import SwapChecks
 from ditkit_core.testing.gpu import GPU, GPUS, gpu_of
 from ditkit_core.testing.live_bytes import LiveBytes
@@ -108,9 +108,11 @@ class CoreChecks(ModelChecks):
     def test_every_parameter_belongs_to_one_stage(self) -> None:
         model: Any = make_model(self.spec, self.arch)
         stages = [model.embed, *model.blocks(), model.head]
-        own = {id(parameter): name for name, parameter in model.named_parameters()}
-        reached = Counter(own.get(id(p), "one that is not the model's") for stage in stages for p in stage.parameters())
-        astray = {*own.values()} ^ reached.keys() | {name for name, number in reached.items() if number > 1}
+        names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        reached = Counter(
+            names_by_id.get(id(p), "one that is not the model's") for stage in stages for p in stage.parameters()
+        )
+        astray = {*names_by_id.values()} ^ reached.keys() | {name for name, number in reached.items() if number > 1}
         assert not astray, f"parameters of no stage, or of several: {sorted(astray)}"
 
     def test_carries_are_what_they_are_annotated_as(self) -> None:
@@ -193,11 +195,11 @@ class CoreChecks(ModelChecks):
     def test_operations_kept_by_name_do_not_run_again(self, adapter: str, dtype: str) -> None:
         model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
         plain, ran = counted(partial(self._outcome, model, None, ragged=True))
-        for names, kept in KEPT_OPERATIONS.items():
+        for names, operations in KEPT_OPERATIONS.items():
             under, ran_under = counted(partial(self._outcome, model, BlockEngine(policy=f"ops({names})"), ragged=True))
             assert under.differences(plain) == [], names
             assert torch.equal(under.generator_state, plain.generator_state), f"ops({names}) leaks random state"
-            assert {op: ran_under[op] for op in kept} == {op: ran[op] for op in kept}, names
+            assert {op: ran_under[op] for op in operations} == {op: ran[op] for op in operations}, names
 
     @pytest.mark.parametrize("adapter", [*ADAPTERS, *EVERYWHERE])
     def test_reentrant_checkpoints_change_no_gradient(self, adapter: str) -> None:
@@ -244,10 +246,10 @@ class CoreChecks(ModelChecks):
         backend, by_attention, joined = BACKENDS["sdpa"], 0, 0
         with pytest.MonkeyPatch.context() as patch, LiveBytes(carry, *model.parameters()) as live:
 
-            def kernel(*given: Any) -> Tensor:
+            def kernel(*args: Any) -> Tensor:
                 nonlocal by_attention
                 before = live.total()
-                out = backend.kernel(*given)
+                out = backend.kernel(*args)
                 by_attention += live.total() - before
                 return out
 
@@ -294,8 +296,8 @@ class CoreChecks(ModelChecks):
     @pytest.fixture(params=GPUS)
     def gpu(self, request: pytest.FixtureRequest) -> Iterator[GPU]:
         """A GPU, or its stand-in."""
-        with gpu_of(request.param) as found:
-            yield found
+        with gpu_of(request.param) as gpu:
+            yield gpu
 
     @pytest.mark.parametrize(("adapter", "policy"), every_value(list(ADAPTERS), POLICIES))
     def test_a_gpu_trains_as_the_cpu_does(self, adapter: str, policy: str, gpu: GPU) -> None:
@@ -305,7 +307,7 @@ class CoreChecks(ModelChecks):
         here, plain, there = (make_model(self.spec, self.arch, adapter=ADAPTERS[adapter]) for _ in range(3))
         on_gpu: list[Any] = [plain, there]
         for model in on_gpu:
-            place(model, [gpu.device] * len(model.blocks()))
+            place_model(model, [gpu.device] * len(model.blocks()))
         numbers, _ = train_shortly(self.spec, here, items, BlockEngine())
         plain_numbers, _ = train_shortly(self.spec, plain, items, BlockEngine())
         other_numbers, _ = train_shortly(self.spec, there, items, BlockEngine(policy=policy))
@@ -376,8 +378,8 @@ class CoreChecks(ModelChecks):
             assert not is_adapter or parameter.dtype == torch.float32, name
 
     def test_what_stays_fp32_is_a_part_and_not_all(self) -> None:
-        kept = [self.spec.precision.keep_fp32(name) for name in make_model(self.spec, self.arch).state_dict()]
-        assert any(kept) and not all(kept)
+        in_fp32 = [self.spec.precision.keep_fp32(name) for name in make_model(self.spec, self.arch).state_dict()]
+        assert any(in_fp32) and not all(in_fp32)
 
     @pytest.mark.parametrize("adapter", ["full", "lora"])
     def test_steps_on_one_batch_lower_its_loss(self, adapter: str) -> None:
@@ -424,12 +426,12 @@ class _Reentrant(Full):
 
 
 def _keeping_nothing_reentrantly(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=True)
-    return made
+    outputs: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=True)
+    return outputs
 
 
 def _differentiable(item: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """An item of which every float tensor gets a gradient."""
+    """An item whose float tensors all get a gradient."""
     return {
         key: tensor.to(dtype, copy=True).requires_grad_() if tensor.is_floating_point() else tensor
         for key, tensor in item.items()

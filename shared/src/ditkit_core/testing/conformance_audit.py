@@ -34,7 +34,7 @@ def subject_of(spec: ModelSpec, model: Any, items: Items, engine: BlockEngine | 
     )  # fmt: skip
 
 
-def found(subject: Subject) -> AuditFindings:
+def findings_of(subject: Subject) -> AuditFindings:
     """An audit's findings."""
     return audit(subject, advance=lambda: None)
 
@@ -42,8 +42,8 @@ def found(subject: Subject) -> AuditFindings:
 def errors(findings: AuditFindings) -> dict[str, list[Errors]]:
     """Every number that does not depend on the machine's speed or memory."""
     cases = {"own": findings.own, "all lowered": findings.all_lowered}
-    for each in findings.places:
-        cases |= {f"alone {each.place}": each.alone, f"all but {each.place}": each.all_but}
+    for entry in findings.places:
+        cases |= {f"alone {entry.place}": entry.alone, f"all but {entry.place}": entry.all_but}
     return {name: [case.overall, *case.bins] for name, case in cases.items()}
 
 
@@ -72,24 +72,24 @@ class AuditChecks(ModelChecks):
     def test_what_is_not_lowered_has_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With every place in fp64, results are bitwise identical to the exact ones."""
         monkeypatch.setattr(Subject, "lowered", torch.float64)
-        findings = found(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
+        findings = findings_of(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
         assert 0 < findings.own.overall.gradient < 1e-4
         all_errors = errors(findings)
         del all_errors["own"]
-        assert {value for each in all_errors.values() for value in each} == {
+        assert {value for case_errors in all_errors.values() for value in case_errors} == {
             Errors(velocity=0.0, loss=0.0, gradient=0.0)
         }
 
     def test_every_place_shows_and_the_timestep_most(self) -> None:
         """In bf16; what the family has no operation for makes no error at all."""
-        findings = found(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
+        findings = findings_of(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
         assert findings.places[0].place == "timestep"
-        gradients = {each.place: each.alone.overall.gradient for each in findings.places}
-        assert {place for place, error in gradients.items() if not error} == set(self.places_without)
+        gradients = {entry.place: entry.alone.overall.gradient for entry in findings.places}
+        assert {name for name, error in gradients.items() if not error} == set(self.places_without)
         assert set(gradients) == set(ACTING)
-        all_but = {each.place: each.all_but.overall.gradient for each in findings.places}
-        assert min(all_but, key=lambda place: all_but[place]) == "timestep"
-        costs = {each.place: each.cost for each in findings.places}
+        all_but = {entry.place: entry.all_but.overall.gradient for entry in findings.places}
+        assert min(all_but, key=lambda name: all_but[name]) == "timestep"
+        costs = {entry.place: entry.cost for entry in findings.places}
         assert costs.pop("matmul") is None
         assert all(cost is not None and cost.time_ratio > 0 for cost in costs.values())
         assert findings.seconds > 0 and findings.peak_bytes > 0
@@ -103,14 +103,14 @@ class AuditChecks(ModelChecks):
             return make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=_LORA)
 
         items = self.items(2, ragged=True)
-        plain = errors(found(subject_of(self.spec, _frozen(model()), items)))
+        plain = errors(findings_of(subject_of(self.spec, _frozen(model()), items)))
         assert 0 < plain["own"][0].gradient < 0.2
         divided = _frozen(model())
         devices = layouts(len(divided.blocks()))["three"]
         divide(divided, devices)
         with PretendDevices():
             swap = stream(divided, 1, devices[1:-1])
-            there = found(subject_of(self.spec, divided, items, BlockEngine(policy="attn_only", hooks=(swap,))))
+            there = findings_of(subject_of(self.spec, divided, items, BlockEngine(policy="attn_only", hooks=(swap,))))
         assert errors(there) == plain
 
     @pytest.mark.usefixtures("few_places")
@@ -123,12 +123,12 @@ class AuditChecks(ModelChecks):
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         subject = subject_of(self.spec, model, items)
-        first = errors(found(subject))
+        first = errors(findings_of(subject))
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, values[name]) and parameter.grad is gradients[name], name
         assert model.training and precision_of(model) == Precision(matmul=torch.float32)
         assert outcome(self.spec, model, items, BlockEngine()).equals(before)
-        assert errors(found(replace(subject))) == first
+        assert errors(findings_of(replace(subject))) == first
 
 
 def _frozen(model: Any) -> Any:
@@ -146,7 +146,7 @@ def check_demo(demo: Demo, folder: Path) -> None:
         folder: Of the run.
     """
     assert demo.train(folder, "--audit-precision") == 0
-    found = audit_from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
-    assert found.own.overall.gradient < 1e-5 < found.places[-1].alone.overall.gradient
+    findings = audit_from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
+    assert findings.own.overall.gradient < 1e-5 < findings.places[-1].alone.overall.gradient
     with Image.open(folder / "audit" / "precision.png") as image:
         assert image.width > image.height > 400

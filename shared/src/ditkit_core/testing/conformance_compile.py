@@ -28,7 +28,7 @@ class CompileConformance:
     """Inherit, and set what has no value here."""
 
     folder: ClassVar[Path]
-    """The package's tests: conformance checks there know its variants, every one of which is compiled."""
+    """The package's tests: conformance checks there know its variants, and every variant is compiled."""
     script: ClassVar[Path]
     """Script that prints the result of `compiled_steps.compare` for an adapter, a dtype and a backend."""
     num_attention: ClassVar[int] = 4
@@ -47,7 +47,7 @@ class CompileConformance:
         if "dtype" in metafunc.fixturenames:
             both = (("full", "float32"), ("lora", "bfloat16"))
             marked = [
-                pytest.param(*each, marks=() if each == self.trained else pytest.mark.exhaustive) for each in both
+                pytest.param(*pair, marks=() if pair == self.trained else pytest.mark.exhaustive) for pair in both
             ]
             metafunc.parametrize(("adapter", "dtype"), marked)
 
@@ -66,8 +66,8 @@ class CompileConformance:
     def test_compiled_policies_keep_what_they_say_and_change_no_number(
         self, adapter: str, dtype: str, backend: str
     ) -> None:
-        found = printed(self.script, adapter, dtype, backend)
-        check_policies(found, num_attention=self.num_attention, dtype=dtype, backend=backend)
+        results = printed(self.script, adapter, dtype, backend)
+        check_policies(results, num_attention=self.num_attention, dtype=dtype, backend=backend)
 
     @pytest.mark.exhaustive
     @pytest.mark.timeout(3100)
@@ -89,5 +89,5 @@ class CompileConformance:
     @pytest.mark.timeout(3100)
     def test_numbers_of_samples_take_no_graphs(self) -> None:
         """But where blocks read grids: one sample and several then take one each, once of a size and then of any."""
-        for name, found in by_variant("sizes", self.folder, self._every, timeout=3000).items():
-            assert max(*found[4:7], *found[-2:]) <= self.graphs_of_sizes.get(name, 0), (name, found)
+        for name, graphs in by_variant("sizes", self.folder, self._every, timeout=3000).items():
+            assert max(*graphs[4:7], *graphs[-2:]) <= self.graphs_of_sizes.get(name, 0), (name, graphs)

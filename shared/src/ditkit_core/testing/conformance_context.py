@@ -1,4 +1,4 @@
-"""Checks of a model whose ranks share the tokens of each sample: numbers are those of one process, and no exchange is repeated for nothing."""
+"""Checks of a model whose ranks share the tokens of each sample: numbers equal one process's, and no exchange is repeated for nothing."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from ditkit_core.testing.context_steps import Found
+from ditkit_core.testing.context_steps import ContextResult
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script
 
@@ -28,7 +28,7 @@ class ContextConformance:
     scope: ClassVar[str] = "few"
 
     @pytest.fixture
-    def found(self, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, Found]]:
+    def results(self, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, ContextResult]]:
         """Every rank's results, as (where, case, result); the script runs once."""
         name = f"{self.script.stem}_{self.scope}"
         return list(_read(Path(once(tmp_path_factory.getbasetemp(), name, self._run))))
@@ -38,15 +38,15 @@ class ContextConformance:
         run_script(cls.script, folder, cls.scope)
         return str(folder)
 
-    def test_outputs_are_those_of_one_process(self, found: list[tuple[str, str, Found]]) -> None:
+    def test_outputs_are_those_of_one_process(self, results: list[tuple[str, str, ContextResult]]) -> None:
         """Each rank has the predictions for all tokens."""
-        for where, case, result in found:
+        for where, case, result in results:
             limit = {"fp64": 1e-14, "fp32": self.outputs, "bf16": 1e-2}[case.split("/")[2]]
             assert result["outputs"] <= limit, (where, case, result)
 
-    def test_the_mean_of_gradients_is_that_of_one_process(self, found: list[tuple[str, str, Found]]) -> None:
+    def test_the_mean_of_gradients_is_that_of_one_process(self, results: list[tuple[str, str, ContextResult]]) -> None:
         """Of every parameter in front of the cut, in blocks and in the head, and of inputs."""
-        for where, case, result in found:
+        for where, case, result in results:
             limit = GRADIENTS[case.split("/")[2]]
             if where.endswith(" of 3"):  # a product with 3 is rounded, and so is the mean
                 limit *= 2
@@ -55,16 +55,16 @@ class ContextConformance:
             assert result["gradients"] <= limit, (where, case, result)
 
     def test_only_attention_among_tokens_is_exchanged_and_only_a_recompute_repeats_it(
-        self, found: list[tuple[str, str, Found]]
+        self, results: list[tuple[str, str, ContextResult]]
     ) -> None:
         """An exchange of cross-attention would change no number, and shows here alone."""
-        for where, case, result in found:
+        for where, case, result in results:
             policy = case.split("/")[3]
             more = result["repeated"] if policy in REPEATING else 0
             assert result["exchanges"] == result["needed"] + more, (where, case, result)
 
 
-def _read(folder: Path) -> Iterator[tuple[str, str, Found]]:
+def _read(folder: Path) -> Iterator[tuple[str, str, ContextResult]]:
     tables = json.loads((folder / "context.json").read_text())
     for num, ranks in tables.items():
         for rank, cases in enumerate(ranks):

@@ -13,7 +13,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.full_size_split import Divided, balanced, divided_step
 
 
-# torch_remat looks at the addresses of tensors, of which fake ones have none.
+# torch_remat looks at the addresses of tensors, and fake ones have none.
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 class FullSizeSplitConformance:
     """Inherit, set what has no value here, and define `crossing`."""
@@ -27,10 +27,10 @@ class FullSizeSplitConformance:
     all_blocks: ClassVar[tuple[str, int]]
     """A policy, and the number of devices, for a step of all blocks: it takes minutes."""
     most_apart: ClassVar[float]
-    """By how many bytes the weights of two devices may differ: about those of a block."""
+    """By how many bytes the weights of two devices may differ: about the bytes of a block."""
 
     def crossing(self, arch: Any, cut: int) -> tuple[int, int]:
-        """Tensors of the carry before this block, and those of them that come from adapters, whose gradients go back."""
+        """Tensors of the carry before this block, and the ones among them that come from adapters, whose gradients go back."""
         raise NotImplementedError
 
     def _items(self, arch: Any) -> Sequence[Mapping[str, Tensor]]:
@@ -49,14 +49,17 @@ class FullSizeSplitConformance:
 
     @pytest.mark.parametrize(
         "policy",
-        [pytest.param(each, marks=pytest.mark.slow if each == "full" else pytest.mark.exhaustive) for each in POLICIES],
+        [
+            pytest.param(policy, marks=pytest.mark.slow if policy == "full" else pytest.mark.exhaustive)
+            for policy in POLICIES
+        ],
     )
     def test_a_step_over_four_devices_sends_each_carry_once(self, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         arch = replace(self.spec.architecture.presets[self.preset], **self.few)
         divided = self._divided(arch, 4, policy, monkeypatch)
-        found = [(carry["tensors"], carry["gradients"]) for carry in divided.carried]
+        transfers = [(carry["tensors"], carry["gradients"]) for carry in divided.carried]
         expected = [self.crossing(arch, cut) for cut in divided.placement.split_points]
-        assert len(found) == 3 and found == expected
+        assert len(transfers) == 3 and transfers == expected
         kinds = {self.crossing(arch, cut) for cut in range(1, len(divided.placement.blocks))}
         assert set(expected) == kinds, "a cut of each kind"
 
@@ -67,7 +70,7 @@ class FullSizeSplitConformance:
         divided = self._divided(self.spec.architecture.presets[self.preset], num_devices, policy, monkeypatch, steps=2)
         live, peak = divided.ledger.live, divided.ledger.peak
         devices = list(dict.fromkeys(divided.placement.blocks))
-        held = [live[device]["weights"] for device in devices]
+        weight_bytes = [live[device]["weights"] for device in devices]
         print(policy, divided.placement.split_points, [f"{peak[device] / 2**30:.2f} GiB" for device in devices])
         assert len(devices) == num_devices
-        assert max(held) - min(held) < self.most_apart
+        assert max(weight_bytes) - min(weight_bytes) < self.most_apart

@@ -91,6 +91,6 @@ class FusedChecks(ModelChecks):
             swap = stream(model, one_of, devices and devices[1:-1], trained=True) if one_of else None
             chosen = f"{policy}+offload" if offload else policy
             engine = BlockEngine(policy=chosen, hooks=() if swap is None else (swap,), host=HostMemory(smallest=0))
-            found = steps(model, engine=engine, config=config)
-        assert found[0] == expected[0]
-        assert differing(found[1], expected[1]) == []
+            actual = steps(model, engine=engine, config=config)
+        assert actual[0] == expected[0]
+        assert differing(actual[1], expected[1]) == []

@@ -21,7 +21,7 @@ OTHERS = {
     "brief full, split": {"round_split", "join_split"},
     "brief lora on nf4": {"factor_parts", "product_parts", "dequantize_nf4"},
 }
-"""Kernels of a case besides those of blocks."""
+"""Kernels of a case besides the kernels of blocks."""
 
 
 class KernelRanksConformance:
@@ -61,18 +61,18 @@ class KernelRanksConformance:
         """Losses, norms, gradients and weights within the tolerance of sums over ranks in another order."""
         for world in WORLDS:
             for name in world.cases(self.cases):
-                run, alone = (folder / "triton" / f"{name} on {each}" for each in (world, 1))
+                run, alone = (folder / "triton" / f"{name} on {size}" for size in (world, 1))
                 check_training(run, alone, _limits(name), STEPS)
 
     def test_kernels_train_what_torch_trains(self, folder: Path) -> None:
         """Within the same tolerance."""
         for name in self.cases:
-            run, plain = (folder / each / f"{name} on 1" for each in ("triton", "torch"))
+            run, plain = (folder / kernels / f"{name} on 1" for kernels in ("triton", "torch"))
             check_training(run, plain, _limits(name), STEPS)
 
     def test_each_kernel_runs_on_every_rank(self, launches: dict[str, Any]) -> None:
         assert launches.pop("torch on 1") == [{name: [] for name in self.cases}]
-        assert launches.keys() == {f"triton on {each}" for each in (1, *WORLDS)}
+        assert launches.keys() == {f"triton on {size}" for size in (1, *WORLDS)}
         for world, ranks in launches.items():
             for rank in ranks:
                 for name, ran in rank.items():

@@ -61,7 +61,9 @@ class LeverChecks(ModelChecks):
             random = torch.Generator().manual_seed(1)
             add_assistant(model, dict.fromkeys(adapter_layers(model), 3))
             for linear in (
-                each[ASSISTANT] for layer in adapter_layers(model).values() for each in (layer.lora_A, layer.lora_B)
+                factors[ASSISTANT]
+                for layer in adapter_layers(model).values()
+                for factors in (layer.lora_A, layer.lora_B)
             ):
                 linear.weight = nn.Parameter(
                     0.1 * torch.randn(linear.weight.shape, generator=random), requires_grad=False
@@ -93,10 +95,10 @@ class LeverChecks(ModelChecks):
             chosen = f"{policy}+offload" if offload else policy
             engine = BlockEngine(policy=chosen, hooks=() if swap is None else (swap,), host=HostMemory(smallest=0))
             if swap is None:
-                found, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
+                actual, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
             else:
                 with Watched(swap) as watch:
-                    found, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
+                    actual, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
                 assert watch.most <= 2 and watch.returned == 0
-        assert found == numbers
+        assert actual == numbers
         assert differing(others, values) == []

@@ -36,14 +36,14 @@ class OffloadChecks(ModelChecks):
         num = len(model.blocks())
         divide(model, [ONE] * (num + 2) if layout == "one" else layouts(num)[layout])
         engine = BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
-        held = []
+        host_bytes = []
         for _ in range(2):
-            found, sent = self._offloaded(model, engine)
-            assert found.differences(expected) == []
-            assert found.num_attention == expected.num_attention
-            assert torch.equal(found.generator_state, expected.generator_state), "leaks random state"
-            held.append(engine.host.num_bytes)
-        assert sent == held[0] == held[1] > 0
+            actual, sent = self._offloaded(model, engine)
+            assert actual.differences(expected) == []
+            assert actual.num_attention == expected.num_attention
+            assert torch.equal(actual.generator_state, expected.generator_state), "leaks random state"
+            host_bytes.append(engine.host.num_bytes)
+        assert sent == host_bytes[0] == host_bytes[1] > 0
 
     def test_what_is_sent_is_what_a_policy_keeps(self) -> None:
         """Under `full`, the tensors that blocks take and do not pass on: no table, text or mask; under `attn_only`, attention's tensors as well."""

@@ -133,23 +133,23 @@ class PeerChecks(ModelChecks):
         file = open_adapter(path, self.diffusers.names, layers)
         (item,) = self.items(1)
         inputs = self._inputs(item, torch.ones_like(item["latents"]))
-        found, expected = {}, {}
+        outputs, expected = {}, {}
         with torch.no_grad():
             base = base_tensors(model)
             before = {name: tensor.clone() for name, tensor in base.items()}
             for name, edit in merge_into([(file, strength)]).items():
                 edit(base[name])
-            found["training"] = model(inputs)[0]
+            outputs["training"] = model(inputs)[0]
             taken_out = AddedAdapter(file, strength, lambda module: before[f"{module}.weight"])
             with added(model, [taken_out], lambda name: torch.float32):
-                found["samples"] = model(inputs)[0]
+                outputs["samples"] = model(inputs)[0]
             # Last in the first list: peft scales what earlier adapters added with a DoRA's factors too.
             for where, names in (("training", ["assistant", "own"]), ("samples", ["own"])):
                 theirs.set_adapters(names, [strength, 1.0][-len(names) :])
                 expected[where] = self.diffusers.run(theirs, inputs)
-        for where, output in found.items():
+        for where, output in outputs.items():
             _close(output, expected[where])
-        assert (found["training"] - found["samples"]).norm() > 0.01 * found["samples"].norm()
+        assert (outputs["training"] - outputs["samples"]).norm() > 0.01 * outputs["samples"].norm()
 
     @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")
     def test_a_dora_and_its_assistant_are_two_adapters_of_diffusers_and_the_dora_is_over_the_bare_base(
@@ -179,15 +179,15 @@ class PeerChecks(ModelChecks):
             with ExitStack() as stack:
                 for way in ways:
                     stack.enter_context(way)
-                found = model(self._inputs(item, noise))[0]
+                actual = model(self._inputs(item, noise))[0]
             theirs.set_adapters(names, [{"own": 1.0, "assistant": strength}[name] for name in names])
             expected = self.diffusers.run(theirs, self._inputs(item, noise))
-            _close(found, expected)
-            if found.requires_grad:
-                _close(*(torch.autograd.grad(each.square().mean(), noise)[0] for each in (found, expected)))
+            _close(actual, expected)
+            if actual.requires_grad:
+                _close(*(torch.autograd.grad(output.square().mean(), noise)[0] for output in (actual, expected)))
 
     def test_a_lokr_that_peft_merged_comes_back_from_the_difference(self, tmp_path: Path) -> None:
-        """`--extract` on diffusers' transformers; each layer's change is that of peft's layer."""
+        """`--extract` on diffusers' transformers; each layer changes as peft's layer does."""
         config = AdapterConfig(method="lokr", rank=1000, decompose_factor=2)
         model: Any = make_model(self.spec, self.arch, adapter=config).eval()
         files, layers = [], adapter_layers(model)
@@ -199,9 +199,9 @@ class PeerChecks(ModelChecks):
             save_file(weights, tmp_path / f"{name}.safetensors")
             files.append(SafetensorsSource.open(tmp_path / f"{name}.safetensors"))
         base, tuned = files
-        found = extract(self.spec, self.arch, tuned, base, approximate=as_lokr(config))
-        assert found.adapters.keys() == layers.keys() and not found.uncovered and found.residual < 1e-3
-        for module, (matrices, scale) in found.adapters.items():
+        extracted = extract(self.spec, self.arch, tuned, base, approximate=as_lokr(config))
+        assert extracted.adapters.keys() == layers.keys() and not extracted.uncovered and extracted.residual < 1e-3
+        for module, (matrices, scale) in extracted.adapters.items():
             torch.testing.assert_close(
                 matrices.change() * scale, layers[module].get_delta_weight("default"), rtol=1e-3, atol=1e-5, msg=module
             )

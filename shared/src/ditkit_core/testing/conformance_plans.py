@@ -1,4 +1,4 @@
-"""Checks of a model's plans: the planned bytes of blocks equal those of real tensors, and a plan from few blocks equals that of all."""
+"""Checks of a model's plans: the planned bytes of blocks equal the real tensors', and a plan from few blocks equals the plan from all."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -60,8 +60,8 @@ class KeptBytesConformance:
     @pytest.mark.parametrize(
         "policy",
         [
-            pytest.param(each, marks=pytest.mark.slow if i < 1 else pytest.mark.exhaustive)
-            for i, each in enumerate(SENT)
+            pytest.param(policy, marks=pytest.mark.slow if i < 1 else pytest.mark.exhaustive)
+            for i, policy in enumerate(SENT)
         ],
     )
     def test_blocks_send_what_is_planned(self, policy: str) -> None:

@@ -126,8 +126,8 @@ class Work:
                 return self._not_named(SETS["attention"])
         raise AssertionError(policy)
 
-    def _not_named(self, kept: Collection[str]) -> tuple[int, int]:
-        repeated = {name: num for name, num in self.saved.runs.items() if name not in kept}
+    def _not_named(self, names: Collection[str]) -> tuple[int, int]:
+        repeated = {name: num for name, num in self.saved.runs.items() if name not in names}
         return sum(self.saved.flops[name] for name in repeated), num_attention(repeated)
 
 
@@ -145,7 +145,7 @@ class PolicyChecks(ModelChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
     added_as_they_are: ClassVar[tuple[str, ...]] = ()
-    """Those of them whose result is added without a gate: where they are trained themselves, nothing keeps it either."""
+    """The layers among them whose result is added without a gate: where they are trained themselves, nothing keeps it either."""
 
     @pytest.mark.parametrize(tuple(LEVERS), _cases())
     def test_a_policy_is_exact_and_repeats_what_it_says(
@@ -167,7 +167,7 @@ class PolicyChecks(ModelChecks):
         expected = [
             work.again(_BY_BLOCK.get(kind, lambda i: kind)(i)) for i, work in enumerate(every_work) if work is not None
         ]
-        flops, attention = (sum(each) for each in zip(*expected, strict=True))
+        flops, attention = (sum(counts) for counts in zip(*expected, strict=True))
         repeated = under.backward_flops - plain.backward_flops
         assert repeated == flops, (
             f"repeats {repeated} operations, not {flops}: compare last_layers with the end of each block"
@@ -209,22 +209,22 @@ class PolicyChecks(ModelChecks):
         outer = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
         with outer, Arithmetic() as count, CountCrossings() as crossings:
             items = self.items(2, ragged=True)
-            found = outcome(self.spec, model, items, engine, backward=backward, conditions=True)
-        return Step(found, flops, sent)
+            result = outcome(self.spec, model, items, engine, backward=backward, conditions=True)
+        return Step(result, flops, sent)
 
     def _work(self, model: Any, backend: str, last_layers: Collection[str]) -> list[Work | None]:
         """Each block's; None for one without parameters, which is never repeated."""
         items = [{name: x.clone().requires_grad_() for name, x in item.items()} for item in self.items(2, ragged=True)]
         carry = model.embed(self.inputs(items))
-        found: list[Work | None] = []
+        works: list[Work | None] = []
         for block in model.blocks():
             if next(block.parameters(), None) is None:
                 carry = block(carry)
-                found.append(None)
+                works.append(None)
             else:
                 work, carry = _work_of(block, carry, backend, last_layers)
-                found.append(work)
-        return found
+                works.append(work)
+        return works
 
     def test_policies_leave_nothing_in_a_model(self) -> None:
         """One engine after the other, and each twice: no wrapper, hook or name stays, and nothing is repeated twice."""
@@ -268,9 +268,9 @@ def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection
 
         @staticmethod
         def region(function: Any, name: str, *, recompute: bool) -> Any:
-            def called(*given: Any) -> Any:
+            def called(*args: Any) -> Any:
                 flops, runs = count.flops.total(), num_attention(count.runs)
-                out = function(*given)
+                out = function(*args)
                 work.attention[name] = count.flops.total() - flops, num_attention(count.runs) - runs
                 return out
 
@@ -280,14 +280,14 @@ def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection
         def recompute_needs_tensor(tensor: Tensor) -> None:
             pass
 
-    def entered(layer: nn.Module, given: Any) -> None:
+    def entered(layer: nn.Module, args: Any) -> None:
         before.append(count.flops.total())
 
-    def left(layer: nn.Module, given: Any, out: Any) -> None:
+    def returned(layer: nn.Module, args: Any, out: Any) -> None:
         work.last += count.flops.total() - before.pop()
 
     ends = [layer for name, layer in block.named_modules() if name in last_layers]
-    hooks = [hook for x in ends for hook in (x.register_forward_pre_hook(entered), x.register_forward_hook(left))]
+    hooks = [hook for x in ends for hook in (x.register_forward_pre_hook(entered), x.register_forward_hook(returned))]
     settings = BlockSettings(backend=backend, keep=())
     with pytest.MonkeyPatch.context() as patch, Arithmetic() as count, block_settings(settings):
         patch.setattr(attention, "remat", Regions)

@@ -17,11 +17,11 @@ from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, backward_without_autocast, make_model, outcome
 
-MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))
+MODEL_PLACES = tuple(group for group in PLACES if group not in ("accumulation", "optimizer", "reduction"))
 """The places in a model's forward; the others are in the training step."""
 
 _MATMULS = ("mm", "addmm", "bmm")
-# Operations of which one at least gives its result in the dtype of a place when that place alone has it. Where neighbours are wider,
+# At least one of these operations gives its result in the dtype of a place when that place alone has it. Where neighbours are wider,
 # a sum is theirs, and the place is where it is rounded.
 _OPERATIONS = {
     "matmul": _MATMULS,
@@ -44,18 +44,18 @@ class _Dtypes(Observer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[tuple[str, torch.dtype]] = Counter()
+        self.counts: Counter[tuple[str, torch.dtype]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         first = out[0] if isinstance(out, tuple | list) and out else out
         if isinstance(first, Tensor):
-            self.seen[func.__name__.split(".")[0], first.dtype] += 1
+            self.counts[func.__name__.split(".")[0], first.dtype] += 1
         return out
 
     def names(self, dtype: torch.dtype) -> set[str]:
         """Names of the operations that computed in a dtype."""
-        return {name for name, found in self.seen if found == dtype}
+        return {name for name, result_dtype in self.counts if result_dtype == dtype}
 
 
 @dataclass(frozen=True)
@@ -95,35 +95,35 @@ class PrecisionChecks(ModelChecks):
         gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None}
         return _Result([output.detach() for output in outputs], gradients, forward)
 
-    @pytest.mark.parametrize("place", MODEL_PLACES)
-    def test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone(self, place: str) -> None:
+    @pytest.mark.parametrize("group", MODEL_PLACES)
+    def test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone(self, group: str) -> None:
         all_fp64 = dict.fromkeys(MODEL_PLACES, torch.float64)
         exact = self._result(Precision(**all_fp64))
         assert not exact.forward.names(torch.bfloat16) and not exact.forward.names(torch.float32)
-        lowered = self._result(Precision(**{**all_fp64, place: torch.bfloat16}))
+        lowered = self._result(Precision(**{**all_fp64, group: torch.bfloat16}))
         names = lowered.forward.names(torch.bfloat16)
-        if place in self.places_without:
+        if group in self.places_without:
             assert names <= {"_to_copy"} and relative_error(lowered.outputs, exact.outputs) == 0
             return
-        assert names.intersection(_OPERATIONS[place]), f"no {place} in bf16, only {sorted(names)}"
+        assert names.intersection(_OPERATIONS[group]), f"no {group} in bf16, only {sorted(names)}"
         # torch composes an RMS norm, and the norms of q and k are functions of ours, whose square roots are in place.
-        left = sum(lowered.forward.seen[name, torch.float64] for name in ("native_layer_norm", "rsqrt"))
-        assert place != "norms" or left <= self.head_norms, "only the head's norm is not one of `norms`"
+        wide_norms = sum(lowered.forward.counts[name, torch.float64] for name in ("native_layer_norm", "rsqrt"))
+        assert group != "norms" or wide_norms <= self.head_norms, "only the head's norm is not one of `norms`"
         assert all(value.isfinite().all() for value in (*lowered.outputs, *lowered.gradients.values()))
         assert exact.gradients.keys() == lowered.gradients.keys()
         assert 1e-6 < relative_error(lowered.outputs, exact.outputs) < 1
-        head = torch.bfloat16 if place == "head" else torch.float64
+        head = torch.bfloat16 if group == "head" else torch.float64
         assert {output.dtype for output in lowered.outputs} == {head}
 
-    @pytest.mark.parametrize("place", MODEL_PLACES)
-    def test_a_place_that_is_raised_alone_runs_wider_alone(self, place: str) -> None:
+    @pytest.mark.parametrize("group", MODEL_PLACES)
+    def test_a_place_that_is_raised_alone_runs_wider_alone(self, group: str) -> None:
         plain = dict.fromkeys(MODEL_PLACES, torch.float32) | {"matmul": torch.bfloat16, "attention": torch.bfloat16}
-        before, raised = self._result(Precision(**plain)), self._result(Precision(**{**plain, place: torch.float64}))
+        before, raised = self._result(Precision(**plain)), self._result(Precision(**{**plain, group: torch.float64}))
         assert all(value.isfinite().all() for value in (*raised.outputs, *raised.gradients.values()))
         # tables are made of fp64 angles: wider ones are not cast, but what takes them casts
-        wide = torch.float32 if place == "rotary_tables" else torch.float64
-        more = {name for name, dtype in raised.forward.seen - before.forward.seen if dtype == wide}
-        assert more.intersection(_OPERATIONS[place]) or place in self.places_without, more
+        wide = torch.float32 if group == "rotary_tables" else torch.float64
+        more = {name for name, dtype in raised.forward.counts - before.forward.counts if dtype == wide}
+        assert more.intersection(_OPERATIONS[group]) or group in self.places_without, more
 
     def test_errors_come_in_the_right_order(self) -> None:
         """The timestep is the place that hurts most in bf16, in the output and in the gradient; fp32 hurts less everywhere."""
@@ -131,17 +131,17 @@ class PrecisionChecks(ModelChecks):
         exact = self._result(Precision(**all_fp64))
         inputs = [name for name in exact.gradients if name.startswith("input")]
 
-        def errors(place: str, dtype: torch.dtype) -> tuple[float, float]:
-            found = self._result(Precision(**{**all_fp64, place: dtype}))
-            gradients = [[each.gradients[name] for name in inputs] for each in (found, exact)]
-            return relative_error(found.outputs, exact.outputs), relative_error(gradients[0], gradients[1])
+        def errors(group: str, dtype: torch.dtype) -> tuple[float, float]:
+            lowered = self._result(Precision(**{**all_fp64, group: dtype}))
+            gradients = [[result.gradients[name] for name in inputs] for result in (lowered, exact)]
+            return relative_error(lowered.outputs, exact.outputs), relative_error(gradients[0], gradients[1])
 
-        narrow = {place: errors(place, torch.bfloat16) for place in MODEL_PLACES}
+        narrow = {group: errors(group, torch.bfloat16) for group in MODEL_PLACES}
         for kind in range(2):
-            assert max(narrow, key=lambda place: narrow[place][kind]) == "timestep", narrow
-        for place in MODEL_PLACES:
-            wide = errors(place, torch.float32)[0]
-            assert wide < 0.05 * narrow[place][0] or place in self.places_without, (place, narrow[place], wide)
+            assert max(narrow, key=lambda group: narrow[group][kind]) == "timestep", narrow
+        for group in MODEL_PLACES:
+            wide = errors(group, torch.float32)[0]
+            assert wide < 0.05 * narrow[group][0] or group in self.places_without, (group, narrow[group], wide)
 
     @pytest.mark.parametrize(
         ("preset", "outer"), every_value(("fast", "reference", "default"), (torch.bfloat16, torch.float16))
@@ -200,26 +200,26 @@ class PrecisionChecks(ModelChecks):
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
         carry = model.embed(self.inputs(self.items(2, ragged=True)))
         carried = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)}
-        kept: list[int] = []
+        addresses: list[int] = []
 
         def note(tensor: Tensor) -> Tensor:
             if tensor.is_complex():
-                kept.append(tensor.untyped_storage().data_ptr())
+                addresses.append(tensor.untyped_storage().data_ptr())
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             for block in model.blocks():
                 carry = block(carry)
-        assert len(kept) > 1 and carried.issuperset(kept)
+        assert len(addresses) > 1 and carried.issuperset(addresses)
 
     def _preset(self, name: str) -> Precision:
         chosen = {"fast": FAST, "reference": self.spec.precision.reference, "default": {}}[name]
         dtypes = {"matmul": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
-        return Precision(**{place: dtypes[dtype] for place, dtype in chosen.items()})
+        return Precision(**{group: dtypes[dtype] for group, dtype in chosen.items()})
 
 
-def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def relative_error(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Norm of the difference, relative to the norm of the exact values."""
-    pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(found, exact, strict=True)]
-    mine, theirs = (torch.cat(each) for each in zip(*pairs, strict=True))
+    pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(actual, exact, strict=True)]
+    mine, theirs = (torch.cat(values) for values in zip(*pairs, strict=True))
     return float((mine - theirs).norm() / theirs.norm())

@@ -138,19 +138,19 @@ class QuantizedChecks(ModelChecks):
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_quantized_base_adds_nothing_to_what_is_kept(self, kind: str) -> None:
-        """Bytes alive after a forward without checkpointing are those of a dense base: no weight is kept dequantized, and codes and
+        """Bytes alive after a forward without checkpointing are as many as with a dense base: no weight is kept dequantized, and codes and
         scales are the model's own."""
         items = self.items(2, ragged=True)
         dense: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16).requires_grad_(False)
         add_adapter(dense, self.spec, AdapterConfig(rank=4), torch.Generator().manual_seed(3))
-        held = []
+        kept_bytes = []
         for model in (dense, self._quantized(kind, "lora", "bf16")):
             with LiveBytes(*model.parameters(), *items) as live:
                 inputs = self.inputs(items)
                 outputs = BlockEngine()(model, inputs)
-                held.append(live.total())
+                kept_bytes.append(live.total())
             del outputs
-        assert held[0] == held[1]
+        assert kept_bytes[0] == kept_bytes[1]
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_recompute_leaves_out_a_quantized_last_matmul(self, kind: str) -> None:
@@ -180,8 +180,8 @@ class QuantizedChecks(ModelChecks):
             precision=Precision(matmul=torch.float32),
         )  # fmt: skip
         read = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
-        held, stored = quantized_weights(read), SafetensorsSource.open(file)
-        assert held.keys() == {
+        quantized, stored = quantized_weights(read), SafetensorsSource.open(file)
+        assert quantized.keys() == {
             f"{name}.weight" for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")
         }
         for key in (key for key in stored.tensors if key.endswith(".scale_weight")):
@@ -190,15 +190,15 @@ class QuantizedChecks(ModelChecks):
             parts = spec.architecture.names.to_native(weight)
             assert parts
             for part, rows in zip(parts, values.chunk(len(parts)), strict=True):
-                assert torch.equal(rows_of(held.pop(part.name).dequantize(), part.index, part.of), rows), part
+                assert torch.equal(rows_of(quantized.pop(part.name).dequantize(), part.index, part.of), rows), part
                 exact = model.get_parameter(part.name)
                 assert (rows - exact).abs().max() <= 2**-4 * values.abs().max()
-        assert not held, "each is in the file, once"
+        assert not quantized, "each is in the file, once"
         for name, parameter in model.named_parameters():
             if "lora_" not in name and name not in quantized_weights(read):
-                found = read.state_dict()[name if name in read.state_dict() else _below_base_layer(name)]
+                value = read.state_dict()[name if name in read.state_dict() else _below_base_layer(name)]
                 dtype = torch.float32 if spec.precision.keep_fp32(name) else torch.bfloat16
-                assert torch.equal(found, parameter.to(dtype).float()), name
+                assert torch.equal(value, parameter.to(dtype).float()), name
 
     def _num_last_matmuls(self, model: Any) -> int:
         """In how many blocks a quantized matmul comes after everything that a backward needs: one of `last_layers`."""
@@ -230,9 +230,9 @@ def count_dequantized(patch: pytest.MonkeyPatch) -> list[str]:
     counted: list[str] = []
     dequantize = quantized_linear._dequantized
 
-    def count(kind: str, *given: Any) -> Tensor:
+    def count(kind: str, *args: Any) -> Tensor:
         counted.append(kind)
-        return dequantize(kind, *given)
+        return dequantize(kind, *args)
 
     patch.setattr(quantized_linear, "_dequantized", count)
     return counted

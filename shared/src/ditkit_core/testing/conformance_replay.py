@@ -100,9 +100,9 @@ def trained_steps(
     if case["target"] == "guided":
         items = [{**item, f"{EMPTY_CAPTION_PREFIX}text": item["text"].flip(0)} for item in items]
     flow = FlowConfig(weighting="bell", target_guidance=3.0 if case["target"] == "guided" else 1.0)
-    whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
-    alone = Batch(ids=whole.ids[:1], items=whole.items[:1])
-    batches = [whole if micro % 2 else alone for micro in range(case["accumulation"])]
+    full_batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    alone = Batch(ids=full_batch.ids[:1], items=full_batch.items[:1])
+    batches = [full_batch if micro % 2 else alone for micro in range(case["accumulation"])]
     batches[0] = replace(batches[0], matches_base=case["target"] == "base")
     results = []
     for step in range(STEPS):

@@ -33,8 +33,8 @@ class ReplicaConformance:
             assert names
             for name in names:
                 assert index_of(folder / f"{name} on {num}") == index_of(folder / f"{name} on 1"), (name, num)
-                for each in ranks[str(num)]:
-                    assert each[name] | {"exchanges": 0} == ranks["1"][0][name], (name, num)
+                for rank in ranks[str(num)]:
+                    assert rank[name] | {"exchanges": 0} == ranks["1"][0][name], (name, num)
 
     def test_a_full_fine_tune_differs_by_the_order_of_sums_alone(self, folder: Path) -> None:
         """Losses and norms of six steps. A gradient that is zero but for rounding moves its weight by a whole AdamW step, so weights say less."""
@@ -42,14 +42,14 @@ class ReplicaConformance:
         expected = losses(folder / "full on 1")
         assert len(expected) == STEPS
         for num in self.worlds[1:]:
-            assert len({each["full"]["weights"] for each in ranks[str(num)]}) == 1, "ranks differ from each other"
-            found = losses(folder / f"full on {num}")
-            assert found[0][0] == expected[0][0], "the first loss is of the same weights"
-            for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+            assert len({rank["full"]["weights"] for rank in ranks[str(num)]}) == 1, "ranks differ from each other"
+            actual = losses(folder / f"full on {num}")
+            assert actual[0][0] == expected[0][0], "the first loss is of the same weights"
+            for step, (one, other) in enumerate(zip(expected, actual, strict=True)):
                 assert other == pytest.approx(one, rel=1e-4), (num, step)
 
     def test_a_run_goes_on_with_another_number_of_ranks(self, folder: Path) -> None:
-        """The save of a run that changed its number of ranks is that of a run that never did."""
+        """The save of a run that changed its number of ranks is the same as of a run that never did."""
         for pair in self.continued:
             self.check_continued(folder, *pair)
 

@@ -40,7 +40,7 @@ def check_training(run: Path, expected: Path, limits: Limits, steps: int = STEPS
     for step, (one, other) in enumerate(zip(losses(expected), losses(run), strict=True)):
         assert other == pytest.approx(one, rel=limits.losses), (run.parent.name, run.name, step)
     assert _held_out(run, steps) == pytest.approx(_held_out(expected, steps), rel=limits.losses), run.name
-    states = [_save(each, steps).tensors for each in (run, expected)]
+    states = [_save(path, steps).tensors for path in (run, expected)]
     assert _apart(*(state["trainable"] for state in states)) < limits.weights, (run.parent.name, run.name)
     gradients = (
         {key: x for key, x in state["optimizer"].items() if "exp_avg" == key.rpartition("|")[2]} for state in states
@@ -81,16 +81,16 @@ class ShardedConformance:
         """From the middle: weights, average and optimizer state of the last save, its metrics, and validation losses."""
         for world in (world for world in self.sharded if world.again):
             for run in (folder / f"{name} on {world}" for name in world.cases(self.cases)):
-                expected, found = (_save(each) for each in (run, run.with_name(f"{run.name} again")))
-                assert replace(found, tensors={}) == replace(expected, tensors={}), run.name
+                expected, actual = (_save(path) for path in (run, run.with_name(f"{run.name} again")))
+                assert replace(actual, tensors={}) == replace(expected, tensors={}), run.name
                 for group, tensors in expected.tensors.items():
-                    assert differing(found.tensors[group], tensors) == [], (run.name, group)
+                    assert differing(actual.tensors[group], tensors) == [], (run.name, group)
 
     def test_a_save_is_the_same_however_many_ranks_load_it(self, folder: Path) -> None:
         """Weights, average and optimizer state, saved by each world and loaded by each other one, tensor by tensor, bitwise."""
         ranks = json.loads((folder / "ranks.json").read_text())
         loads = [
-            each for world in ranks if world.startswith("loaded on") for rank in ranks[world] for each in rank.items()
+            load for world in ranks if world.startswith("loaded on") for rank in ranks[world] for load in rank.items()
         ]
         assert len(loads) >= len(self.cases) * len(self.sharded)
         assert [into for into, same in loads if not same] == []
@@ -113,14 +113,14 @@ def _held_out(run: Path, steps: int) -> Any:
     return json.loads((run / "state" / f"step-{steps:06d}" / "state.json").read_text())["held_out"]
 
 
-def _apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def _apart(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The distance of all tensors together, relative to their norm."""
     assert (
-        {key: tensor.shape for key, tensor in found.items()}
+        {key: tensor.shape for key, tensor in actual.items()}
         == {key: tensor.shape for key, tensor in expected.items()}
         != {}
     )
-    return _norm({key: found[key].double() - tensor.double() for key, tensor in expected.items()}) / _norm(expected)
+    return _norm({key: actual[key].double() - tensor.double() for key, tensor in expected.items()}) / _norm(expected)
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

@@ -72,16 +72,16 @@ class SplitChecks(ModelChecks):
     def test_no_cut_changes_a_bit(self, adapter: str, policy: str) -> None:
         """Outputs, loss, gradients and recomputed operations, for every split point between two blocks."""
         items = self.items(2, ragged=True)
-        whole: Any = self._divided(adapter)
-        expected = outcome(self.spec, whole, items, BlockEngine(policy=policy))
-        num = len(whole.blocks())
+        undivided: Any = self._divided(adapter)
+        expected = outcome(self.spec, undivided, items, BlockEngine(policy=policy))
+        num = len(undivided.blocks())
         for cut in range(1, num):
             divided = self._divided(adapter, [ONE] * (1 + cut) + [TWO] * (num - cut + 1))
             with PretendDevices():
-                found = outcome(self.spec, divided, items, BlockEngine(policy=policy))
-            assert found.differences(expected) == [], cut
-            assert found.num_attention == expected.num_attention, cut
-            assert torch.equal(found.generator_state, expected.generator_state), f"cut {cut} leaks random state"
+                result = outcome(self.spec, divided, items, BlockEngine(policy=policy))
+            assert result.differences(expected) == [], cut
+            assert result.num_attention == expected.num_attention, cut
+            assert torch.equal(result.generator_state, expected.generator_state), f"cut {cut} leaks random state"
 
     @pytest.mark.parametrize(("layout", "adapter", "policy"), _PAIRED)
     def test_no_layout_changes_a_number_of_training(self, layout: str, adapter: str, policy: str) -> None:
@@ -127,8 +127,8 @@ class SplitChecks(ModelChecks):
         divided = self._divided(adapter, self._layouts["three"])
         with PretendDevices():
             self._accumulate(divided, batches, policy, pipelined=True)
-        found = _gradients(divided)
-        assert differing(found, expected) == []
+        gradients = _gradients(divided)
+        assert differing(gradients, expected) == []
 
     @pytest.mark.parametrize("adapter", ADAPTERS)
     def test_pipelining_changes_the_order_of_summation_alone(self, adapter: str) -> None:
@@ -203,16 +203,16 @@ def layouts(num_blocks: int) -> dict[str, list[torch.device]]:
 
 
 def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: int | None = None) -> None:
-    """Step 3 of a run of seed 1 written out: one backward over the sum of the losses of all micro-batches, or over that of one."""
+    """Step 3 of a run of seed 1 written out: one backward over the sum of the losses of all micro-batches, or over the loss of one."""
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in batches)
-    total, place = torch.zeros(()), 0
+    total, position = torch.zeros(()), 0
     for micro, batch in enumerate(batches):
         shifts = [FLOW.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
-        named = enumerate(zip(batch.ids, batch.items, shifts, strict=True), start=place)
+        named = enumerate(zip(batch.ids, batch.items, shifts, strict=True), start=position)
         sampled = [
             sample_noise(item["latents"], FLOW, shift, 1, "noise", 3, i, name) for i, (name, item, shift) in named
         ]
-        place += len(sampled)
+        position += len(sampled)
         if chosen not in (None, micro):
             continue
         torch.manual_seed(seed_of(1, "dropout", 3, micro))

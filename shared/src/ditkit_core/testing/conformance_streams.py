@@ -57,7 +57,7 @@ def unordered(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> lis
     return stand_in.runtime.log.races
 
 
-def place(
+def place_model(
     model: Any, devices: Sequence[torch.device], streamed: Collection[int] = (), *, trained: bool = False
 ) -> BlockSwap:
     """Put a model where a run loads it to, and stream blocks.
@@ -68,10 +68,12 @@ def place(
         trained: Whether their trained weights are streamed, too.
     """
     stages = [model.embed, *model.blocks(), model.head]
-    for place, (stage, device) in enumerate(zip(stages, [devices[0], *devices, devices[-1]], strict=True)):
+    for stage_index, (stage, device) in enumerate(zip(stages, [devices[0], *devices, devices[-1]], strict=True)):
         for module in stage.modules():
             for name, parameter in module._parameters.items():
-                stays = place - 1 in streamed and (trained or (parameter is not None and not parameter.requires_grad))
+                stays = stage_index - 1 in streamed and (
+                    trained or (parameter is not None and not parameter.requires_grad)
+                )
                 if parameter is not None and not stays:
                     module._parameters[name] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
     placement = Placement(embed=devices[0], blocks=tuple(devices), head=devices[-1], streamed=frozenset(streamed))
@@ -88,7 +90,9 @@ def _train(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> None:
     streamed = has_weights[case.one_of - 1 :: case.one_of] if "swap" in case.levers else []
     in_backward = bool(streamed) and case.trained == "full"
     second = HOST if "host" in case.levers else TWO
-    swap = place(model, [ONE if index < cut else second for index in range(len(blocks))], streamed, trained=in_backward)
+    swap = place_model(
+        model, [ONE if index < cut else second for index in range(len(blocks))], streamed, trained=in_backward
+    )
     policy = f"{case.policy}+offload" if "offload" in case.levers else case.policy
     engine = BlockEngine(policy=policy, hooks=(swap,) if streamed else (), host=HostMemory(smallest=0))
     if in_backward:

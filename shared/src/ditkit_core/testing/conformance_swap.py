@@ -86,12 +86,12 @@ def stream(
         trained: Whether trained weights are streamed, too.
     """
     blocks = model.blocks()
-    given = Placement(embed=HOST, blocks=tuple(devices or [HOST] * len(blocks)), head=HOST)
+    all_resident = Placement(embed=HOST, blocks=tuple(devices or [HOST] * len(blocks)), head=HOST)
     has_weights = [next(block.parameters(), None) is not None for block in blocks]
-    counts = Counter(device for device, has in zip(given.blocks, has_weights, strict=True) if has)
-    wanted = [max(1, counts[device] // one_of) for device in dict.fromkeys(given.blocks)]
-    streamed = choose_streamed(given, wanted, has_weights)
-    placement = Placement(embed=HOST, blocks=given.blocks, head=HOST, streamed=streamed)
+    counts = Counter(device for device, has in zip(all_resident.blocks, has_weights, strict=True) if has)
+    wanted = [max(1, counts[device] // one_of) for device in dict.fromkeys(all_resident.blocks)]
+    streamed = choose_streamed(all_resident, wanted, has_weights)
+    placement = Placement(embed=HOST, blocks=all_resident.blocks, head=HOST, streamed=streamed)
     return BlockSwap(model, placement, trained=trained)
 
 
@@ -106,7 +106,7 @@ def train_streamed(
     num_steps: int = 2,
     ema: EMAConfig | None = None,
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
-    """`train_steps` of a full fine-tune on one batch: those of the ordinary loop, or, under an engine that streams trained weights, in the
+    """`train_steps` of a full fine-tune on one batch: steps of the ordinary loop, or, under an engine that streams trained weights, in the
     backward."""
     streams = any(isinstance(hook, BlockSwap) for hook in engine.hooks)
     config = OptimConfig(name=optimizer, lr=lr, fused_backward=streams)
@@ -142,7 +142,7 @@ def train_steps(
         trained.average.update(step + 1)
     trained.optimizer.zero_grad()
     groups = trained.state_dict().tensors
-    return reported, {f"{group} {name}": on_host(t) for group, own in groups.items() for name, t in own.items()}
+    return reported, {f"{group} {name}": on_host(t) for group, tensors in groups.items() for name, t in tensors.items()}
 
 
 class SwapChecks(ModelChecks):
@@ -175,7 +175,7 @@ class SwapChecks(ModelChecks):
 
     @pytest.mark.parametrize(("policy", "adapter"), every_value(POLICIES, _ADAPTERS))
     def test_what_a_forward_keeps_holds_no_streamed_weight(self, policy: str, adapter: str) -> None:
-        items, kept = self.items(2, ragged=True), []
+        items, kept_bytes = self.items(2, ragged=True), []
         for streamed in (False, True):
             model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
             swap = stream(model) if streamed else None
@@ -183,17 +183,17 @@ class SwapChecks(ModelChecks):
             inputs = self.inputs(items)
             with LiveBytes(existing, inputs) as live:
                 outputs = model(inputs, engine=BlockEngine(policy=policy, hooks=() if swap is None else (swap,)))
-                kept.append(live.total())
+                kept_bytes.append(live.total())
                 del outputs
-        assert kept[0] == kept[1]
+        assert kept_bytes[0] == kept_bytes[1]
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_streamed_model_trains_and_measures_alike_on_two_devices(self, policy: str) -> None:
         """A measurement and an optimizer step over two micro-batches, with dropout; each device has two blocks at most."""
         items = self.items(2, ragged=True)
         adapter = ADAPTERS["lora with dropout"]
-        whole: Any = make_model(self.spec, self.arch, adapter=adapter)
-        numbers, parameters = train_shortly(self.spec, whole, items, BlockEngine(policy=policy))
+        resident: Any = make_model(self.spec, self.arch, adapter=adapter)
+        numbers, parameters = train_shortly(self.spec, resident, items, BlockEngine(policy=policy))
         divided: Any = make_model(self.spec, self.arch, adapter=adapter)
         blocks = divided.blocks()
         cut = max(1, len(blocks) // 2)

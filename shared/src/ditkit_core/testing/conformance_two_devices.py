@@ -38,12 +38,12 @@ class TwoDevicesConformance:
         """Kernels of a GPU may add in any order, and AdamW takes a whole step where a gradient is only rounding: 1 % in all steps."""
         runs = {name: tmp_path / name for name in ("one", "two")}
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        given = ("--demo", *_FLAGS, "--train.device", device, "--encode.device", device)
+        flags = ("--demo", *_FLAGS, "--train.device", device, "--encode.device", device)
         for name, start, more in (("one", (), ()), ("two", torchrun, divided)):
-            command = [sys.executable, *start, "-m", self.module, "--run.folder", str(runs[name]), *given, *more]
+            command = [sys.executable, *start, "-m", self.module, "--run.folder", str(runs[name]), *flags, *more]
             done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
             assert "verified: diffusers loads" in done.stdout
-        expected, found = ([loss for loss, _ in losses(run)] for run in runs.values())
-        assert len(expected) == len(found) == _STEPS
-        assert found == pytest.approx(expected, rel=1e-2)
+        expected, actual = ([loss for loss, _ in losses(run)] for run in runs.values())
+        assert len(expected) == len(actual) == _STEPS
+        assert actual == pytest.approx(expected, rel=1e-2)

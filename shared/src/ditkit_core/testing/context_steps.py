@@ -39,8 +39,8 @@ class Subject:
     """Fields of the carry that the head reads and that run along tokens."""
 
 
-class Found(TypedDict):
-    """A step of a context group, next to that of one process."""
+class ContextResult(TypedDict):
+    """A step of a context group, next to the step of one process."""
 
     outputs: float
     """The largest distance of an output, relative to the largest value of it."""
@@ -49,32 +49,32 @@ class Found(TypedDict):
     exchanges: int
     """Of tokens, in the forward and backward."""
     needed: int
-    """Those of a step that repeats none: for the head, and for each attention in forward and backward."""
+    """Exchanges of a step that repeats none: for the head, and for each attention in forward and backward."""
     repeated: int
-    """Those of a recompute of every attention."""
+    """Exchanges of a recompute of every attention."""
 
 
-def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, Found]:
+def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, ContextResult]:
     """One step of each subject, by `subject/trained/dtype/policy`."""
-    table, known = dict[str, Found](), dict[str, tuple[Any, Outcome]]()
+    table, references = dict[str, ContextResult](), dict[str, tuple[Any, Outcome]]()
     for case in chosen:
         name, trained, dtype, policy = case.split("/")
         subject, start = subjects[name], case.rpartition("/")[0]
-        if start not in known:
+        if start not in references:
             model = make_model(subject.spec, subject.arch, dtype=_DTYPES[dtype], adapter=ADAPTERS[trained])
-            known[start] = model, outcome(subject.spec, model, subject.items, BlockEngine())
-        model, expected = known[start]
+            references[start] = model, outcome(subject.spec, model, subject.items, BlockEngine())
+        model, expected = references[start]
         counted = replace(ranks, exchanges=0) if isinstance(ranks, CountedRanks) else ranks
         streams = subject.spec.architecture.token_streams(subject.arch)
         assert streams is not None
         engine = BlockEngine(policy=policy, context=ContextParallel(counted, streams))
-        found = outcome(subject.spec, model, subject.items, engine)
+        result = outcome(subject.spec, model, subject.items, engine)
         exchanges = counted.exchanges if isinstance(counted, CountedRanks) else 0
         # Tokens for heads and back; or keys and values.
         repeated = subject.attentions * (1 if subject.arch.heads % ranks.context else 2)
-        table[case] = Found(
-            outputs=largest(_apart(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True)),
-            gradients=_gradients_apart(found, expected, ranks),
+        table[case] = ContextResult(
+            outputs=largest(_apart(a, b) for a, b in zip(result.outputs, expected.outputs, strict=True)),
+            gradients=_gradients_apart(result, expected, ranks),
             exchanges=exchanges,
             needed=subject.gathers + 2 * repeated,
             repeated=repeated,
@@ -82,20 +82,20 @@ def steps(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) 
     return table
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _apart(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def _gradients_apart(found: Outcome, expected: Outcome, ranks: Ranks) -> float:
-    assert {k for k, x in found.gradients.items() if x is None} == {
+def _gradients_apart(actual: Outcome, expected: Outcome, ranks: Ranks) -> float:
+    assert {k for k, x in actual.gradients.items() if x is None} == {
         k for k, x in expected.gradients.items() if x is None
     }
-    pairs = [(x, found.gradients[name]) for name, x in expected.gradients.items() if x is not None]
-    floor, apart = SMALL * max(whole.double().norm() for whole, _ in pairs), list[float]()
-    for whole, part in pairs:
+    pairs = [(x, actual.gradients[name]) for name, x in expected.gradients.items() if x is not None]
+    floor, apart = SMALL * max(full.double().norm() for full, _ in pairs), list[float]()
+    for full, part in pairs:
         assert part is not None
-        distance = (ranks.mean_in_group(part.double()) - whole.double()).norm()
-        apart.append(float(distance / torch.maximum(whole.double().norm(), floor)))
+        distance = (ranks.mean_in_group(part.double()) - full.double()).norm()
+        apart.append(float(distance / torch.maximum(full.double().norm(), floor)))
     return largest(apart)
 
 
@@ -120,7 +120,7 @@ def every(subjects: Iterable[str], policies_of: Iterable[str]) -> dict[str, Sequ
     """Every policy of some subjects, and adapters of all."""
     cases = {f"{name}/full/fp32/{policy}": (2, 4) for name in policies_of for policy in POLICIES}
     trained = ("lora/fp32", "lora/bf16", "lora with dropout/fp32")
-    return cases | {f"{name}/{each}/attn_only": (2, 3, 4) for name in subjects for each in trained}
+    return cases | {f"{name}/{setting}/attn_only": (2, 3, 4) for name in subjects for setting in trained}
 
 
 def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) -> None:
@@ -141,5 +141,5 @@ def main(subjects: Mapping[str, Subject], cases: Mapping[str, Sequence[int]]) ->
     (folder / "context.json").write_text(json.dumps(tables))
 
 
-def _grouped(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, Found]:
+def _grouped(subjects: Mapping[str, Subject], chosen: Sequence[str], ranks: Ranks) -> dict[str, ContextResult]:
     return steps(subjects, chosen, ranks.grouped(ranks.size))

@@ -14,7 +14,7 @@ def denied(path: Path) -> Iterator[None]:
         for folder in path.parents
         if folder.stat().st_uid == path.stat().st_uid and not folder.stat().st_mode & 1
     ]
-    modes = {each: each.stat().st_mode for each in (path, *above)}
+    modes = {entry: entry.stat().st_mode for entry in (path, *above)}
     for folder in above:
         folder.chmod(0o755)
     path.chmod(0)
@@ -26,5 +26,5 @@ def denied(path: Path) -> Iterator[None]:
     finally:
         if is_root:
             os.seteuid(0)
-        for each, mode in modes.items():
-            each.chmod(mode)
+        for entry, mode in modes.items():
+            entry.chmod(mode)

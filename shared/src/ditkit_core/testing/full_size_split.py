@@ -72,7 +72,7 @@ class Divided:
     crossings: Crossings
     """Of forward and backward of the last step."""
     ledger: MemoryTracker
-    """Its peak is that of the last step."""
+    """Its peak is the last step's."""
     carried: list[Counter[str]]
     """At each boundary, of the carry: `tensors`, `gradients` (those that take part in the backward), `bytes`."""
 
@@ -88,8 +88,8 @@ class Divided:
         for name, parameter in self.trained.parameters.items():
             assert parameter.grad is not None and parameter.grad.device == parameter.device, name
             assert self.trained.average.values[name].device == parameter.device, name
-            own = [state[f"{name}|{kind}"] for kind in ("exp_avg", "exp_avg_sq")]
-            assert all(tensor.device == parameter.device for tensor in own), name
+            moments = [state[f"{name}|{kind}"] for kind in ("exp_avg", "exp_avg_sq")]
+            assert all(tensor.device == parameter.device for tensor in moments), name
         # To the byte.
         numbers = Counter[torch.device]()
         weights = Counter[torch.device]()
@@ -109,13 +109,15 @@ class Divided:
             expected[0][before, after] = carry["tensors"]
             expected[1][after, before] = carry["gradients"]
             expected[2][before, after] = carry["bytes"]
-        found = self.crossings
+        crossings = self.crossings
         host = torch.device("cpu")
-        for count, want in zip((found.forward, found.backward, found.forward_bytes), expected, strict=True):
+        for count, want in zip((crossings.forward, crossings.backward, crossings.forward_bytes), expected, strict=True):
             assert {way: n for way, n in count.items() if host not in way} == want
-        assert not any(to == host for _, to in [*found.forward, *found.backward]), "something is fetched to the host"
+        assert not any(to == host for _, to in [*crossings.forward, *crossings.backward]), (
+            "something is fetched to the host"
+        )
         # inputs are sent to the first device, targets and weights of the loss to the last
-        sent_to = {to for sender, to in found.forward if sender == host}
+        sent_to = {to for sender, to in crossings.forward if sender == host}
         assert sent_to <= {placement.embed, placement.head}, sent_to
 
 
@@ -140,7 +142,7 @@ def divided_step(
         policy: Of activation checkpointing.
         rank: Of the adapters.
         patch: pytest's `monkeypatch`; it watches what the engine moves.
-        steps: The optimizer's state exists from the second on, so that the peak is that of any later one.
+        steps: The optimizer's state exists from the second on, so that the peak is as in any later one.
     """
     model = build_on_meta(spec, arch, Precision())
     inject(model, AdapterConfig(rank=rank), spec.adapters.targets)
@@ -148,10 +150,10 @@ def divided_step(
     engine, flow = BlockEngine(policy=policy), FlowConfig()
     with FakeTensorMode(), as_on("cuda"), MemoryTracker() as ledger:
         trained = _materialised(spec, model, placed, ledger)
-        made = [
+        fake_items = [
             {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in item.items()} for item in items
         ]
-        batch = Batch(ids=[f"clip {i}" for i in range(len(made))], items=made)
+        batch = Batch(ids=[f"clip {i}" for i in range(len(fake_items))], items=fake_items)
         for step in range(steps):
             trained.optimizer.zero_grad()
             ledger.restart_peak()

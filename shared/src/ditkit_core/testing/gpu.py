@@ -56,5 +56,5 @@ def gpu_of(name: str) -> Iterator[GPU]:
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest) -> Iterator[GPU]:
     """A GPU, or its stand-in."""
-    with gpu_of(request.param) as found:
-        yield found
+    with gpu_of(request.param) as chosen_gpu:
+        yield chosen_gpu

@@ -26,11 +26,11 @@ class _Access:
 
     stream: str
     time: int
-    what: str
+    action: str
     written: tuple["_Memory", ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.what} on {self.stream}"
+        return f"{self.action} on {self.stream}"
 
 
 @dataclass
@@ -58,14 +58,14 @@ class HappensBefore:
         """Streams that do not know yet what the host has learned."""
         self._memory: dict[int, _Memory] = {}
 
-    def launch(self, stream: str, what: str, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:
+    def launch(self, stream: str, action: str, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:
         """Run something on a stream, or on the host: it reads and writes memory, which is named by a number."""
         clock = self._reached(stream)
         clock[stream] += 1
         if stream == HOST_THREAD:
             self._behind = {*self._clocks}
         written = {key: self._of(key, stream) for key in writes}
-        access = _Access(stream, clock[stream], what, tuple(written.values()))
+        access = _Access(stream, clock[stream], action, tuple(written.values()))
         for key in reads:
             if key not in written:
                 memory = self._of(key, stream)
@@ -106,11 +106,11 @@ class HappensBefore:
         released = _Access(memory.owner, 0, "a release")
         self._check(clock, released, memory.write)
         for read in memory.reads.values():
-            if any(made.write is not read or made.reads for made in read.written):
+            if any(derived.write is not read or derived.reads for derived in read.written):
                 self._check(clock, released, read)
             elif clock[read.stream] < read.time:
-                for made in read.written:
-                    made.spoiled = f"{read} made of memory that may be in use again"
+                for derived in read.written:
+                    derived.spoiled = f"{read} made of memory that may be in use again"
 
     def _reached(self, stream: str) -> Clock:
         """A stream's clock at its next work, which the host launches after all that it waited for."""

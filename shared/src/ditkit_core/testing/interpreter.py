@@ -17,8 +17,8 @@ def repair_interpreter() -> None:
 
     multiply = interpreter.InterpreterBuilder.create_dot
 
-    def multiply_numbers(self: Any, a: Any, b: Any, *given: Any) -> Any:
-        return multiply(self, _in_fp32(a), _in_fp32(b), *given)
+    def multiply_numbers(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        return multiply(self, _in_fp32(a), _in_fp32(b), *args)
 
     interpreter.InterpreterBuilder.create_dot = multiply_numbers
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
@@ -42,7 +42,7 @@ def _in_fp32(handle: Any) -> Any:
 
 
 def as_on_hopper() -> None:
-    """Let the kernels be those of a Hopper GPU with two multiprocessors from here on: for such scripts."""
+    """Let the kernels run as on a Hopper GPU with two multiprocessors from here on: for such scripts."""
     from ditkit_core.nn.kernels import hopper
 
     hopper.is_hopper = lambda x: True

@@ -12,7 +12,11 @@ from ditkit_core.testing.observer import Observer
 def results_of(name: str) -> list[str | int]:
     """Of an operation: the places of its results, or the names of the arguments that it writes."""
     schema = getattr(torch.ops.ditkit, name).default._schema
-    written = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    written = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     return [*range(len(schema.returns)), *written]
 
 
@@ -21,8 +25,8 @@ def spoilt(tensor: Tensor) -> None:
     if tensor.numel():
         flat = tensor.view(-1)
         codes = flat.view(torch.int8) if flat.dtype.itemsize == 1 else flat
-        place = int(codes.double().abs().argmax())
-        codes[place] = codes[place] * 1.03 if codes.is_floating_point() else codes[place] - codes[place].sign()
+        index = int(codes.double().abs().argmax())
+        codes[index] = codes[index] * 1.03 if codes.is_floating_point() else codes[index] - codes[index].sign()
 
 
 class KernelCalls(Observer):
@@ -39,13 +43,13 @@ class KernelCalls(Observer):
         self.names, self._faulty, self._result, self._of_frozen = set[str](), faulty, result, of_frozen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made, name = func(*args, **(kwargs or {})), func._opname
+        result, name = func(*args, **(kwargs or {})), func._opname
         if func.namespace == "ditkit" and name in IMPLEMENTATIONS:
             self.names.add(name)
             if name == self._faulty:
-                names = [each.name for each in func._schema.arguments]
-                results = made if isinstance(made, tuple) else (made,)
-                given = dict(zip(names, args, strict=False)) | (kwargs or {}) | dict(enumerate(results))
-                if not (self._of_frozen and given["trained"]):
-                    spoilt(given[self._result])
-        return made
+                names = [argument.name for argument in func._schema.arguments]
+                results = result if isinstance(result, tuple) else (result,)
+                values = dict(zip(names, args, strict=False)) | (kwargs or {}) | dict(enumerate(results))
+                if not (self._of_frozen and values["trained"]):
+                    spoilt(values[self._result])
+        return result

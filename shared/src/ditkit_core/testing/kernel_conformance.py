@@ -20,19 +20,20 @@ from ditkit_core.testing.world import ADAPTERS, make_model
 
 def compared(kind: Any) -> dict[str, Any]:
     """Results of one class of conformance checks, by what is trained: the difference from torch, and whether a policy changes a bit."""
-    found, items = {}, kind().items(1)
+    results, items = {}, kind().items(1)
     for name, policy in (("lora", "attn_only"), ("full", "full")):
         model = make_model(kind.spec, kind.arch, adapter=ADAPTERS[name])
         plain = numbers(kind.spec, model, items, BlockEngine())
         under, again = (
-            numbers(kind.spec, model, items, BlockEngine(policy=each, kernels="triton")) for each in ("none", policy)
+            numbers(kind.spec, model, items, BlockEngine(policy=checkpointing, kernels="triton"))
+            for checkpointing in ("none", policy)
         )
-        found[name] = {
+        results[name] = {
             "from_torch": difference(under, plain),
             "differs": not all(map(torch.equal, under, plain)),
             "equal": all(map(torch.equal, under, again)),
         }
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -47,24 +47,24 @@ def main(spec: ModelSpec, arch: Any, items: Items, cases: Sequence[str]) -> None
     repair_interpreter()
     torch.set_num_threads(1)
     make_model(spec, arch, adapter=ADAPTERS["lora"])  # imports peft, which else each of the processes would do
-    folder, found = Path(sys.argv[1]), dict[str, Any]()
-    plain = Replicas(spec, arch, items, folder / "torch", cases, held=(0,))
+    folder, launches = Path(sys.argv[1]), dict[str, Any]()
+    plain = Replicas(spec, arch, items, folder / "torch", cases, held_out=(0,))
     fused = replace(plain, folder=folder / "triton", kernels="triton")
     for replicas, world in ((plain, ALONE), *((fused, world) for world in (ALONE, *WORLDS))):
         name = f"{replicas.kernels} on {world if world.size > 1 else 1}"
-        found[name] = forked(world.size, partial(_launches, replace(replicas, divided=world)), folder / name)
-    print(json.dumps(found))
+        launches[name] = forked(world.size, partial(_launches, replace(replicas, divided=world)), folder / name)
+    print(json.dumps(launches))
 
 
 def _launches(replicas: Replicas, ranks: Ranks) -> dict[str, list[str]]:
     """Train the cases of a world; the operations with kernels that ran on this rank, by case."""
-    own, found, fused = replicas.of(ranks), {}, replicas.kernels == "triton"
+    divided_ranks, launches, fused = replicas.of(ranks), {}, replicas.kernels == "triton"
     for name in replicas.divided.cases(replicas.cases):
         with ExitStack() as stack:
             calls = stack.enter_context(KernelCalls())
             if fused:
                 stack.enter_context(as_on("cuda"))
                 stack.enter_context(TensorCores())
-            replicas.train(name, replace(own), steps=STEPS)
-        found[name] = sorted(calls.names)
-    return found
+            replicas.train(name, replace(divided_ranks), steps=STEPS)
+        launches[name] = sorted(calls.names)
+    return launches

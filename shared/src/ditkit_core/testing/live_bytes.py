@@ -29,7 +29,7 @@ class LiveBytes(Observer):
 
     def total(self) -> int:
         """Bytes of tensors that were made inside the block and are alive now."""
-        return sum(storage.nbytes() for made in self._made.values() if (storage := made()) is not None)
+        return sum(storage.nbytes() for reference in self._made.values() if (storage := reference()) is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

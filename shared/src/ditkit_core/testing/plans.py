@@ -58,35 +58,35 @@ def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()
     return Partition(devices=devices, streamed=frozenset(streamed))
 
 
-def planned(found: Profile, division: Partition, work: Workload = PLAIN) -> tuple[DevicePlan, ...]:
+def planned(step_profile: Profile, division: Partition, work: Workload = PLAIN) -> tuple[DevicePlan, ...]:
     """The plan for devices of unlimited memory, without the memory of libraries.
 
     Args:
-        found: Profile of the stages.
+        step_profile: Profile of the stages.
         division: Devices of the stages.
         work: Micro-batches of the step.
     """
     budgets = [Budget(name=str(index), total=10**12, workspace=0) for index in range(1 + max(division.devices))]
-    return compose(found, division, budgets, work)
+    return compose(step_profile, division, budgets, work)
 
 
-def whole(job: Job, cuts: Sequence[int]) -> MeasuredStep:
+def full_step(job: Job, cuts: Sequence[int]) -> MeasuredStep:
     """The step of all blocks on fake tensors, divided so."""
     model = reduced_model(job, of_each=None)
     return measure(job, model, [0, *divided(len(model.indices), cuts).devices, len(cuts)])
 
 
-def check_plan(found: Profile, job: Job, cuts: Sequence[int], *, rel: float) -> None:
-    """Compare the planned peak of each device with that of the step of all blocks.
+def check_plan(step_profile: Profile, job: Job, cuts: Sequence[int], *, rel: float) -> None:
+    """Compare the planned peak of each device with the peak of the step of all blocks.
 
     Args:
-        found: The step's profile.
+        step_profile: The step's profile.
         job: The step.
         cuts: Blocks before which the next device begins.
         rel: Relative tolerance.
     """
-    plans = planned(found, divided(len(found.blocks), cuts), Workload(micro_batches=job.micro_batches))
-    peaks, measured = [plan.peak for plan in plans], whole(job, cuts).peaks
+    plans = planned(step_profile, divided(len(step_profile.blocks), cuts), Workload(micro_batches=job.micro_batches))
+    peaks, measured = [plan.peak for plan in plans], full_step(job, cuts).peaks
     for device, peak in enumerate(peaks):
         assert peak == pytest.approx(measured[device], rel=rel), (cuts, device, peaks, measured)
 
@@ -142,13 +142,13 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
             StepContext(step=1, seed=0, flow=job.flow),
         )
     assert watch.before is not None
-    found = profile(job)
-    planned_bytes = sum(block.kept for block in found.blocks)
+    step_profile = profile(job)
+    planned_bytes = sum(block.kept for block in step_profile.blocks)
     assert watch.after - watch.before == pytest.approx(planned_bytes, rel=rel), job.policy
 
 
 def check_sent(job: Job, *, rel: float = 0.001) -> None:
-    """Compare the planned bytes that blocks send to the host with those of real tensors on a pretended device.
+    """Compare the planned bytes that blocks send to the host with the bytes of real tensors on a pretended device.
 
     Args:
         job: The step; small, but with storages above `offload.SMALLEST`.

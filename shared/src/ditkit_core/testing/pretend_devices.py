@@ -54,39 +54,39 @@ class PretendTensor(Tensor):
     ) -> Any:
         if func is _aten._conj.default:  # lazy conjugation is resolved above this place, where it cannot be seen
             func = _aten.conj_physical.default
-        known: dict[int, Tensor] = {}
-        data = _on_host(args, known)
-        named = {key: _on_host(value, known) for key, value in kwargs.items()} if kwargs else {}
+        originals: dict[int, Tensor] = {}
+        data = _on_host(args, originals)
+        named = {key: _on_host(value, originals) for key, value in kwargs.items()} if kwargs else {}
         if func not in _COPIES:
-            _refuse_mixed(func, args, known.values())
+            _refuse_mixed(func, args, originals.values())
         if named.get("device") is not None:
             target = torch.device(named["device"])
             named["device"] = target if target.type == "meta" else HOST
         else:
-            target = next(leaf.device for leaf in known.values() if isinstance(leaf, cls))
-        return _presented(func(*data, **named), known, target)
+            target = next(leaf.device for leaf in originals.values() if isinstance(leaf, cls))
+        return _presented(func(*data, **named), originals, target)
 
 
 # An operation's arguments and results are tensors in lists at most; torch's general trees took most of a test's time.
 
 
-def _on_host(value: Any, known: dict[int, Tensor]) -> Any:
-    """An argument with tensors of the host in place of pretended ones; adds each argument to `known`, by the identity of its replacement."""
+def _on_host(value: Any, originals: dict[int, Tensor]) -> Any:
+    """An argument with tensors of the host in place of pretended ones; adds each argument to `originals`, by the identity of its replacement."""
     if isinstance(value, Tensor):
         data = value.data_ if isinstance(value, PretendTensor) else value
-        known[id(data)] = value
+        originals[id(data)] = value
         return data
     kind = type(value)
-    return kind([_on_host(each, known) for each in value]) if kind is tuple or kind is list else value
+    return kind([_on_host(item, originals) for item in value]) if kind is tuple or kind is list else value
 
 
-def _presented(value: Any, known: Mapping[int, Tensor], device: torch.device) -> Any:
+def _presented(value: Any, originals: Mapping[int, Tensor], device: torch.device) -> Any:
     """A result as tensors of the device; what an operation changed in place keeps its identity, on whatever device it is."""
     if isinstance(value, Tensor):
-        leaf = known.get(id(value))
+        leaf = originals.get(id(value))
         return _on(value, device) if leaf is None else leaf
     kind = type(value)
-    return kind([_presented(each, known, device) for each in value]) if kind is tuple or kind is list else value
+    return kind([_presented(item, originals, device) for item in value]) if kind is tuple or kind is list else value
 
 
 def _on(data: Tensor, device: torch.device) -> Tensor:

@@ -68,9 +68,9 @@ def run_ranks(
             process.join()
     codes = [process.exitcode for process in processes]
     if late or any(codes):
-        what = f"not done after {seconds:g} s" if late else f"ended with {codes}"
+        ending = f"not done after {seconds:g} s" if late else f"ended with {codes}"
         said = (f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-4000:]}" for rank in range(num))
-        raise RanksFailed("\n".join([f"{script.name}: {what}", *said]))
+        raise RanksFailed("\n".join([f"{script.name}: {ending}", *said]))
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num)]
 
 
@@ -104,7 +104,7 @@ def once(base: Path, name: str, make: Callable[[Path], Any]) -> Any:
     """The result of a work that is done once in a run of tests, by whichever of its processes asks first.
 
     Args:
-        base: pytest's folder for this run (`tmp_path_factory.getbasetemp()`); those of pytest-xdist's workers are in the run's.
+        base: pytest's folder for this run (`tmp_path_factory.getbasetemp()`); the folders of pytest-xdist's workers are in the run's.
         name: Of the work, unique in the run.
         make: Does it, in a new folder; returns what JSON can hold.
 
@@ -118,14 +118,14 @@ def once(base: Path, name: str, make: Callable[[Path], Any]) -> Any:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not table.exists():
             try:
-                found: Any = {"made": make(folder / "work")}
+                outcome: Any = {"made": make(folder / "work")}
             except AssertionError as error:
-                found = {"failed": str(error)}
-            table.write_text(json.dumps(found))
-        known = json.loads(table.read_text())
-    if "failed" in known:
-        raise AssertionError(known["failed"])
-    return known["made"]
+                outcome = {"failed": str(error)}
+            table.write_text(json.dumps(outcome))
+        stored = json.loads(table.read_text())
+    if "failed" in stored:
+        raise AssertionError(stored["failed"])
+    return stored["made"]
 
 
 def as_rank(work: Callable[[], Any]) -> None:
@@ -154,10 +154,10 @@ def process_of_rank(rank: int, parent: int) -> int | None:
     """The process of a rank that torchrun, `parent`, started; None if there is none now. Needs /proc."""
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
-            found = re.search(r"^PPid:\s*(\d+)", status.read_text(), re.MULTILINE)
+            match = re.search(r"^PPid:\s*(\d+)", status.read_text(), re.MULTILINE)
             environment = status.with_name("environ").read_bytes().split(b"\0")
         except OSError:  # it has ended
             continue
-        if found and int(found[1]) == parent and f"RANK={rank}".encode() in environment:
+        if match and int(match[1]) == parent and f"RANK={rank}".encode() in environment:
             return int(status.parent.name)
     return None

@@ -127,18 +127,18 @@ class _Data:
 
     def micro_batches(self, index: int) -> list[Batch]:
         """Uneven ones, each counted for 1.5 samples."""
-        made = [self._batch(range(index * 2, index * 2 + 1 + index % 2), counted=1.5)]
+        batches = [self._batch(range(index * 2, index * 2 + 1 + index % 2), counted=1.5)]
         if not self._case.prior:
-            return made
+            return batches
         # As the loader's: all of a step or none, since ranks that divide the weights gather them for one more forward together.
         matches_base = index // self._case.accumulation % 2 == 1
-        made.append(self._batch([index + 1], counted=0.0))
-        return [replace(each, matches_base=matches_base) for each in made]
+        batches.append(self._batch([index + 1], counted=0.0))
+        return [replace(batch, matches_base=matches_base) for batch in batches]
 
-    def _batch(self, places: Sequence[int], counted: float) -> Batch:
-        chosen = [place % len(self._items) for place in places]
-        items = [dict(self._items[place]) for place in chosen]
-        return Batch(ids=[f"clip {place}" for place in chosen], items=items, counted=counted)
+    def _batch(self, positions: Sequence[int], counted: float) -> Batch:
+        chosen = [position % len(self._items) for position in positions]
+        items = [dict(self._items[index]) for index in chosen]
+        return Batch(ids=[f"clip {index}" for index in chosen], items=items, counted=counted)
 
 
 @dataclass
@@ -156,7 +156,7 @@ class CountedRanks(Ranks):
 
 
 class Divided(NamedTuple):
-    """Ranks of which some divide the weights, and some share tokens."""
+    """Ranks; some of them divide the weights, and some share tokens."""
 
     size: int
     shard: int
@@ -167,7 +167,7 @@ class Divided(NamedTuple):
     """Whether it also trains the second half of each case again, from the save in its middle."""
 
     def cases(self, names: Sequence[str]) -> list[str]:
-        """Those of these names that it trains."""
+        """The cases among these names that it trains."""
         return [name for name in names if name in (self.few or names) and (self.shard == 1 or can_divide(name))]
 
     def __str__(self) -> str:
@@ -190,16 +190,16 @@ class Replicas:
     """Names of `CASES`, `SHARDED` or `BRIEF`."""
     divided: Divided = field(default_factory=lambda: Divided(1, 1))
     kernels: Literal["torch", "triton"] = "torch"
-    held: Sequence[int] = (0, 1, 0)
+    held_out: Sequence[int] = (0, 1, 0)
     """Places of the held-out items."""
 
     def every(self, ranks: Ranks) -> dict[str, Any]:
         """Train all cases, and return this rank's results by case."""
-        own, results = self.of(ranks), dict[str, Any]()
+        divided_ranks, results = self.of(ranks), dict[str, Any]()
         for name in self.divided.cases(self.cases):
-            results[name] = self.train(name, replace(own))
+            results[name] = self.train(name, replace(divided_ranks))
             if self.divided.again:
-                self._train_again(name, replace(own))
+                self._train_again(name, replace(divided_ranks))
         return results
 
     def _train_again(self, name: str, ranks: Ranks) -> None:
@@ -218,14 +218,18 @@ class Replicas:
 
     def loaded(self, ranks: Ranks, runs: Sequence[tuple[str, str]]) -> dict[str, bool]:
         """By run, whether its last save is bitwise the same after it was loaded; runs by folder and case."""
-        return {into: self._loaded(name, into, replace(own)) for own in [self.of(ranks)] for into, name in runs}
+        return {
+            into: self._loaded(name, into, replace(divided_ranks))
+            for divided_ranks in [self.of(ranks)]
+            for into, name in runs
+        }
 
     def of(self, ranks: Ranks) -> Ranks:
         """These ranks, as they divide weights and share tokens."""
         return replace(ranks, shard=self.divided.shard).grouped(self.divided.context)
 
     def _loaded(self, name: str, into: str, ranks: Ranks) -> bool:
-        model = self.made(name, ranks)
+        model = self.model_of(name, ranks)
         state = TrainState(
             model.module,
             model.trainable,
@@ -242,7 +246,7 @@ class Replicas:
             return True
         return not any(differing(again.tensors[group], expected) for group, expected in saved.tensors.items())
 
-    def made(self, name: str, ranks: Ranks) -> TrainModel:
+    def model_of(self, name: str, ranks: Ranks) -> TrainModel:
         """The model of a case, divided if ranks divide weights."""
         case = _KNOWN[name]
         model = make_quantized(self.spec, self.arch, case.quantize, dtype=case.dtype, adapter=ADAPTERS[case.trained])
@@ -258,13 +262,13 @@ class Replicas:
     @recorded_graphs()
     def train(self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = "") -> dict[str, Any]:
         """Train a case until `steps`, in a folder named after the number of ranks, and return this rank's results for JSON."""
-        case, made = _KNOWN[name], self.made(name, ranks)
-        held = Batch(
-            ids=[f"held {index}" for index in range(len(self.held))],
-            items=[dict(self.items[place]) for place in self.held],
+        case, model = _KNOWN[name], self.model_of(name, ranks)
+        held_batch = Batch(
+            ids=[f"held {index}" for index in range(len(self.held_out))],
+            items=[dict(self.items[index]) for index in self.held_out],
         )
         trainer = Trainer(
-            made,
+            model,
             _Data(self.items, case),
             TrainerConfig(
                 train=TrainConfig(
@@ -283,12 +287,12 @@ class Replicas:
                 log=LogConfig(tensorboard=False),
             ),
             folder=self.folder / (into or f"{name} on {self.divided if self.divided.size > 1 else ranks.size}"),
-            validator=Validator(HeldOutConfig(sigmas=(0.3, 0.8)), held),
+            validator=Validator(HeldOutConfig(sigmas=(0.3, 0.8)), held_batch),
             ranks=ranks,
         )
         result = trainer.fit()
         values = (
-            {} if ranks.shard > 1 else {key: value.detach().double().tolist() for key, value in made.trainable.items()}
+            {} if ranks.shard > 1 else {key: value.detach().double().tolist() for key, value in model.trainable.items()}
         )
         digest = json_hash(values)
         exchanges = ranks.exchanges if isinstance(ranks, CountedRanks) else 0
@@ -335,8 +339,8 @@ def _rank(rank: int, num: int, work: Callable[[Ranks], Any], folder: Path) -> No
         os.dup2(output, stream)
     faulthandler.enable()  # where it is, if C++ aborts
     with joined(rank, num, folder) if num > 1 else nullcontext():
-        found = work(CountedRanks(rank, num) if num > 1 else Ranks())
-        (folder / f"{rank}.json").write_text(json.dumps(found))
+        result = work(CountedRanks(rank, num) if num > 1 else Ranks())
+        (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
 FEW = ("lora with dropout", "lora in bf16", "dora with prior", "full")
@@ -386,8 +390,8 @@ def main(
         work = partial(replace(replicas, divided=world).loaded, runs=runs)
         ranks_of[f"loaded on {world}"] = forked(world.size, work, folder / f"loaded on {world}")
     for num, context in shared:
-        found = forked(num, partial(replicas.shared, context), folder / f"world {num} of {context}")
-        ranks_of[f"{num // context} of {context}"] = found
+        results = forked(num, partial(replicas.shared, context), folder / f"world {num} of {context}")
+        ranks_of[f"{num // context} of {context}"] = results
     name = "lora with dropout"
     for first, second in continued:
         into = f"{name} on {first} then {second}"

@@ -27,7 +27,7 @@ def check_hub_ids(spec: ModelSpec, files: Sequence[Path]) -> None:
         files: Its run files; those with a local path are left out.
     """
     models = [resolve(RunConfig, file=file).model for file in files]
-    named = {each.transformer or each.base: each for each in models if is_hub_id(each.transformer or each.base)}
+    named = {model.transformer or model.base: model for model in models if is_hub_id(model.transformer or model.base)}
     for model in named.values():
         assert arch_here(spec, replace(model, preset=""))[0] == model.preset, model
     assert named.keys() == spec.architecture.hub_presets.keys()
@@ -46,13 +46,16 @@ def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
     (device,) = report.devices
     model = build_on_meta(spec, spec.architecture.presets[config.model.preset], Precision())
     count = sum(parameter.numel() for parameter in model.parameters())
-    held = device.purposes
+    purposes = device.purposes
     if config.adapter.method == "full":
-        assert held["weights"] == 0 and held["adapters"] >= 4 * count, (held, count)
-        assert held["average"] >= (4 * count if config.ema.decay else 0), (held, count)
+        assert purposes["weights"] == 0 and purposes["adapters"] >= 4 * count, (purposes, count)
+        assert purposes["average"] >= (4 * count if config.ema.decay else 0), (purposes, count)
     else:
-        assert 2 * count <= held["weights"] < most_bytes * count and held["adapters"] < 0.2 * count, (held, count)
-    assert report.fits, held
+        assert 2 * count <= purposes["weights"] < most_bytes * count and purposes["adapters"] < 0.2 * count, (
+            purposes,
+            count,
+        )
+    assert report.fits, purposes
     assert report.work.micro_batches == config.train.accumulation and config.model.preset in report.model, report.model
 
 
@@ -94,7 +97,7 @@ def check_schema(package: str, folder: Path) -> None:
 def faults(schema: Any, value: Any, at: str = "") -> list[str]:
     """Dotted paths of what does not conform to a schema, as far as ours go."""
     if "anyOf" in schema:
-        return [] if any(not faults(each, value) for each in schema["anyOf"]) else [at]
+        return [] if any(not faults(option, value) for option in schema["anyOf"]) else [at]
     if "enum" in schema:
         return [] if value in schema["enum"] else [at]
     kinds: dict[str, Any] = {"integer": int, "number": (int, float), "boolean": bool, "string": str}
@@ -103,10 +106,10 @@ def faults(schema: Any, value: Any, at: str = "") -> list[str]:
         return [at]
     if schema["type"] == "array":
         heads = schema.get("prefixItems", [schema["items"]] * len(value))
-        wrong = len(heads) != len(value) or any(faults(kind, each) for kind, each in zip(heads, value, strict=True))
+        wrong = len(heads) != len(value) or any(faults(kind, item) for kind, item in zip(heads, value, strict=True))
         return [at] * wrong
-    found = []
-    for key, each in value.items() if schema["type"] == "object" else ():
+    paths = []
+    for key, item in value.items() if schema["type"] == "object" else ():
         path = f"{at}.{key}".lstrip(".")
-        found += faults(schema["properties"][key], each, path) if key in schema["properties"] else [path]
-    return found
+        paths += faults(schema["properties"][key], item, path) if key in schema["properties"] else [path]
+    return paths

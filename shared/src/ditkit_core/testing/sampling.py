@@ -1,4 +1,4 @@
-"""Latents of a sample, which tests compare with those of other programs."""
+"""Latents of a sample, which tests compare with the latents of other programs."""
 
 from collections.abc import Callable
 

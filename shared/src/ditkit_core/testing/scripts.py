@@ -27,7 +27,7 @@ def start(
         arguments: Its command line.
         out: The file for what it prints.
         err: The file for its errors, which may be the same.
-        variables: Of its environment, besides those of this process.
+        variables: Of its environment, besides the variables of this process.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))

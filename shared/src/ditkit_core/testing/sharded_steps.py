@@ -46,8 +46,8 @@ def policies() -> list[str]:
     kinds = [f"{kind}{ARGUMENTS.get(kind, '')}" for kind in MAKERS]
     on_device = [kind for kind in kinds if not parse_schedule(kind).rules[0].policy.offload]
     offloaded = [f"{kind}+offload" for kind in offloadable(on_device)]
-    found = [*kinds, *offloaded, "attn_only(self)", "every_n(2)", "full, 0=none"]
-    return ["none", *(text for text in found if text != "none")]
+    texts = [*kinds, *offloaded, "attn_only(self)", "every_n(2)", "full, 0=none"]
+    return ["none", *(text for text in texts if text != "none")]
 
 
 class Calls(Observer):
@@ -70,12 +70,12 @@ class Step(TypedDict):
     """One forward and backward."""
 
     differs: list[str]
-    """Names of values that are not bitwise identical to those of the same step under `none`."""
+    """Names of values that are not bitwise identical to the values of the same step under `none`."""
     apart: float
-    """The largest relative distance of a gradient under `none` from that of one rank on the joined batch."""
+    """The largest relative distance of a gradient under `none` from the gradient of one rank on the joined batch."""
     collectives: dict[str, int]
     attention: int
-    """Forwards, those of a recompute included."""
+    """Forwards, recomputed ones included."""
     without: list[str]
     """What is trained and has no gradient."""
     unreduced: str
@@ -108,15 +108,15 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+def differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors whose values on this rank differ, as `differing` finds them."""
-    here, there = ({name: _local(tensor) for name, tensor in each.items()} for each in (found, expected))
+    here, there = ({name: _local(tensor) for name, tensor in tensors.items()} for tensors in (actual, expected))
     return differing(here, there)
 
 
-def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def apart(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest relative distance of a gradient; every rank asks at once."""
-    pairs = ((_whole(found[name]).double(), _whole(expected[name]).double()) for name in expected if name != "loss")
+    pairs = ((_whole(actual[name]).double(), _whole(expected[name]).double()) for name in expected if name != "loss")
     return largest(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
@@ -137,20 +137,20 @@ def steps(
         items: Of all ranks, as many for each; of one size, so that joining them pads none.
         trained: Of `world.ADAPTERS`.
         dtypes: Of `DTYPES`.
-        chosen: Policies, of which `none` is the first; None for every one.
+        chosen: Policies, with `none` as the first; None for every one.
         prepare: Called with the sharded model.
         updates: Steps of gradient descent after the first; what is compared is the last.
     """
     table: dict[str, Step] = {}
     share = len(items) // dist.get_world_size()
     first = share * dist.get_rank()
-    own = items[first : first + share]
+    local_items = items[first : first + share]
     for adapter in trained:
         for dtype in dtypes:
-            made = {"dtype": DTYPES[dtype], "adapter": ADAPTERS[adapter]}
-            alone = make_model(spec, arch, **made)  # type: ignore[arg-type]
+            settings = {"dtype": DTYPES[dtype], "adapter": ADAPTERS[adapter]}
+            alone = make_model(spec, arch, **settings)  # type: ignore[arg-type]
             joined = step_of(spec, alone, items, BlockEngine(), of=len(items))
-            model: Any = make_model(spec, arch, **made)  # type: ignore[arg-type]
+            model: Any = make_model(spec, arch, **settings)  # type: ignore[arg-type]
             shard(model, Precision(matmul=DTYPES[dtype]))
             if prepare is not None:
                 prepare(model)
@@ -159,19 +159,19 @@ def steps(
             for policy in chosen or policies():
                 run = BlockEngine(policy=policy)
                 with Calls() as calls:
-                    found = step_of(spec, model, own, run, first=first, of=len(items))
+                    gradients = step_of(spec, model, local_items, run, first=first, of=len(items))
                 if not plain:
-                    distance = apart(found, joined)
+                    distance = apart(gradients, joined)
                 for _ in range(updates):
-                    _update(model, found)
-                    found = step_of(spec, model, own, run, first=first, of=len(items))
+                    _update(model, gradients)
+                    gradients = step_of(spec, model, local_items, run, first=first, of=len(items))
                 if updates:
                     _restore(model, values)
-                plain = plain or found
+                plain = plain or gradients
                 table[f"{adapter}/{dtype}/{policy}"] = Step(
-                    differs=differences(found, plain), apart=distance, collectives=dict(calls.collectives),
+                    differs=differences(gradients, plain), apart=distance, collectives=dict(calls.collectives),
                     attention=calls.attention, unreduced=refused(model),
-                    without=[n for n, p in model.named_parameters() if p.requires_grad and n not in found],
+                    without=[n for n, p in model.named_parameters() if p.requires_grad and n not in gradients],
                 )  # fmt: skip
     return table
 

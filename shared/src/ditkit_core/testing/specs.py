@@ -12,14 +12,15 @@ def altered(spec: ModelSpec, **changes: Any) -> ModelSpec:
     Names are looked up in the spec first, then in its groups; no two groups share one.
     """
     for name, value in changes.items():
-        own = {field.name for field in fields(spec)}
-        if name in own and not is_dataclass(getattr(spec, name)):
+        names = {field.name for field in fields(spec)}
+        if name in names and not is_dataclass(getattr(spec, name)):
             spec = replace(spec, **{name: value})
             continue
         (group,) = (
-            each
-            for each in own
-            if is_dataclass(getattr(spec, each)) and name in {field.name for field in fields(getattr(spec, each))}
+            field_name
+            for field_name in names
+            if is_dataclass(getattr(spec, field_name))
+            and name in {field.name for field in fields(getattr(spec, field_name))}
         )
         spec = replace(spec, **{group: replace(getattr(spec, group), **{name: value})})
     return spec

@@ -104,49 +104,51 @@ class StandIn(PretendDevices):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, role = kwargs or {}, _role(func)
-        given = [(i, tensor) for i, value in (*enumerate(args), *kwargs.items()) for tensor in _tensors(value)]
+        inputs = [(i, tensor) for i, value in (*enumerate(args), *kwargs.items()) for tensor in _tensors(value)]
         named = kwargs.get("device")
-        devices = dict.fromkeys(tensor.device for _, tensor in given if tensor.device != HOST)
+        devices = dict.fromkeys(tensor.device for _, tensor in inputs if tensor.device != HOST)
         if named is not None and torch.device(named) != HOST:
             devices[torch.device(named)] = None
         source: AbstractContextManager[None] = nullcontext()
         if role.samples and devices:
             chosen = kwargs.get("generator")
-            own = None if chosen is None else _Generator.of.get(chosen.initial_seed(), HOST)
-            assert own is None or own in devices, f"{func}: a generator of {own}, and a tensor of {[*devices]}"
+            generator_device = None if chosen is None else _Generator.of.get(chosen.initial_seed(), HOST)
+            assert generator_device is None or generator_device in devices, (
+                f"{func}: a generator of {generator_device}, and a tensor of {[*devices]}"
+            )
             source = self.runtime.sampling_on(next(iter(devices)))
         with source:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _COPIES and len({tensor.device for tensor in (*_tensors(out), *(t for _, t in given))}) > 1:
+        if func in _COPIES and len({tensor.device for tensor in (*_tensors(out), *(t for _, t in inputs))}) > 1:
             self._copied(func, args, kwargs, out)
         else:
-            self._ran(role, given, [*_tensors(out)], next(iter(devices), None))
+            self._ran(role, inputs, [*_tensors(out)], next(iter(devices), None))
         return out
 
     def _ran(
-        self, role: _Role, given: Sequence[tuple[Any, Tensor]], out: Sequence[Tensor], device: torch.device | None
+        self, role: _Role, inputs: Sequence[tuple[Any, Tensor]], out: Sequence[Tensor], device: torch.device | None
     ) -> None:
         """Log an operation on one device, or on the host."""
         runtime = self.runtime
         if device is None:
             if role.touches:
-                known = [(i, tensor) for i, tensor in given if runtime.is_copied(tensor)]
-                keys = [(i in role.written, self._key(tensor)) for i, tensor in known]
+                copied = [(i, tensor) for i, tensor in inputs if runtime.is_copied(tensor)]
+                keys = [(i in role.written, self._key(tensor)) for i, tensor in copied]
                 runtime.log.launch(
                     HOST_THREAD, role.name, [key for _, key in keys], [key for written, key in keys if written]
                 )
             return
         stream = runtime.current_stream(device).name
         # A number on the host: CUDA gets its value with the launch, so the host reads it now.
-        numbers = [self._key(tensor) for _, tensor in given if tensor.device == HOST and runtime.is_copied(tensor)]
+        numbers = [self._key(tensor) for _, tensor in inputs if tensor.device == HOST and runtime.is_copied(tensor)]
         if numbers:
             runtime.log.launch(HOST_THREAD, role.name, numbers)
-        reads = [self._key(tensor) for i, tensor in given if tensor.device != HOST and i not in role.written]
-        writes = [self._key(tensor) for i, tensor in given if tensor.device != HOST and i in role.written]
-        made = [runtime.follow(tensor, stream) for tensor in out if tensor.device != HOST]
+        reads = [self._key(tensor) for i, tensor in inputs if tensor.device != HOST and i not in role.written]
+        writes = [self._key(tensor) for i, tensor in inputs if tensor.device != HOST and i in role.written]
+        results = [runtime.follow(tensor, stream) for tensor in out if tensor.device != HOST]
         if role.touches:
             runtime.log.launch(
-                stream, role.name, reads if role.reads else (), [*writes, *(key for key in made if key not in reads)]
+                stream, role.name, reads if role.reads else (), [*writes, *(key for key in results if key not in reads)]
             )
         if role.is_waited_for:
             runtime.log.synchronize(stream)
@@ -197,8 +199,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 @cache  # asked of every operation

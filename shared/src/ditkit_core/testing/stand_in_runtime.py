@@ -21,7 +21,7 @@ from ditkit_core.testing.happens_before import HOST_THREAD, Clock, HappensBefore
 _ROUNDING = 512
 """CUDA's allocator rounds up to so many bytes."""
 _ALREADY_LOCKED = 712
-"""CUDA's number for memory of which a page is locked already."""
+"""CUDA's number for memory with a page that is locked already."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class StandInRuntime:
 
     @property
     def _current(self) -> dict[torch.device, StandInStream]:
-        found: dict[torch.device, StandInStream] = self._thread.__dict__.setdefault("streams", {})
-        return found
+        streams: dict[torch.device, StandInStream] = self._thread.__dict__.setdefault("streams", {})
+        return streams
 
     # Page-locked memory
 
@@ -152,9 +152,9 @@ class StandInRuntime:
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """A copy in page-locked memory, as `Tensor.pin_memory` makes it: its memory is freed only after all copies from it."""
-        made = tensor.clone()
-        self._pinned.add(self.follow(made, HOST_THREAD))
-        return made
+        copy = tensor.clone()
+        self._pinned.add(self.follow(copy, HOST_THREAD))
+        return copy
 
     def is_locked(self, tensor: Tensor) -> bool:
         """Whether a host tensor's bytes are all page-locked."""
@@ -216,8 +216,8 @@ class StandInRuntime:
 
     def is_copied(self, tensor: Tensor) -> bool:
         """Whether a device has copied from or to a host tensor's memory."""
-        found = self._storages.get(tensor.untyped_storage()._cdata)
-        return found is not None and found[0].index is None
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        return storage is not None and storage[0].index is None
 
     def resized(self, key: int, num_bytes: int, stream: str = "") -> None:
         """Note the size of memory that is emptied or filled again in place."""

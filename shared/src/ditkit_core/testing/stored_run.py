@@ -88,17 +88,17 @@ class StoredRun:
         for folder in (work, stored := work / "stored"):
             with zipfile.ZipFile(self.archive) as archive:
                 archive.extractall(folder)
-        made = json.loads((stored / "made.json").read_text(encoding="utf-8"))
+        origin = json.loads((stored / "made.json").read_text(encoding="utf-8"))
         save = stored / "run" / "state" / _name(HALF)
         with chdir(work):
             self._check_average(stored / "expected")
             self._train_from_scratch()
-            with _first_step_seen() as seen:
+            with _first_step_seen() as states:
                 assert _train(self.spec, "run") == 0
-        _check_loaded(seen, save)
+        _check_loaded(states, save)
         reproduced = _equal(work / "scratch" / "state" / _name(HALF), save)
-        assert reproduced or made["machine"] != machine(), (
-            f"steps 1 to {HALF} give other bits than {made['commit']} did"
+        assert reproduced or origin["machine"] != machine(), (
+            f"steps 1 to {HALF} give other bits than {origin['commit']} did"
         )
         if reproduced:
             for run in (work / "run", work / "scratch"):
@@ -110,8 +110,8 @@ class StoredRun:
     def _check_average(self, expected: Path) -> None:
         """The export command reads the save and writes the average."""
         assert cli.run(self.spec, "export", ["--run", "run", "--out", "average.safetensors"]) == 0
-        known = json.loads((expected / "average.json").read_text(encoding="utf-8"))
-        assert _digests(Path("average.safetensors")) == known
+        digests = json.loads((expected / "average.json").read_text(encoding="utf-8"))
+        assert _digests(Path("average.safetensors")) == digests
 
     def _train_from_scratch(self) -> None:
         """The whole run without an interrupt, from the stored configuration and the stored cache."""
@@ -138,17 +138,20 @@ def keep(spec: ModelSpec, folder: Path, *, commit: str, settings: Mapping[str, M
         assert _train(spec, "later") == 0
         assert cli.run(spec, "export", ["--run", "run", "--out", "average.safetensors"]) == 0
         files = [path for part in ("inputs", "cache", "run/state") for path in Path(part).rglob("*") if path.is_file()]
-        kept = {path.as_posix(): path for path in files}
-        kept |= {f"run/{name}": Path("run", name) for name in _KEPT}
-        kept |= {
+        stored_files = {path.as_posix(): path for path in files}
+        stored_files |= {f"run/{name}": Path("run", name) for name in _KEPT}
+        stored_files |= {
             f"expected/{group}.safetensors": Path("later", "state", _name(STEPS), f"{group}.safetensors")
             for group in _TENSORS
         }
-        kept["expected/metrics.jsonl"] = Path("later", "metrics.jsonl")
-        kept.pop("cache/hashes.json", None)  # has the folders of this machine
-        content = {name: path.read_bytes() for name, path in kept.items()}
-        made = {"commit": commit, "torch": torch.__version__, "machine": machine()}
-        for name, values in {"made.json": made, "expected/average.json": _digests(Path("average.safetensors"))}.items():
+        stored_files["expected/metrics.jsonl"] = Path("later", "metrics.jsonl")
+        stored_files.pop("cache/hashes.json", None)  # has the folders of this machine
+        content = {name: path.read_bytes() for name, path in stored_files.items()}
+        origin = {"commit": commit, "torch": torch.__version__, "machine": machine()}
+        for name, values in {
+            "made.json": origin,
+            "expected/average.json": _digests(Path("average.safetensors")),
+        }.items():
             content[name] = f"{json.dumps(values, indent=1)}\n".encode()
         with zipfile.ZipFile(f"run_{commit}.zip", "w") as archive:
             for name in sorted(content):
@@ -226,16 +229,16 @@ Seen = list[tuple[Tensor, dict[str, Tensor]]]
 @contextmanager
 def _first_step_seen() -> Iterator[Seen]:
     """Every parameter, and the optimizer's state of it, as they are before the first optimizer step: torch shows them to a hook."""
-    seen: Seen = []
+    states: Seen = []
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not seen:
+        if not states:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state = [{entry: value.clone() for entry, value in optimizer.state[p].items()} for p in parameters]
-            seen.extend(zip([parameter.detach().clone() for parameter in parameters], state, strict=True))
+            states.extend(zip([parameter.detach().clone() for parameter in parameters], state, strict=True))
 
     with _removed_later(register_optimizer_step_pre_hook(look)):
-        yield seen
+        yield states
 
 
 @contextmanager
@@ -246,30 +249,30 @@ def _removed_later(handle: Any) -> Iterator[None]:
         handle.remove()
 
 
-def _check_loaded(seen: Seen, save: Path) -> None:
+def _check_loaded(states: Seen, save: Path) -> None:
     """Assert that training went on from exactly the stored weights and optimizer state."""
     weights, state = _tensors(save, "trainable"), _tensors(save, "optimizer")
-    found: dict[str, Tensor] = {}
-    for parameter, entries in seen:
+    optimizer_state: dict[str, Tensor] = {}
+    for parameter, entries in states:
         (name,) = [name for name, weight in weights.items() if torch.equal(weight, parameter)]
-        found |= {f"{name}|{entry}": value for entry, value in entries.items()}
-    assert len(seen) == len(weights) > 0
-    assert differing(found, state) == []
+        optimizer_state |= {f"{name}|{entry}": value for entry, value in entries.items()}
+    assert len(states) == len(weights) > 0
+    assert differing(optimizer_state, state) == []
 
 
 def _check_close(run: Path, expected: Path) -> None:
-    """Assert that another processor's second half is that of the stored run but for rounding."""
-    lines, known = metrics(run), metrics(expected)
-    assert [(line["step"], line.keys()) for line in lines] == [(line["step"], line.keys()) for line in known]
-    for line, other in zip(lines, known, strict=True):
+    """Assert that another processor's second half equals the stored run's but for rounding."""
+    lines, expected_lines = metrics(run), metrics(expected)
+    assert [(line["step"], line.keys()) for line in lines] == [(line["step"], line.keys()) for line in expected_lines]
+    for line, other in zip(lines, expected_lines, strict=True):
         for name, value in other.items():
             assert abs(line[name] - value) <= METRIC_TOLERANCE * abs(value), (line["step"], name, line[name], value)
-    rate = max(line["lr"] for line in known if "lr" in line)
+    rate = max(line["lr"] for line in expected_lines if "lr" in line)
     for group in _TENSORS:
-        found, wanted = _tensors(run / "state" / _name(STEPS), group), _tensors(expected, group)
-        assert found.keys() == wanted.keys(), group
+        actual, wanted = _tensors(run / "state" / _name(STEPS), group), _tensors(expected, group)
+        assert actual.keys() == wanted.keys(), group
         for name, tensor in wanted.items():
-            difference = found[name] - tensor
+            difference = actual[name] - tensor
             if group == "optimizer":
                 assert difference.norm() <= MOMENT_TOLERANCE * tensor.norm(), name
             else:

@@ -44,12 +44,12 @@ def an_event_before_its_copies(patch: Patch) -> None:
 
 
 def an_event_of_the_wrong_stream(patch: Patch) -> None:
-    """That of the computation, in place of that of the copies."""
+    """The computation's stream, in place of the stream of the copies."""
     patch.setattr(CopyLane, "record", lambda lane: lane._runtime.current_stream(lane.device).record_event())
 
 
 def results_copied_on_the_wrong_stream(patch: Patch) -> None:
-    """On that of the computation, where nobody waits for it."""
+    """On the computation's stream, where nobody waits for it."""
 
     def store_late(streamed: Streamed, store: Callable[[Streamed], None] = Streamed.store) -> None:
         runtime = runtime_of(streamed.buffer.device)
@@ -96,7 +96,7 @@ def a_host_buffer_used_again_while_it_is_copied(patch: Patch) -> None:
 
 
 def the_stream_of_another_device(patch: Patch) -> None:
-    """What follows the work of a device follows that of another one."""
+    """What follows the work of a device follows the work of another one."""
 
     def follow(lane: Any) -> None:
         lane._stream.wait_stream(lane._runtime.current_stream(ONE))
@@ -138,7 +138,7 @@ class StreamFault:
     plant: Callable[[Patch], None]
     levers: str
     """As `StreamCase.levers`."""
-    found: str
+    message: str
     """Part of what is said of it."""
     trained: tuple[str, ...] = ("lora with dropout", "full")
 
@@ -147,73 +147,73 @@ _IN, _OUT = "the copy to cpu:1 on cpu:1, side stream 1", "the copy to cpu on cpu
 _AGAIN = "made of memory that may be in use again"
 FAULTS = {
     "no wait for weights": StreamFault(
-        plant=partial(without, "wait_for"), levers="swap", found=f" on cpu:1 does not wait for {_IN}"
+        plant=partial(without, "wait_for"), levers="swap", message=f" on cpu:1 does not wait for {_IN}"
     ),
     "no wait for activations": StreamFault(
-        plant=partial(without, "wait_for"), levers="offload", found=f" on cpu:1 does not wait for {_IN}"
+        plant=partial(without, "wait_for"), levers="offload", message=f" on cpu:1 does not wait for {_IN}"
     ),
     "weights emptied at work": StreamFault(
-        plant=partial(without, "follow"), levers="swap", found="a release on cpu:1, side stream 1 does not wait for "
+        plant=partial(without, "follow"), levers="swap", message="a release on cpu:1, side stream 1 does not wait for "
     ),
     "activations copied too early": StreamFault(
-        plant=partial(without, "follow"), levers="offload", found=f"{_OUT} does not wait for "
+        plant=partial(without, "follow"), levers="offload", message=f"{_OUT} does not wait for "
     ),
     "no wait on the host": StreamFault(
         plant=partial(without, "finish"),
         levers="swap",
-        found=f"lerp_ on the host does not wait for {_OUT}",
+        message=f"lerp_ on the host does not wait for {_OUT}",
         trained=("full",),
     ),
     "an event before its copies": StreamFault(
-        plant=an_event_before_its_copies, levers="swap", found=f" on cpu:1 does not wait for {_IN}"
+        plant=an_event_before_its_copies, levers="swap", message=f" on cpu:1 does not wait for {_IN}"
     ),
-    "an event of the wrong stream": StreamFault(plant=an_event_of_the_wrong_stream, levers="offload", found=_AGAIN),
+    "an event of the wrong stream": StreamFault(plant=an_event_of_the_wrong_stream, levers="offload", message=_AGAIN),
     "results copied on the wrong stream": StreamFault(
         plant=results_copied_on_the_wrong_stream,
         levers="swap",
-        found="lerp_ on the host reads what ",
+        message="lerp_ on the host reads what ",
         trained=("full",),
     ),
-    "freed while it is copied": StreamFault(plant=freed_while_it_is_copied, levers="offload", found=_AGAIN),
+    "freed while it is copied": StreamFault(plant=freed_while_it_is_copied, levers="offload", message=_AGAIN),
     "a buffer filled before it is free": StreamFault(
         plant=a_buffer_filled_before_it_is_free,
         levers="offload",
-        found=f"{_IN} does not wait for its allocation on cpu:1",
+        message=f"{_IN} does not wait for its allocation on cpu:1",
     ),
     "a host buffer used again": StreamFault(
         plant=a_host_buffer_used_again_while_it_is_copied,
         levers="swap",
-        found=f"copy_ on the host does not wait for {_IN}",
+        message=f"copy_ on the host does not wait for {_IN}",
     ),
     "memory of another stream": StreamFault(
-        plant=memory_of_another_stream, levers="swap", found=f"{_IN} does not wait for its allocation on cpu:1"
+        plant=memory_of_another_stream, levers="swap", message=f"{_IN} does not wait for its allocation on cpu:1"
     ),
     "the stream of another device": StreamFault(
         plant=the_stream_of_another_device,
         levers="swap, split",
-        found="a release on cpu:2, side stream 1 does not wait for ",
+        message="a release on cpu:2, side stream 1 does not wait for ",
     ),
     "a carry sent by a stream of its own": StreamFault(
         plant=a_carry_sent_by_a_stream_of_its_own,
         levers="split",
-        found="the copy to cpu:2 on cpu:1, side stream 1 does not wait for ",
+        message="the copy to cpu:2 on cpu:1, side stream 1 does not wait for ",
     ),
     "a copy to the host that nobody waits for": StreamFault(
         plant=a_copy_to_the_host_that_nobody_waits_for,
         levers="split with the host",
-        found=" on the host does not wait for the copy to cpu on cpu:1",
+        message=" on the host does not wait for the copy to cpu on cpu:1",
     ),
 }
 """By name. Without them the same runs are in order, which `StreamChecks` checks."""
 
 
 def _cases() -> list[Any]:
-    """Every fault under every policy, for all that is trained; those of one policy each are not exhaustive."""
+    """Every fault under every policy, for all that is trained; the faults of one policy each are not exhaustive."""
     cases = []
     policies = offloadable((*POLICIES, "ops(matmul, attention)"))
     for number, (name, fault) in enumerate(FAULTS.items()):
-        turn, place = divmod(number, len(policies))
-        chosen = policies[place], fault.trained[turn % len(fault.trained)]
+        turn, index = divmod(number, len(policies))
+        chosen = policies[index], fault.trained[turn % len(fault.trained)]
         for policy, trained in itertools.product(policies, fault.trained):
             marks = () if (policy, trained) == chosen else pytest.mark.exhaustive
             cases.append(pytest.param(name, policy, trained, marks=marks))
@@ -232,7 +232,7 @@ class StreamFaultChecks(ModelChecks):
         planted = FAULTS[fault]
         planted.plant(monkeypatch)
         races = self._unordered(planted.levers, policy, trained)
-        assert any(planted.found in race for race in races), [*dict.fromkeys(races)]
+        assert any(planted.message in race for race in races), [*dict.fromkeys(races)]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("levers", dict.fromkeys(fault.levers for fault in FAULTS.values()))

@@ -273,19 +273,19 @@ _NATIVE_BLOCK = re.compile(r"(layers\.\d+\.)(.+)\.(weight|bias)")
 
 
 def _to_diffusers(name: str) -> tuple[TensorSlice, ...]:
-    if (found := _NATIVE_BLOCK.fullmatch(name)) is None:
+    if (match := _NATIVE_BLOCK.fullmatch(name)) is None:
         return (TensorSlice(f"outer.{name}"),)
-    block = found[1].replace("layers", "transformer_blocks")
+    block = match[1].replace("layers", "transformer_blocks")
     return tuple(
-        replace(p, name=f"{block}{p.name}.{found[3]}") for p in _UNSTACKED.get(found[2], (TensorSlice(found[2]),))
+        replace(p, name=f"{block}{p.name}.{match[3]}") for p in _UNSTACKED.get(match[2], (TensorSlice(match[2]),))
     )
 
 
 def _to_native(name: str) -> tuple[TensorSlice, ...] | None:
-    if found := _DIFFUSERS_BLOCK.fullmatch(name):
-        block = found[1].replace("transformer_blocks", "layers")
+    if match := _DIFFUSERS_BLOCK.fullmatch(name):
+        block = match[1].replace("transformer_blocks", "layers")
         return tuple(
-            replace(p, name=f"{block}{p.name}.{found[3]}") for p in _STACKED.get(found[2], (TensorSlice(found[2]),))
+            replace(p, name=f"{block}{p.name}.{match[3]}") for p in _STACKED.get(match[2], (TensorSlice(match[2]),))
         )
     if name.startswith("outer."):
         return (TensorSlice(name.removeprefix("outer.")),)

@@ -45,14 +45,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def offloadable(policies: Sequence[str]) -> tuple[str, ...]:
-    """Those of these policies that this torch can offload: up to 2.11 it hands nobody what it keeps for named operations."""
+    """The policies among these that this torch can offload: up to 2.11 it hands nobody what it keeps for named operations."""
     return tuple(policy for policy in policies if kept_results_reach_hooks() or not policy.startswith("ops("))
 
 
 def make_model(
     spec: ModelSpec, arch: Any, *, dtype: torch.dtype = torch.float32, adapter: AdapterConfig | None = None
 ) -> nn.Module:
-    """A model on the CPU with random weights of which none is zero, and with an adapter that does something.
+    """A model on the CPU with random weights, none of them zero, and with an adapter that does something.
 
     Args:
         adapter: What is trained; None trains every parameter.
@@ -68,7 +68,7 @@ _MADE: dict[tuple[Any, ...], tuple[ModelSpec, nn.Module]] = {}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A model of its own, in a fifth of the time that peft takes to adapt one, and a third of that of `copy.deepcopy`."""
+    """A model of its own, in a fifth of the time that peft takes to adapt one, and a third of the time of `copy.deepcopy`."""
     kind: Any = type(value)
     if isinstance(value, Tensor | nn.Module):
         if id(value) not in memo:
@@ -76,11 +76,11 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
             if isinstance(value, nn.Parameter):
                 memo[id(value)] = nn.Parameter(memo[id(value)], value.requires_grad)
             elif isinstance(value, nn.Module):
-                memo[id(value)].__dict__ = {name: _copied(each, memo) for name, each in value.__dict__.items()}
+                memo[id(value)].__dict__ = {name: _copied(item, memo) for name, item in value.__dict__.items()}
         return memo[id(value)]
     if issubclass(kind, dict):
-        return kind((name, _copied(each, memo)) for name, each in value.items()) if value else kind()
-    return kind(_copied(each, memo) for each in value) if kind in (list, set, tuple) else value
+        return kind((name, _copied(item, memo)) for name, item in value.items()) if value else kind()
+    return kind(_copied(item, memo) for item in value) if kind in (list, set, tuple) else value
 
 
 def _make_model(spec: ModelSpec, arch: Any, dtype: torch.dtype, adapter: AdapterConfig | None) -> nn.Module:
@@ -117,7 +117,7 @@ class Outcome:
     gradients: dict[str, Tensor | None]
     """By parameter name; inputs as `input 0`, `input 1`, …"""
     num_attention: int
-    """Forwards of attention in blocks, those of recompute included."""
+    """Forwards of attention in blocks, recomputed ones included."""
     generator_state: Tensor
     """torch's generator after the backward."""
 
@@ -127,15 +127,15 @@ class Outcome:
 
     def differences(self, other: "Outcome") -> list[str]:
         """Names of what is not bitwise identical."""
-        found = [] if torch.equal(self.loss, other.loss) else ["loss"]
+        names = [] if torch.equal(self.loss, other.loss) else ["loss"]
         pairs = zip(self.outputs, other.outputs, strict=True)
-        found += [f"output {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+        names += [f"output {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
         assert self.gradients.keys() == other.gradients.keys()
         for name, a in self.gradients.items():
             b = other.gradients[name]
             if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
 
 def outcome(
@@ -188,12 +188,12 @@ def train_shortly(
     """
     trained, items = trainable_parameters(model), masked(items)
     optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2))
-    whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     first, *others = micro_batches(items)
     adapts = len(trained) < sum(1 for _ in model.parameters())
 
     def measure(of: slice) -> float:
-        return validation_loss(TrainModel(model, engine, spec), whole.ids[of], whole.items[of], (0.5,)).mean
+        return validation_loss(TrainModel(model, engine, spec), batch.ids[of], batch.items[of], (0.5,)).mean
 
     before = measure(slice(1))
     result = training_step(
@@ -223,17 +223,17 @@ def masked(items: Items) -> list[Mapping[str, Tensor]]:
     return [{**first, LOSS_WEIGHTS: weights}, *others]
 
 
-def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+def differing(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that only one of both has, or that are not bitwise identical."""
-    both = [name for name in found if name in expected and not torch.equal(found[name], expected[name])]
-    return sorted({*both, *(found.keys() ^ expected.keys())})
+    both = [name for name in actual if name in expected and not torch.equal(actual[name], expected[name])]
+    return sorted({*both, *(actual.keys() ^ expected.keys())})
 
 
 def micro_batches(items: Items, num: int = 2) -> list[Batch]:
     """Micro-batches of one sample and of all in turn: a sample alone may take another way than a batch."""
-    whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
-    first = Batch(ids=whole.ids[:1], items=whole.items[:1])
-    return [whole if i % 2 else first for i in range(num)]
+    full_batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    first = Batch(ids=full_batch.ids[:1], items=full_batch.items[:1])
+    return [full_batch if i % 2 else first for i in range(num)]
 
 
 def counted(work: Callable[[], Outcome]) -> tuple[Outcome, Counter[str]]:
@@ -288,7 +288,7 @@ def largest(distances: Iterable[float]) -> float:
 
 @cache  # asked of every operation
 def is_attention_forward(func: Any) -> bool:
-    """Whether an operation, or that of a full name, is a forward of attention; one composed of several is known by its softmax."""
+    """Whether an operation, or the operation of a full name, is a forward of attention; one composed of several is known by its softmax."""
     name = str(func)
     return "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
 

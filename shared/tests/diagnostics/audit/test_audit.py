@@ -30,7 +30,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PLACES, Precision, set_precision
 from ditkit_core.nn.attention.reference import exact_attention
 from ditkit_core.nn.quantized_linear import quantized_weights
-from ditkit_core.testing.conformance_audit import AuditChecks, errors, found, subject_of
+from ditkit_core.testing.conformance_audit import AuditChecks, errors, findings_of, subject_of
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyModel, toy_items
@@ -77,7 +77,7 @@ def few(short, monkeypatch):
 def test_a_planted_culprit_is_found(short, monkeypatch):
     monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
     spec = altered(TOY, build=_Model)
-    findings = found(subject_of(spec, make_model(spec, ARCH, adapter=LORA), toy_items(2)))
+    findings = findings_of(subject_of(spec, make_model(spec, ARCH, adapter=LORA), toy_items(2)))
     first, second = findings.places[:2]
     assert first.place == "modulation" and second.place == "timestep"
     assert first.alone.overall.gradient > 2 * second.alone.overall.gradient
@@ -94,7 +94,7 @@ def test_levels_are_sampled_in_every_range_and_noise_is_the_same(short, monkeypa
 
     items = toy_items(3)
     spec = altered(TOY, make_inputs=make_inputs)
-    findings = found(subject_of(spec, make_model(TOY, ARCH, adapter=LORA), items))
+    findings = findings_of(subject_of(spec, make_model(TOY, ARCH, adapter=LORA), items))
     levels = [sigma for sigma, _ in seen[: len(EDGES) - 1]]
     assert findings.bin_names == ["0.05-0.25", "0.25-0.5", "0.5-0.75", "0.75-0.95"]
     for low, high, sigma in zip(EDGES, EDGES[1:], levels, strict=False):
@@ -109,7 +109,7 @@ def test_levels_are_sampled_in_every_range_and_noise_is_the_same(short, monkeypa
 
 def test_lower_precision_of_the_run_shows_in_its_own_error(few):
     findings = {
-        dtype: found(subject_of(TOY, make_model(TOY, ARCH, dtype=dtype, adapter=LORA), toy_items(2)))
+        dtype: findings_of(subject_of(TOY, make_model(TOY, ARCH, dtype=dtype, adapter=LORA), toy_items(2)))
         for dtype in (torch.bfloat16, torch.float32)
     }
     narrow, wide = (findings[dtype].own.overall.gradient for dtype in (torch.bfloat16, torch.float32))
@@ -124,13 +124,15 @@ def test_a_place_that_is_low_is_raised_for_its_cost(short, monkeypatch):
     monkeypatch.setattr(audit_module, "ACTING", ("attention", "residual"))
     monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
     subject = subject_of(TOY, make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA), toy_items(2))
-    costs = {each.place: each.cost for each in found(subject).places}
+    costs = {each.place: each.cost for each in findings_of(subject).places}
     assert costs["attention"].dtype == "fp32" and costs["residual"].dtype == "bf16"
     assert costs["attention"].num_bytes > 0 > costs["residual"].num_bytes
 
 
 def test_findings_survive_json(few, tmp_path):
-    findings = replace(found(subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(2))), notes=("a", "b"))
+    findings = replace(
+        findings_of(subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(2))), notes=("a", "b")
+    )
     assert audit_from_json(json.loads(json.dumps(audit_json(findings), allow_nan=False))) == findings
     files = write_audit(findings, tmp_path / "audit")
     assert [file.name for file in files] == ["precision.json", "precision.md", "precision.png"]
@@ -169,7 +171,7 @@ def test_what_is_not_finite_in_fp64_is_said(few):
     with torch.no_grad():
         model.layers[0].mlp[0].base_layer.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite in fp64.*samples 0, 1") as caught:
-        found(subject_of(TOY, model, toy_items(2)))
+        findings_of(subject_of(TOY, model, toy_items(2)))
     assert "\n" not in str(caught.value)
     assert model.training and model.embed.precision == Precision(matmul=torch.float32)
 
@@ -211,7 +213,7 @@ def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
         for name in (kind, f"{kind} computed")
     )
     done: list[None] = []
-    with_it, without = audit_module.audit(computed, advance=lambda: done.append(None)), found(stored)
+    with_it, without = audit_module.audit(computed, advance=lambda: done.append(None)), findings_of(stored)
     assert len(done) == num_passes(computed) > num_passes(stored) and estimated_seconds(computed) > 0
     places = {each.place: each for each in with_it.places}
     (row,) = [places.pop(place) for place in list(places) if place == BASE]

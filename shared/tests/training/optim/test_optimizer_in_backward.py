@@ -19,7 +19,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.combinations import every_value
-from ditkit_core.testing.conformance_streams import place
+from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -247,7 +247,7 @@ def host_waits(name, depth):
     """How often the host waits for the device in the second step, and the number of parameters."""
     with StandIn() as stand_in:
         model = TOY.architecture.build(ToyArch(dim=16, depth=depth), Precision(matmul=torch.float32))
-        place(model, [torch.device("cpu:1")] * depth)
+        place_model(model, [torch.device("cpu:1")] * depth)
         optimizer = of_all_weights(model, optim(name, fused=True))
         step(model, optimizer, number=0)
         log, waits = stand_in.runtime.log, []
