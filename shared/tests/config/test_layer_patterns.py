@@ -24,14 +24,14 @@ def test_a_pattern_is_an_end_of_a_name_or_a_glob_or_a_whole_name(pattern: str, f
 
 
 def test_the_first_pattern_that_fits_counts() -> None:
-    values = parse_patterns("x", ["attn.q=2", "*.attn.*=3"], "RANK", whole=True)
+    values = parse_patterns("x", ["attn.q=2", "*.attn.*=3"], "RANK", is_integer=True)
     assert [value_for(layer, values) for layer in LAYERS] == [2, 3, None]
 
 
 @pytest.mark.parametrize("entry", ["q", "=4", "q=", "q=0", "q=1.5", "q=-1", "q=x"])
 def test_an_entry_that_is_no_rank_is_refused(entry: str) -> None:
     with pytest.raises(UserError, match="is not PATTERN=RANK; write a layer pattern, = and a whole number"):
-        parse_patterns("adapter.rank_pattern", [entry], "RANK", whole=True)
+        parse_patterns("adapter.rank_pattern", [entry], "RANK", is_integer=True)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-1e-4"])

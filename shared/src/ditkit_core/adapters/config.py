@@ -136,7 +136,7 @@ class AdapterConfig:
 
     @cached_property
     def _ranks(self) -> dict[str, float]:
-        return parse_patterns("adapter.rank_pattern", self.rank_pattern, "RANK", whole=True)
+        return parse_patterns("adapter.rank_pattern", self.rank_pattern, "RANK", is_integer=True)
 
     @cached_property
     def _alphas(self) -> dict[str, float]:

@@ -62,10 +62,10 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type, *, section: 
     hints = {key: field.type for key, field in keys.items()}
     hints |= _option_hints(CommonOptions) | _option_hints(options_type)
     values = {}
-    for name, given in _split(argv, hints, renamed_keys(tree), section).items():
+    for name, texts in _split(argv, hints, renamed_keys(tree), section).items():
         is_path = name in keys and keys[name].is_path
         shown = name if name in keys else f"--{name}"
-        values[name] = value_from_text(shown, hints[name], given, WHERE, is_path=is_path)
+        values[name] = value_from_text(shown, hints[name], texts, WHERE, is_path=is_path)
 
     def gather(kind: type) -> Any:
         return kind(**{field.name: values[_flag(field.name)] for field in fields(kind) if _flag(field.name) in values})

@@ -13,8 +13,8 @@ _NO_PICKLES = f"reading one runs the code in it; {_SAFE}"
 _ARCHIVE = "unpack it and name the file inside"
 
 _MARKS = tuple(
-    (re.compile(pattern, re.DOTALL), what, remedy)
-    for pattern, what, remedy in (
+    (re.compile(pattern, re.DOTALL), description, remedy)
+    for pattern, description, remedy in (
         (rb"GGUF", "is a GGUF file", "its quantized blocks are not read; get the same model as .safetensors in bf16 or fp8_scaled"),
         (
             rb"version https?://[\w.-]*git-lfs",
@@ -57,9 +57,9 @@ def mark_of(head: bytes, name: str = "", *, size: int | None = None) -> str:
         return f"is a download that has not ended; wait for it, or {_FETCH}"
     if not head:
         return f"is empty; {_FETCH}"
-    for pattern, what, remedy in _MARKS:
+    for pattern, description, remedy in _MARKS:
         if pattern.match(head):
-            return f"{what}; {remedy}" if remedy else what
+            return f"{description}; {remedy}" if remedy else description
     if is_safetensors(head):
         return "is a safetensors file"
     if size is not None and size <= _LONGEST_ANSWER and (text := _line_of(head)):

@@ -33,9 +33,9 @@ def format_help(
     Raises:
         UserError: If there is no such topic.
     """
-    known, sections = config_fields(tree), config_sections(tree)
-    if topic in known:
-        return _rows([_row(known[topic])])
+    fields_by_key, sections = config_fields(tree), config_sections(tree)
+    if topic in fields_by_key:
+        return _rows([_row(fields_by_key[topic])])
     if topic in sections:
         return _section(tree, topic)
     parts = [_opening(prog, about), "Options:\n" + _rows(_options(options, complete=topic == ALL))]
@@ -45,7 +45,7 @@ def format_help(
         raise UserError(
             f"--help {topic}: there is no such topic; name a key, {ALL}, or a section: {', '.join(sections)}"
         )
-    parts += [f"{title}:\n{_rows(_short(known[key]) for key in named)}" for title, named in keys.items()]
+    parts += [f"{title}:\n{_rows(_short(fields_by_key[key]) for key in named)}" for title, named in keys.items()]
     more = f"{prog} --help {ALL} explains every key, --help SECTION those of a section: {', '.join(sections)}."
     return "\n\n".join([*parts, "\n".join(textwrap.wrap(more, _width()))])
 
@@ -74,13 +74,13 @@ def _options(kinds: Sequence[type], *, complete: bool) -> Iterable[Row]:
 
 
 def _row(field: ConfigField) -> Row:
-    known = "" if field.default is None else f"; default {_shown(field.default)}"
-    return f"--{field.key}", f"{field.doc} ({expected(field.type)}{known})"
+    suffix = "" if field.default is None else f"; default {_shown(field.default)}"
+    return f"--{field.key}", f"{field.doc} ({expected(field.type)}{suffix})"
 
 
 def _short(field: ConfigField) -> Row:
-    known = f" [{_shown(field.default)}]" if field.default else ""
-    return f"--{field.key}", _sentence(field.doc) + known
+    suffix = f" [{_shown(field.default)}]" if field.default else ""
+    return f"--{field.key}", _sentence(field.doc) + suffix
 
 
 def _shown(value: Any) -> str:

@@ -49,18 +49,22 @@ def _described(field: ConfigField, values: Sequence[str]) -> dict[str, Any]:
 
 def _accepted(hint: Any) -> dict[str, Any]:
     """What a type accepts."""
-    arguments = [each for each in get_args(hint) if each is not NoneType]
+    arguments = [argument for argument in get_args(hint) if argument is not NoneType]
     if get_origin(hint) is Literal:
         return {"enum": arguments}
     if get_origin(hint) in (Union, UnionType):
-        return _accepted(arguments[0]) if len(arguments) == 1 else {"anyOf": [_accepted(each) for each in arguments]}
+        return (
+            _accepted(arguments[0])
+            if len(arguments) == 1
+            else {"anyOf": [_accepted(argument) for argument in arguments]}
+        )
     if get_origin(hint) is tuple and Ellipsis in arguments:
         item = _accepted(arguments[0])
         return {"anyOf": [{"type": "array", "items": item}, item]}  # a list of one may be written as its item
     if get_origin(hint) is tuple:
         return {
             "type": "array",
-            "prefixItems": [_accepted(each) for each in arguments],
+            "prefixItems": [_accepted(argument) for argument in arguments],
             "minItems": len(arguments),
             "items": False,
         }

@@ -1,4 +1,4 @@
-"""Values by layer pattern: entries such as `*.ffn.*=64`, of which the first that fits a layer counts; this module needs no torch."""
+"""Values by layer pattern: entries such as `*.ffn.*=64`; the first one that fits a layer counts. This module needs no torch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,32 +17,32 @@ def fits(layer: str, pattern: str) -> bool:
     return layer == pattern or layer.endswith(f".{pattern}")
 
 
-def parse_patterns(key: str, entries: Sequence[str], what: str, *, whole: bool = False) -> dict[str, float]:
+def parse_patterns(key: str, entries: Sequence[str], metavar: str, *, is_integer: bool = False) -> dict[str, float]:
     """The values of `PATTERN=VALUE`, by pattern, in their order.
 
     Args:
         key: The configuration key, for messages.
         entries: Its entries.
-        what: What a value is, for messages.
-        whole: Whether values are whole numbers of at least 1; otherwise any number above 0.
+        metavar: What a value is, for messages.
+        is_integer: Whether values are whole numbers of at least 1; otherwise any number above 0.
 
     Raises:
         UserError: If an entry is not of this form, or a pattern is given twice.
     """
-    found: dict[str, float] = {}
+    by_pattern: dict[str, float] = {}
     for entry in entries:
         pattern, _, text = entry.rpartition("=")
         try:
-            value = float(int(text)) if whole else float(text)
+            value = float(int(text)) if is_integer else float(text)
         except (ValueError, OverflowError):  # of a whole number above 1.8e308
             value = 0.0
         if not pattern or not 0 < value < math.inf:
-            number = "a whole number of at least 1" if whole else "a number above 0"
-            raise UserError(f"{key}: {entry!r} is not PATTERN={what}; write a layer pattern, = and {number}")
-        if pattern in found:
+            number = "a whole number of at least 1" if is_integer else "a number above 0"
+            raise UserError(f"{key}: {entry!r} is not PATTERN={metavar}; write a layer pattern, = and {number}")
+        if pattern in by_pattern:
             raise UserError(f"{key}: the pattern {pattern!r} is given twice; leave one of them out")
-        found[pattern] = value
-    return found
+        by_pattern[pattern] = value
+    return by_pattern
 
 
 def value_for(layer: str, values: Mapping[str, float]) -> float | None:

@@ -42,7 +42,7 @@ def nearest_word(word: str, words: Iterable[str], at_least: float = _CLOSE) -> s
     """The word that another one most likely means, whatever their case and Unicode form; empty if none is close."""
     plain = _plain(word)
     scored = [(_likeness(plain, _plain(candidate)), candidate) for candidate in words]
-    likeness, nearest = max(scored, key=lambda each: each[0], default=(0.0, ""))
+    likeness, nearest = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
     return nearest if likeness >= at_least else ""
 
 
@@ -74,23 +74,25 @@ def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
     with suppress(ValueError):  # of a character that no path can have
         written = os.path.expanduser(written)
     asked = Path(written)
-    if not asked.is_absolute() and (elsewhere := [each / asked for each in folders if os.path.exists(each / asked)]):
+    if not asked.is_absolute() and (
+        elsewhere := [folder / asked for folder in folders if os.path.exists(folder / asked)]
+    ):
         return f"paths start at the working directory; did you mean {elsewhere[0]}?"
     begun, missing = asked.parent, [asked.name]
     while not os.path.isdir(begun) and begun != begun.parent:
         missing.insert(0, begun.name)
         begun = begun.parent
-    found = begun
+    corrected = begun
     for name in missing:
-        if not (near := _entry_like(found, name)):
+        if not (near := _entry_like(corrected, name)):
             where = f": {begun} exists, and contains no {missing[0]}" if len(missing) > 1 and begun.name else ""
             return f"correct the path{where}"
-        found = found / near
-    if found == asked:
+        corrected = corrected / near
+    if corrected == asked:
         return "correct the path"
-    if unicodedata.normalize("NFC", str(found)) == unicodedata.normalize("NFC", str(asked)):
+    if unicodedata.normalize("NFC", str(corrected)) == unicodedata.normalize("NFC", str(asked)):
         return "a name that looks the same is there in another Unicode form, as macOS stores it; rename it, or copy the name from there"
-    return f"did you mean {found}?"
+    return f"did you mean {corrected}?"
 
 
 def _entry_like(folder: Path, name: str) -> str:
@@ -101,8 +103,8 @@ def _entry_like(folder: Path, name: str) -> str:
     if name in names:
         return name
     stems: dict[str, str] = {}
-    for each in sorted(names, key=lambda each: (Path(each).suffix != Path(name).suffix, each)):
-        if not each.startswith("."):
-            stems.setdefault(Path(each).stem, each)
+    for candidate in sorted(names, key=lambda candidate: (Path(candidate).suffix != Path(name).suffix, candidate)):
+        if not candidate.startswith("."):
+            stems.setdefault(Path(candidate).stem, candidate)
     # Without suffixes, which would make `no.png` like `a.png`.
     return stems.get(nearest_word(Path(name).stem, stems, _CLOSE_NAME), "")

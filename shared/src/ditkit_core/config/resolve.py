@@ -72,19 +72,19 @@ def build_config(tree: type[Tree], layers: list[Layer]) -> Tree:
     Raises:
         UserError: If a section refuses its values; the message also says where the values were set.
     """
-    values, made = _merged(layers), {}
-    places = {key: layer.where for layer in layers for key in layer.values}
+    values, sections = _merged(layers), {}
+    origins = {key: layer.where for layer in layers for key in layer.values}
     for section, section_type in config_sections(tree).items():
         names = [field.name for field in fields(section_type)]
-        given = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
+        section_values = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
         try:
-            made[section] = section_type(**given)
+            sections[section] = section_type(**section_values)
         except UserError as error:
             message = str(error) if f"{section}." in str(error) else f"{section}: {error}"
-            blamed = [f"{section}.{name}" for name in given if f"{section}.{name}" in message]
-            wheres = dict.fromkeys(places[key] for key in blamed)
+            blamed = [f"{section}.{name}" for name in section_values if f"{section}.{name}" in message]
+            wheres = dict.fromkeys(origins[key] for key in blamed)
             raise UserError(f"{message} (set {' and '.join(wheres)})" if wheres else message) from error
-    return tree(**made)
+    return tree(**sections)
 
 
 def _merged(layers: list[Layer]) -> dict[str, Any]:
@@ -96,12 +96,14 @@ def _stored_layer(tree: type, folder: Path) -> Layer:
     file = folder / "config.toml"
     if not file.is_file():
         raise UserError(f"{folder} is not the folder of a run: {_no_run(folder)}")
-    values, known = read_config_file(tree, file, stored=True), config_fields(tree)
-    return Layer(f"in {file}", {key: value for key, value in values.items() if value not in known[key].asked_again})
+    values, fields_by_key = read_config_file(tree, file, stored=True), config_fields(tree)
+    return Layer(
+        f"in {file}", {key: value for key, value in values.items() if value not in fields_by_key[key].asked_again}
+    )
 
 
 def _no_run(folder: Path) -> str:
-    """Why a folder is not that of a run, and which one may be meant."""
+    """Why a folder is not a run's, and which one may be meant."""
     if not folder.exists():
         return f"it does not exist; {path_remedy(folder)}"
     runs = sorted(file.parent for file in folder.glob("*/config.toml"))[:5] if folder.is_dir() else []

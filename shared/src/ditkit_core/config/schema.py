@@ -67,7 +67,7 @@ def _config_fields(tree: type) -> Mapping[str, ConfigField]:
                 resume=field.metadata["resume"],
                 holds=field.metadata["holds"],
                 formerly=tuple(f"{section}.{name}" for name in field.metadata["formerly"]),
-                part_of=f"{section}.{whole}" if (whole := field.metadata["part_of"]) else "",
+                part_of=f"{section}.{parent}" if (parent := field.metadata["part_of"]) else "",
                 asked_again=field.metadata["asked_again"],
                 doc=docs.get(field.name, ""),
             )

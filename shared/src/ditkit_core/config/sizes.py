@@ -19,10 +19,10 @@ def parse_size(text: str, key: str) -> int:
     Raises:
         UserError: If the text is not a size.
     """
-    found = SIZE.fullmatch(text.strip().lower())
-    if not found:
+    match = SIZE.fullmatch(text.strip().lower())
+    if not match:
         raise UserError(f"{key} {text!r} is not a size; write {key} 64GiB")
-    return int(float(found[1]) * GIB)
+    return int(float(match[1]) * GIB)
 
 
 def gib(num_bytes: int) -> str:

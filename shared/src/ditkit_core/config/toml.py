@@ -85,8 +85,8 @@ def _not_toml(path: Path, text: str, error: tomllib.TOMLDecodeError) -> UserErro
     lines = text.splitlines()
     if twice := _twice(lines):
         return UserError(f"{path} {twice}")
-    found = re.search(r"at line (\d+)", str(error))
-    number = int(found[1]) if found else len(lines)
+    match = re.search(r"at line (\d+)", str(error))
+    number = int(match[1]) if match else len(lines)
     line = lines[number - 1].strip() if number <= len(lines) else ""
     # Its messages have the names of sections as tuples of Python.
     reason = re.sub(r"\('([^']*)',\)", r"[\1]", " ".join(str(error).split()))
@@ -101,15 +101,15 @@ def _twice(lines: list[str]) -> str:
     first: dict[str, int] = {}
     section = ""
     for number, line in enumerate(lines, 1):
-        found = re.match(r"\s*(?:\[\s*(?P<section>[\w.-]+)\s*\]|(?P<key>[\w-]+)\s*=)", line)
-        if found is None:
+        match = re.match(r"\s*(?:\[\s*(?P<section>[\w.-]+)\s*\]|(?P<key>[\w-]+)\s*=)", line)
+        if match is None:
             continue
-        section = found["section"] or section
-        name = f"[{section}]" if found["section"] else f"{section}.{found['key']}".lstrip(".")
+        section = match["section"] or section
+        name = f"[{section}]" if match["section"] else f"{section}.{match['key']}".lstrip(".")
         if name in first:
-            remedy = "put all keys below the first one" if found["section"] else "leave one of the lines out"
-            what = "section" if found["section"] else "key"
-            return f"has the {what} {name} twice, in lines {first[name]} and {number}; {remedy}"
+            remedy = "put all keys below the first one" if match["section"] else "leave one of the lines out"
+            kind = "section" if match["section"] else "key"
+            return f"has the {kind} {name} twice, in lines {first[name]} and {number}; {remedy}"
         first[name] = number
     return ""
 
@@ -134,13 +134,13 @@ def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[st
     Raises:
         UserError: If the file cannot be read, a key or section is unknown, or a value has the wrong type.
     """
-    where, known = f"in {path}", config_fields(tree)
+    where, fields_by_key = f"in {path}", config_fields(tree)
     if stored:
-        values = {key: value for key, value in read_stored_file(tree, path).items() if key in known}
+        values = {key: value for key, value in read_stored_file(tree, path).items() if key in fields_by_key}
     else:
         values = flatten(tables := read_toml(path))
         _check_keys(tables, tree, where)
-    return {key: value_from_file(known[key], value, where) for key, value in values.items()}
+    return {key: value_from_file(fields_by_key[key], value, where) for key, value in values.items()}
 
 
 def read_stored_file(tree: type, path: Path) -> dict[str, Any]:
@@ -156,15 +156,15 @@ def read_stored_file(tree: type, path: Path) -> dict[str, Any]:
 
 def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
     """Raise UserError for the first unknown section or key."""
-    sections, known = config_sections(tree), config_fields(tree)
+    sections, fields_by_key = config_sections(tree), config_fields(tree)
     for section, table in tables.items():
         if section in sections and not isinstance(table, dict):
             raise UserError(f"{section} {where} is a section: write [{section}] and its keys below it")
         if section not in sections and isinstance(table, dict):
             raise _unknown_section(section, table, tree, where)
     for key in flatten(tables):
-        if key not in known:
-            raise unknown_key(key, known, where, renamed=renamed_keys(tree))
+        if key not in fields_by_key:
+            raise unknown_key(key, fields_by_key, where, renamed=renamed_keys(tree))
 
 
 def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: str) -> UserError:

@@ -48,11 +48,11 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     Raises:
         UserError: If the type does not accept it; the message names the key, the place, the expected type and the value.
     """
-    given = [raw] if Ellipsis in get_args(field.type) and not isinstance(raw, list) else raw
+    wrapped = [raw] if Ellipsis in get_args(field.type) and not isinstance(raw, list) else raw
     try:
         # jsonargparse also accepts values that only resemble the type: "3" for a number, true for 1. Those must be refused.
-        value = _convert(field.type, given)
-        if plain(value) != given or isinstance(value, bool) != isinstance(given, bool):
+        value = _convert(field.type, wrapped)
+        if plain(value) != wrapped or isinstance(value, bool) != isinstance(wrapped, bool):
             raise argparse.ArgumentError(None, "of another type")
     except argparse.ArgumentError as error:
         raise _wrong_value(field.key, field.type, raw, where) from error
@@ -74,13 +74,13 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
         UserError: As `value_from_file`.
     """
     try:
-        given: Any = texts[-1]
-        if is_list(hint) and len(texts) == 1 and given.lstrip().startswith("["):
-            given = tomllib.loads(f"list = {given}")["list"]
+        raw: Any = texts[-1]
+        if is_list(hint) and len(texts) == 1 and raw.lstrip().startswith("["):
+            raw = tomllib.loads(f"list = {raw}")["list"]
         elif is_list(hint):
             item = get_args(hint)[0]
-            given = [text if item is str else _convert(item, text) for text in texts]
-        value = _convert(hint, given)
+            raw = [text if item is str else _convert(item, text) for text in texts]
+        value = _convert(hint, raw)
     except (argparse.ArgumentError, ValueError, RecursionError) as error:  # of TOML; long numbers, lists nested deeply
         raise _wrong_value(key, hint, texts[-1] if len(texts) == 1 else texts, where) from error
     _check_texts(key, value, where, is_path=is_path)
@@ -196,12 +196,12 @@ def unknown_key(
     """
     if key in renamed:
         return UserError(f"{dashes}{key} {where} is now named {dashes}{renamed[key]}; rename it")
-    known = list(keys)
-    given, _, name = key.rpartition(".")
+    names = list(keys)
+    prefix, _, name = key.rpartition(".")
     ours = FOREIGN_WORDS.get(name.replace("-", "_"), "")
     # In a section with a key of this name, that is meant: `sample.num_frames` is `sample.frames`, and not `data.frames`.
-    own = f"{given or section}.{ours.rpartition('.')[2] or name}"
-    meant = next((each for each in (own, ours) if each in known), "") or nearest_key(key, known)
+    own_key = f"{prefix or section}.{ours.rpartition('.')[2] or name}"
+    meant = next((candidate for candidate in (own_key, ours) if candidate in names), "") or nearest_key(key, names)
     if " " in ours:
         hint = ours
     else:
