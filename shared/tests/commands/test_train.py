@@ -73,29 +73,6 @@ def test_a_run_says_in_a_line_what_it_trains_and_numbers_its_stages(
     assert "norms fp32" in about["environments"][0]["precision"], "the list that the line leaves out"
 
 
-def test_a_run_keeps_what_it_prints_also_when_it_continues_or_fails(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = world.folder / "run" / "train.log"
-
-    def logged() -> list[str]:
-        return [line[27:] for line in log.read_text().splitlines()]
-
-    assert world.train("run", 2) == 0
-    said = capsys.readouterr()
-    first = logged()
-    assert sorted(first) == sorted(said.out.splitlines() + said.err.splitlines()) and "[4/5] train" in first
-    assert world.train("run", 4) == 0
-    again = capsys.readouterr()
-    assert sorted(logged()) == sorted([*first, *again.out.splitlines(), *again.err.splitlines()])
-    before = log.read_text()
-    assert world.train("run", 5, "--adapter.rank", "4") == 1
-    assert log.read_text() == before, "another run is refused before its folder is locked"
-    (world.folder / "clips" / "0.txt").unlink()
-    assert world.train("run", 6) == 1
-    assert logged()[-1] == capsys.readouterr().err.splitlines()[-1] and "0.png has no caption" in logged()[-1]
-
-
 def test_dora_alone_is_exported_for_comfyui_and_for_diffusers(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--adapter.use_dora", "true", "--adapter.targets", '["all"]')
     assert world.train("run", 2, *flags) == 0

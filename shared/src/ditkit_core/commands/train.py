@@ -18,6 +18,7 @@ from ditkit_core.commands.report import describe_precision, held_out_lines, say_
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.doctor.dataset import summarize_data
 from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, model_summary, write_about
+from ditkit_core.diagnostics.report.live_page import LivePage
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.step_trace import StepTrace
 from ditkit_core.diagnostics.verification.verifier import Verifier
@@ -178,7 +179,8 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
         steps = [each.completed_step or 0 for each in whole.components]
         for component in left:
             with _opened(component, folder, stated) as (own, changes):
-                result = _train_component(component, own, changes, previews or run)
+                page = LivePage([own.path, folder.path])
+                result = _train_component(component, own, changes, previews or run, page)
                 steps.append(result.step)
                 release_memory()  # before the next transformer, and before samples that take all of them
                 if not ranks.is_first:
@@ -253,13 +255,18 @@ def _opened(
 
 
 def _train_component(
-    component: Component, folder: RunFolder, changes: Sequence[ConfigChange], previews: Previews | RunContext
+    component: Component,
+    folder: RunFolder,
+    changes: Sequence[ConfigChange],
+    previews: Previews | RunContext,
+    page: LivePage,
 ) -> TrainResult:
     """Train one transformer, export it and verify the export.
 
     Args:
         changes: The settings that changed since its last part.
         previews: What takes the previews; or the run that was asked for, whose previews are generated with this transformer.
+        page: Writes the page while the run trains.
 
     Raises:
         Interrupted: If a signal ended it early.
@@ -306,7 +313,7 @@ def _train_component(
     _stage(4, "train")
     with progress("train", run.config.train.steps) as bar, Verifier(run, folder) as verifier:
         exporter = Exporter(run, folder, prepared, [*data.samples, *data.prior], verifier)
-        callbacks = [ProgressBar(bar), _LastStage(), exporter, *_callbacks(run, folder, prepared, previews)]
+        callbacks = [ProgressBar(bar), _LastStage(), exporter, *_callbacks(run, folder, prepared, previews), page]
         result = _trainer(run, folder, model, samples, callbacks).fit()
     if not result.finished:
         saved = f"stopped at step {result.step}, saved in {result.save}" if result.save else ""
