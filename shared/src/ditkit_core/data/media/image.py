@@ -1,6 +1,7 @@
 """Reading still images with Pillow: upright, in 8-bit sRGB."""
 
 import importlib.util
+import os
 import struct
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,12 @@ _RAISED_BY_PILLOW = (
 _ROTATED = (5, 6, 7, 8)
 _ORIENTATION_TAG = 0x0112
 _PHOTOMETRIC_TAG = 262
+_WIDTH_TAG, _HEIGHT_TAG = 256, 257
+
+_PNG_MARK = b"\x89PNG\r\n\x1a\n"
+_PNG_TEXTS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Chunks that may have EXIF or XMP, and with it the orientation."""
+_MOST_CHUNKS = 1_000_000
 
 
 @contextmanager
@@ -109,11 +116,37 @@ def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Height and width of an upright image in pixels, from its header alone."""
+    """Height and width of an upright image in pixels, from its header alone where that has all of them.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    from PIL import Image
+
     with _opened(path) as image:
-        width, height = image.size
-        rotated = image.getexif().get(_ORIENTATION_TAG) in _ROTATED
+        # Of a TIFF, newer versions of Pillow have turned the size already.
+        tags = getattr(image, "tag_v2", {})
+        width, height = (tags[_WIDTH_TAG], tags[_HEIGHT_TAG]) if image.format == "TIFF" else image.size
+        # Pillow decodes a PNG to find what may follow its pixels, and every start of a run asks for the size of each file.
+        read = Image.Image.getexif if image.format == "PNG" and _ends_with_pixels(path) else type(image).getexif
+        rotated = read(image).get(_ORIENTATION_TAG) in _ROTATED
     return (width, height) if rotated else (height, width)
+
+
+def _ends_with_pixels(path: Path) -> bool:
+    """Whether a PNG is complete and says nothing after its pixels, by the lengths and kinds of its chunks."""
+    with path.open("rb") as file:
+        file.seek(len(_PNG_MARK))
+        has_pixels = False
+        for _ in range(_MOST_CHUNKS):
+            length, kind = struct.unpack(">I4s", file.read(8).ljust(8, b"\0"))
+            if kind == b"IEND":
+                return has_pixels
+            if kind in (b"\0\0\0\0", *(_PNG_TEXTS if has_pixels else ())):
+                return False
+            has_pixels |= kind == b"IDAT"
+            file.seek(length + 4, os.SEEK_CUR)  # and its checksum
+    return False
 
 
 def image_colours(path: Path) -> StoredColours | None:
