@@ -77,6 +77,24 @@ def test_values_are_written_as_people_mean_them() -> None:
     assert "| alpha | 8.0 |" in body and "| versions | of yesterday |" in body
 
 
+@pytest.mark.parametrize(
+    ("data", "rows"),
+    [
+        ("frames = 81\nheight = 480\nwidth = 832", ["| frames, height, width | 81, 480, 832 |"]),
+        ("frame_buckets = [17, 33]\nheight = 480\nwidth = 832", ["| frames, height, width | 17 or 33, 480, 832 |"]),
+        (
+            "resolutions = [512, 768, 1024]\nheight = 1024\nwidth = 1024\nframes = 1",
+            ["| frames | 1 |", "| resolutions | 512, 768, 1024 (side of a square) |"],
+        ),
+        ("resolutions = 'all'\nframes = 1", ["| frames, height, width | 1 |"]),
+    ],
+)
+def test_all_sizes_that_were_trained_are_shown(data: str, rows: list[str]) -> None:
+    _, body = card(adapter("fox.safetensors", **{"ditkit.config": f"[data]\n{data}\n"}))
+    table = [line for line in body.splitlines() if line.startswith(("| frames", "| resolutions"))]
+    assert table == rows
+
+
 def test_each_expert_is_loaded_into_its_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(TOY, architecture=replace(TOY.architecture, experts=lambda arch: (HIGH, LOW)))
     names = [(f"fox_{each.name}{form}.safetensors", each.name) for each in (HIGH, LOW) for form in ("", "_diffusers")]

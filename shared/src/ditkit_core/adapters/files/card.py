@@ -186,9 +186,7 @@ class Card:
             "learning rate": f"{config['optim.lr']:g} ({config.get('optim.name')})" if "optim.lr" in config else None,
             "learning rates by layer": ", ".join(config.get("optim.lr_pattern") or []),
             "learning rate of B over A": ratio if (ratio := config.get("optim.loraplus_lr_ratio", 1)) != 1 else None,
-            "frames, height, width": ", ".join(
-                str(config[key]) for key in ("data.frames", "data.height", "data.width") if config.get(key)
-            ),
+            **_sizes(config),
             "clips and images": self.num_samples,
             "digest of the data": header.get("ditkit.data"),
             "dtype of the base": config.get("model.dtype"),
@@ -238,6 +236,20 @@ def _product(config: Mapping[str, Any], *keys: str) -> int | None:
     values = [config.get(key) for key in keys]
     sizes = [value for value in values if isinstance(value, int)]
     return sizes[0] * sizes[1] if len(sizes) == 2 else None
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, str]:
+    """Rows about frames and pixels. A run of several resolutions has the largest as its height and width."""
+
+    def several(key: str) -> str:
+        values = config.get(key)
+        return ", ".join(map(str, values)) if isinstance(values, list) else ""
+
+    frames = several("data.frame_buckets").replace(", ", " or ") or str(config.get("data.frames") or "")
+    if resolutions := several("data.resolutions"):
+        return {"frames": frames, "resolutions": f"{resolutions} (side of a square)"}
+    sides = [str(config[key]) for key in ("data.height", "data.width") if config.get(key)]
+    return {"frames, height, width": ", ".join(filter(None, [frames, *sides]))}
 
 
 def _plain(value: Any) -> str:
