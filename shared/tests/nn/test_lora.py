@@ -1,5 +1,7 @@
 """Our product of a plain LoRA against peft's own forward, and the cases that stay peft's."""
 
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,16 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.nn import bf16_parts, compiled_lora
 from ditkit_core.nn import lora as lora_linear
 from ditkit_core.nn.bf16_parts import bf16_parts_of, split_factors, split_products
-from ditkit_core.nn.context import BlockSettings, as_on, block_settings
+from ditkit_core.nn.context import BlockSettings, as_on, block_settings, settings_in_force
 from ditkit_core.nn.lora import _split_for, low_rank_sum
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.tensor_cores import TensorCores
-from ditkit_core.testing.toy import TOY
-from ditkit_core.testing.world import make_model
+from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.testing.world import ADAPTERS, make_model, outcome
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -256,12 +259,109 @@ def test_an_input_without_a_gradient_costs_the_frozen_layer_no_backward(monkeypa
     assert not seen[0].requires_grad and factor.grad is not None
 
 
+def frozen_linear(num_in: int, num_out: int, *, bias: bool) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(num_in, num_out, bias=bias).bfloat16().requires_grad_(False)
+
+
+def through(base: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """The sum over a layer, and all gradients."""
+    torch.manual_seed(0)
+    down, up = torch.randn(4, 16).requires_grad_(), torch.randn(24, 4).requires_grad_()
+    out = low_rank_sum(x, down, up, 0.75, base)
+    trained = [tensor for tensor in (x, down, up) if tensor.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, trained, torch.randn(out.shape).bfloat16())]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16), (2, 3, 5, 16)], ids=str)
+def test_one_function_for_a_frozen_layer_has_the_bits_of_three(shape, bias, monkeypatch):
+    """Of the result and of all gradients, in one node; also where the input has none."""
+    layer, factors = frozen_linear(16, 24, bias=bias), (torch.ones(4, 16).requires_grad_(), torch.ones(24, 4))
+    with as_on_a_gpu(monkeypatch):
+        for trained in (True, False):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_(trained)
+            assert low_rank_sum(x, *factors, 1.0, layer).grad_fn.name() == "_SplitLinearBackward"
+            assert all(map(torch.equal, through(layer, x), through(lambda x: layer(x), x)))
+
+
+def test_a_kernel_that_adds_products_adds_those_of_one_function_too(monkeypatch):
+    """Forward and backward."""
+    added = []
+
+    def add(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        added.append(total.shape)
+        return total.addmm_(left, right)
+
+    layer, x = frozen_linear(16, 24, bias=False), torch.randn(6, 16).bfloat16().requires_grad_()
+    with as_on_a_gpu(monkeypatch):
+        monkeypatch.setattr(lora_linear, "IN_TORCH", bf16_parts.IN_TORCH._replace(add=add))
+        through(layer, x)
+    assert added == [(6, 24), (6, 16)]
+
+
+def test_a_layer_with_something_attached_or_a_scattered_input_keeps_three_functions(monkeypatch):
+    """A hook is called, a weight that is trained gets its gradient, and torch multiplies each sample by itself where they have memory between them."""
+    x = torch.randn(2, 3, 16).bfloat16()
+    apart = torch.randn(2, 4, 16).bfloat16()[:, :3]
+    with as_on_a_gpu(monkeypatch):
+        for hook in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+            layer, calls = frozen_linear(16, 24, bias=False), []
+            getattr(layer, hook)(lambda *arguments, calls=calls: calls.append(arguments))
+            through(layer, x.requires_grad_())
+            assert calls, hook
+        for name in ("weight", "bias"):
+            layer = frozen_linear(16, 24, bias=True)
+            getattr(layer, name).requires_grad_()
+            low_rank_sum(x, torch.randn(4, 16), torch.randn(24, 4), 1.0, layer).sum().backward()
+            assert getattr(layer, name).grad is not None
+        layer = frozen_linear(16, 24, bias=True)
+        assert all(map(torch.equal, through(layer, apart), through(lambda x: layer(x), apart)))
+
+
+@pytest.mark.parametrize(
+    "policy", ["none", "full", "attn_only", "attn_only(self)", "ops(matmul)", "full+offload", "attn_only+offload"]
+)
+@pytest.mark.parametrize("adapter", ["lora", "lora with dropout"])
+def test_a_model_whose_layers_are_one_function_trains_bitwise_the_same(adapter, policy, monkeypatch):
+    model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+    outcomes = []
+    with as_on_a_gpu(monkeypatch):
+        for policies, is_frozen in (("none", lambda base: False), (policy, lora_linear._is_frozen_linear)):
+            monkeypatch.setattr(lora_linear, "_is_frozen_linear", is_frozen)
+            outcomes.append(outcome(TOY, model, toy_items(2), BlockEngine(policy=policies)))
+    assert outcomes[1].differences(outcomes[0]) == []
+
+
+def test_a_recompute_of_such_a_model_leaves_out_the_last_frozen_product(monkeypatch):
+    """Under `full`: every other frozen product of its blocks is computed again, once."""
+    model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
+    counts = []
+    with as_on_a_gpu(monkeypatch):
+        for policy in ("none", "full"):
+            calls = list[int]()
+            with monkeypatch.context() as patch:
+                patch.setattr(lora_linear.F, "linear", partial(noted_linear, F.linear, calls))
+                outcome(TOY, model, toy_items(2), BlockEngine(policy=policy))
+            counts.append(Counter(calls))
+    for block in model.blocks():
+        frozen = {name: module.base_layer.weight for name, module in block.named_modules() if hasattr(module, "lora_A")}
+        again = {name for name, weight in frozen.items() if counts[1][weight.data_ptr()] > counts[0][weight.data_ptr()]}
+        assert frozen.keys() - again == {"mlp.2"}
+        assert all(counts[1][weight.data_ptr()] <= 2 * counts[0][weight.data_ptr()] for weight in frozen.values())
+
+
+def noted_linear(linear: Callable[..., Tensor], calls: list[int], x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+    calls.append(weight.data_ptr())
+    return linear(x, weight, *bias)
+
+
 def test_small_products_and_other_dtypes_stay_fp32(monkeypatch):
     monkeypatch.setattr(lora_linear, "TENSOR_CORES_FROM", 40)
     down, up = torch.zeros(2, 8), torch.zeros(4, 2)
 
     def is_split(x: Tensor, down: Tensor = down) -> bool:
-        return _split_for(x, down, up) is not None
+        return _split_for(settings_in_force().kernels, x, down, up) is not None
 
     with as_on("cuda"):
         assert is_split(torch.zeros(5, 8).bfloat16())

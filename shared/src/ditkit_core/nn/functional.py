@@ -43,12 +43,17 @@ def normalised_heads(
     if torch.compiler.is_compiling() or not at_once:
         return _norm_rotate(x, norm, heads, precision, rotary)
     if _fused(x, dtype):
-        table = None if rotary is None else rotary.to(dtype)
-        return kernels.NormRotation.apply(x, norm.weight.to(dtype), table, norm.eps, heads, precision.attention)
+        table = None if rotary is None else _as(rotary, dtype)
+        return kernels.NormRotation.apply(x, _as(norm.weight, dtype), table, norm.eps, heads, precision.attention)
     # A view, if the tables have the dtype of the norm: what each call saves for its backward is then the carry's own tensor.
     rotation = None if rotary is None else torch.view_as_complex(rotary.to(dtype))
     out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), rotation, norm.eps, dtype, heads, precision.attention)
     return out
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype: where it has that, the host saves a call."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _fused(x: Tensor, dtype: torch.dtype) -> bool:
