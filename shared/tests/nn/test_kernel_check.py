@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 SUPPORT = Path(__file__).parents[1] / "support"
 NAMES = {
     "norm_rotation": "RMS norm over 320 and rotation", "affine_norm": "layer norm", "gated_unit": "gated unit", "gated_sum": "gated sum",
-    **dict.fromkeys(("factor_parts", "product_parts"), "LoRA"), "add_product": "sum with a product",
+    **dict.fromkeys(("factor_parts", "product_parts", "term_sums"), "LoRA"), "add_product": "sum with a product",
     "dequantize_rows": "int8 weights", "dequantize_nf4": "nf4 weights",
     "round_rows": "rounding to int8", "transpose_codes": "transposed codes", "apply_scales": "scales of products in 8 bits",
     "multiply_codes": "products of int8 codes",
@@ -40,7 +40,7 @@ def test_a_fault_in_any_kernel_is_found_and_its_name_said():
     # Nor does cuBLAS, which rounds a product before it adds it.
     fault, error, twice = found.pop("rounded products")
     assert (fault, twice) == ("", True) and 0 < error < kernel_check.LIMIT
-    assert len(found) == 30
+    assert len(found) == 32
     for fault, said in found.items():
         name = NAMES[fault.split()[0].removesuffix("_backward")]
         assert said.startswith(f"computes {name} wrongly on cpu (off by "), (fault, said)

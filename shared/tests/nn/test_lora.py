@@ -166,7 +166,7 @@ def test_an_fp32_number_is_three_of_bf16():
 def test_what_the_cross_terms_leave_out_is_below_a_rounding():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(40, 32, generator=generator), torch.randn(32, 50, generator=generator)
-    left = split_products(a, 32, 1.0)[1].double()
+    left = split_products(a, None, 32, 1.0)[0].double()
     for right in split_factors(b, b)[0].double(), split_factors(b.T, b.T)[1].double().T:
         a, b = a.double(), b.double()
         assert ((left @ right - a @ b).abs() <= 2**-23 * (a.abs() @ b.abs())).all()
@@ -381,8 +381,8 @@ def test_small_products_and_other_dtypes_stay_fp32(monkeypatch):
         ("torch", torch.bfloat16, 1_024, 17, 4),
         ("torch", torch.float16, 20_480, 17, 4),
         ("torch", torch.float32, 20_480, 12, 2),
-        ("triton", torch.bfloat16, 20_480, 15, 1),
-        ("triton", torch.bfloat16, 1_024, 15, 1),
+        ("triton", torch.bfloat16, 20_480, 13, 1),
+        ("triton", torch.bfloat16, 1_024, 13, 1),
     ],
 )
 def test_a_layer_is_as_few_launches_and_bytes_on_a_gpu_as_counted(kernels, dtype, tokens, launches, outputs):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.nn import bf16_parts, stochastic_rounding
-from ditkit_core.nn.bf16_parts import PARTS
+from ditkit_core.nn.bf16_parts import IN_TORCH, PARTS
 from ditkit_core.nn.context import as_on
 from ditkit_core.nn.functional import affine_norm
 from ditkit_core.nn.kernel_check import (
@@ -32,7 +32,7 @@ from ditkit_core.nn.kernel_check import (
 )
 from ditkit_core.nn.kernels import modulated_norm, norm_rotation
 from ditkit_core.nn.kernels.hopper import is_hopper
-from ditkit_core.nn.kernels.ops import factor_parts, product_parts
+from ditkit_core.nn.kernels.ops import factor_parts, product_parts, term_sums
 from ditkit_core.testing.interpreter import as_on_hopper, repair_interpreter
 from ditkit_core.testing.kernel_calls import KernelCalls
 from ditkit_core.testing.tensor_cores import TensorCores
@@ -158,12 +158,16 @@ def parts_of_loras() -> Iterator[tuple[str, bool]]:
     """Whether parts are in their order and sum to the numbers, which many parts do: those of the interpreter are not torch's."""
     for rank, num_in, num_out, rows in [(1, 5, 3, 2), (8, 300, 130, 9), (5, 33, 260, 211), (32, 64, 40, 70)]:
         down, up, three = part(rank, num_in), part(num_out, rank), part(rows, 3 * rank)
-        of_down, of_up = factor_parts(down, up)
-        low, left = product_parts(three, rank, 0.3)
-        again, left_again = product_parts(low, rank, 1.0)
+        left, low = product_parts(three, None, rank, 0.3)
+        left_again, again = product_parts(low, None, rank, 1.0)
+        both = product_parts(three, low, rank, 0.3)
         sums = three.double().view(rows, 3, rank).sum(1) * 0.3
         right = torch.equal(low, again) and torch.equal(left, left_again)
         right &= bool((low.double() - sums).abs().max() < 2e-6 * sums.abs().max())
+        right &= torch.equal(both[0], left) and torch.equal(both[1], left)
+        terms = part(3 * rank, num_in), part(num_out, 3 * rank)
+        right &= all(map(torch.equal, term_sums(*terms, rank), IN_TORCH.sums(*(x.contiguous() for x in terms), rank)))
+        of_down, of_up = factor_parts(down, up)
         for made, wide, order in ((left, low, PARTS[0]), (of_down.T, down.T, PARTS[1]), (of_up, up, PARTS[1])):
             columns = made.unflatten(1, (6, rank)).unbind(1)
             parts = [columns[order.index(index)] for index in range(3)]

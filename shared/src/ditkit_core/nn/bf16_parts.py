@@ -30,8 +30,11 @@ class Split(NamedTuple):
 
     factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """A [rank, in] and B [out, rank] to right matrices in parts [6 · rank, in] and [out, 6 · rank]."""
-    products: Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
-    """scaling · sum of the terms of [n, terms · rank] in fp32, and the left matrix of its parts [n, 6 · rank]."""
+    products: Callable[[Tensor, Tensor | None, int, float], tuple[Tensor, Tensor]]
+    """scaling · sum of the terms of [n, terms · rank]: the left matrix of its parts [n, 6 · rank], and the sum itself in fp32; or in its place the left
+    matrix of another fp32 matrix [n, rank]."""
+    sums: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    """The sums of the terms of [terms · rank, in] and of [out, terms · rank]."""
     add: Callable[[Tensor, Tensor, Tensor], Tensor]
     """A matrix [n, m], with the product of matrices of parts added in place."""
 
@@ -47,14 +50,18 @@ class Split(NamedTuple):
             wanted: For A, for B.
         """
         rows, down, up, low = saved
-        rank, d_down, d_up = len(down), None, None
+        rank = down.shape[0]
         of_down, of_up = self.factors(down, up)
-        d_low = self.products(wide_product(gradient, of_up[:, : 3 * rank]), rank, scaling)[1]
-        if wanted[1]:
-            left = self.products(low, rank, 1.0)[1]
-            d_up = wide_product(gradient.T, left[:, : 3 * rank]).view(-1, 3, rank).sum(1)
-        if wanted[0]:
-            d_down = wide_product(d_low[:, : 3 * rank].T, rows).view(3, *down.shape).sum(0)
+        terms = wide_product(gradient, of_up[:, : 3 * rank])
+        d_low, left = self.products(terms, low if wanted[1] else None, rank, scaling)
+        d_up = wide_product(gradient.T, left[:, : 3 * rank]) if wanted[1] else None
+        d_down = wide_product(d_low[:, : 3 * rank].T, rows) if wanted[0] else None
+        if d_down is not None and d_up is not None:
+            d_down, d_up = self.sums(d_down, d_up, rank)
+        elif d_down is not None:
+            d_down = d_down.view(3, *down.shape).sum(0)
+        elif d_up is not None:
+            d_up = d_up.view(-1, 3, rank).sum(1)
         return d_low, of_down, d_down, d_up
 
 
@@ -63,10 +70,15 @@ def split_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _in_order(down, PARTS[1], 0), _in_order(up, PARTS[1], 1)
 
 
-def split_products(products: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+def split_products(products: Tensor, low: Tensor | None, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
     """`Split.products` in torch."""
-    low = products if products.shape[1] == rank else products.view(len(products), -1, rank).sum(1) * scaling
-    return low, _in_order(low, PARTS[0], 1)
+    total = products.view(len(products), -1, rank).sum(1) * scaling
+    return _in_order(total, PARTS[0], 1), total if low is None else _in_order(low, PARTS[0], 1)
+
+
+def term_sums(of_down: Tensor, of_up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """`Split.sums` in torch."""
+    return of_down.view(-1, rank, of_down.shape[1]).sum(0), of_up.view(len(of_up), -1, rank).sum(1)
 
 
 def _in_order(wide: Tensor, order: Sequence[int], axis: int) -> Tensor:
@@ -107,5 +119,5 @@ def _suits_kernel(total: Tensor, left: Tensor, right: Tensor) -> bool:
     return length % 8 == width % 8 == 0 and all(x.is_contiguous() and x.storage_offset() % 8 == 0 for x in tensors)
 
 
-IN_TORCH = Split(split_factors, split_products, _add_in_torch)
-IN_KERNELS = Split(kernels.factor_parts, kernels.product_parts, _add_in_kernel)
+IN_TORCH = Split(split_factors, split_products, term_sums, _add_in_torch)
+IN_KERNELS = Split(kernels.factor_parts, kernels.product_parts, kernels.term_sums, _add_in_kernel)

@@ -35,7 +35,8 @@ def _low_rank(x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tens
     """scaling · x Aᵀ in fp32, and two bf16 matrices whose product is scaling · x Aᵀ Bᵀ."""
     of_down, of_up = _SPLIT.factors(down, up)
     products = wide_product(x.flatten(0, -2), of_down[: 3 * len(down)].T)
-    return (*_SPLIT.products(products, len(down), scaling), of_up)
+    left, low = _SPLIT.products(products, None, len(down), scaling)
+    return low, left, of_up
 
 
 @_low_rank.register_fake

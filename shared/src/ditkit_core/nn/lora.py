@@ -186,7 +186,7 @@ class _SplitLowRank(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float, split: Split) -> tuple[Tensor, ...]:
         rank, shared = len(down), x.view_as(x)
         of_down, of_up = split.factors(down, up)
-        low, left = split.products(wide_product(x.flatten(0, -2), of_down[: 3 * rank].T), rank, scaling)
+        left, low = split.products(wide_product(x.flatten(0, -2), of_down[: 3 * rank].T), None, rank, scaling)
         ctx.save_for_backward(x, down, up, low)
         ctx.scaling, ctx.split = scaling, split
         ctx.mark_non_differentiable(left, of_up, *(() if x.requires_grad else (shared,)))
@@ -219,7 +219,7 @@ class _SplitLinear(torch.autograd.Function):
     ) -> Tensor:
         rank, rows = down.shape[0], x.flatten(0, -2)
         of_down, of_up = split.factors(down, up)
-        low, left = split.products(wide_product(rows, of_down[: 3 * rank].T), rank, scaling)
+        left, low = split.products(wide_product(rows, of_down[: 3 * rank].T), None, rank, scaling)
         ctx.save_for_backward(x, down, up, low)
         ctx.weight, ctx.scaling, ctx.split = weight, scaling, split
         return split.add(F.linear(rows, weight, bias), left, of_up.T).view(*x.shape[:-1], weight.shape[0])

@@ -15,11 +15,12 @@ from ditkit_core.testing.ranks import once
 from ditkit_core.testing.replicas import BRIEF
 
 BLOCKS = {"norm_rotation", "norm_rotation_backward", "affine_norm", "affine_norm_backward"}
+_LORA = {"factor_parts", "product_parts", "term_sums"}
 OTHERS = {
-    "brief lora": {"factor_parts", "product_parts"},
+    "brief lora": _LORA,
     "brief full, stochastic": {"round_stochastic"},
     "brief full, split": {"round_split", "join_split"},
-    "brief lora on nf4": {"factor_parts", "product_parts", "dequantize_nf4"},
+    "brief lora on nf4": _LORA | {"dequantize_nf4"},
 }
 """Kernels of a case besides the kernels of blocks."""
 

@@ -56,7 +56,9 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "gated_unit.forward", (x,), {}
     yield "gated_unit.backward", (there(2, 3, 4), x), {}
     yield "lora_parts.factors", (rows, there(5, 4)), {}
-    yield "lora_parts.products", (there(5, 12), 4, 1.0), {}
+    yield "lora_parts.products", (there(5, 12), None, 4, 1.0), {}
+    yield "lora_parts.products", (there(5, 12), there(5, 4), 4, 1.0), {}
+    yield "lora_parts.sums", (there(12, 8), there(6, 12), 4), {}
     yield "modulated_norm.forward", (x, there(2, 1, 8), there(2, 1, 8), 1e-6, 1.0, torch.float32), {}
     yield "modulated_norm.backward", (x, x, there(2, 1, 8), 1e-6, 1.0, True), {}
     yield "norm_rotation.forward", (x, there(8), None, 1e-6, 2, torch.float32), {}
@@ -106,9 +108,9 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
 
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             name = self._kernel.fn.__module__ + self._kernel.fn.__name__
-            return lambda *given, **named: found.setdefault((name, named.get("TRAINED", False)), set()).add(
-                properties(self._kernel, given, named)
-            )
+            return lambda *given, **named: found.setdefault(
+                (name, named.get("TRAINED", named.get("HAS_LOW", False))), set()
+            ).add(properties(self._kernel, given, named))
 
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     for module in vars(KERNELS).values():
@@ -136,9 +138,10 @@ def test_no_number_of_tokens_compiles_another_kernel(monkeypatch: pytest.MonkeyP
             KERNELS.gated_sum.backward(x, row, torch.bfloat16)
             KERNELS.gated_unit.forward(x)
             KERNELS.gated_unit.backward(x[..., :16], x)
-            KERNELS.lora_parts.products(torch.empty(batch * tokens, 12), 4, 1.0)
+            for low in (None, torch.empty(batch * tokens, 4)):
+                KERNELS.lora_parts.products(torch.empty(batch * tokens, 12), low, 4, 1.0)
             KERNELS.rounded_rows.codes_of_rows(x.flatten(0, 1), None, torch.int8)
             for trained in (False, True):
                 KERNELS.modulated_norm.backward(x, x, row, 1e-6, 1.0, trained)
                 KERNELS.norm_rotation.backward(heads, x, weight, table, inverse, trained)
-    assert len(found) == 14 and {name: len(each) for name, each in found.items()} == dict.fromkeys(found, 1)
+    assert len(found) == 15 and {name: len(each) for name, each in found.items()} == dict.fromkeys(found, 1)

@@ -40,8 +40,8 @@ def _backward(gradient, gate, d_y, tokens, g_batch, g_token, gate_batch, DIM: tl
 def forward(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """x + y · gate [batch, tokens, dim] in the dtype of x, contiguous; one gate [batch, 1, dim] per sample."""
     (batch, tokens, dim), out = x.shape, x.new_empty(x.shape)
-    y, x, gate = (_features_next_to_each_other(tensor) for tensor in (y, x, gate.expand(batch, -1, -1)))
-    numbers = tokens, *y.stride()[:2], *x.stride()[:2], gate.stride(0)
+    y, x, gate = map(_features_next_to_each_other, (y, x, gate))
+    numbers = tokens, *y.stride()[:2], *x.stride()[:2], _step(gate)
     _forward((batch * tokens, blocks_of(dim, _BLOCK), 1), (y, x, gate, out), numbers, (dim, _BLOCK))
     return out
 
@@ -49,10 +49,15 @@ def forward(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
 def backward(gradient: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient · gate in a dtype, contiguous."""
     (batch, tokens, dim), d_y = gradient.shape, gradient.new_empty(gradient.shape, dtype=dtype)
-    gradient, gate = (_features_next_to_each_other(tensor) for tensor in (gradient, gate.expand(batch, -1, -1)))
-    numbers = tokens, *gradient.stride()[:2], gate.stride(0)
+    gradient, gate = map(_features_next_to_each_other, (gradient, gate))
+    numbers = tokens, *gradient.stride()[:2], _step(gate)
     _backward((batch * tokens, blocks_of(dim, _BLOCK), 1), (gradient, gate, d_y), numbers, (dim, _BLOCK))
     return d_y
+
+
+def _step(gate: Tensor) -> int:
+    """From the gate of a sample to the next one; 0 where one serves all."""
+    return 0 if gate.shape[0] == 1 else gate.stride(0)
 
 
 def _features_next_to_each_other(x: Tensor) -> Tensor:

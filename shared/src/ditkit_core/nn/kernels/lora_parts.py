@@ -1,4 +1,4 @@
-"""Factors and low-rank products of a LoRA as sums of bf16 matrices, for tensor cores; reference: `nn/bf16_parts.py: split_factors` and `split_products`."""
+"""Factors and low-rank products of a LoRA as sums of bf16 matrices, for tensor cores, and sums of what those give; reference: `nn/bf16_parts.py: IN_TORCH`."""
 
 import torch
 import triton
@@ -45,21 +45,56 @@ def _factors(
         _split(up, of_up, block - blocks, up_count, RANK, BLOCK)
 
 
+@triton.jit
+def _summed(products, place, inside, TERMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of the terms of rows of [n, TERMS · WIDTH], one after the other."""
+    first = place // WIDTH * (TERMS * WIDTH) + place % WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for term in tl.static_range(TERMS):
+        total += tl.load(products + first + term * WIDTH, mask=inside, other=0.0)
+    return total
+
+
 # Token counts differ between micro-batches: a kernel for each of their properties (16 divides it, it is 1) would be compiled in the middle of a
 # run. Of their product with a constant rank Triton still knows what divides it, and reads and writes several numbers at once.
 # Not fused: rounded once with the subtractions behind it, a product's parts would sum to another number.
 @launcher(enable_fp_fusion=False)
 @triton.jit(do_not_specialize=["rows"])
-def _products(products, low, left, scaling, rows, TERMS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, column = place // RANK, place % RANK
-    inside = place < tl.cast(rows, tl.int64) * RANK
-    total = tl.zeros((BLOCK,), tl.float32)
-    for term in tl.static_range(TERMS):
-        total += tl.load(products + (row * TERMS + term) * RANK + column, mask=inside, other=0.0)
-    total *= scaling
-    tl.store(low + place, total, mask=inside)
-    _store(left, total, row, column, RANK, False, inside)
+def _products(
+    products, low, left, left_of_low, scaling, rows,
+    TERMS: tl.constexpr, RANK: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place, count = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.cast(rows, tl.int64) * RANK
+    if HAS_LOW:
+        half = tl.num_programs(0) // 2
+        if tl.program_id(0) >= half:
+            place -= half.to(tl.int64) * BLOCK
+            inside = place < count
+            wide = tl.load(low + place, mask=inside, other=0.0)
+            _store(left_of_low, wide, place // RANK, place % RANK, RANK, False, inside)
+            return
+    inside = place < count
+    total = _summed(products, place, inside, TERMS, RANK, BLOCK) * scaling
+    if not HAS_LOW:
+        tl.store(low + place, total, mask=inside)
+    _store(left, total, place // RANK, place % RANK, RANK, False, inside)
+
+
+@launcher(enable_fp_fusion=False)
+@triton.jit
+def _sums(
+    of_down, of_up, down, up, down_count, up_count,
+    TERMS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, blocks = tl.program_id(0), tl.cdiv(down_count, BLOCK)
+    if block < blocks:  # its terms are below each other: one row of all its numbers
+        place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < down_count
+        tl.store(down + place, _summed(of_down, place, inside, TERMS, WIDTH, BLOCK), mask=inside)
+    else:
+        place = (block - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < up_count
+        tl.store(up + place, _summed(of_up, place, inside, TERMS, RANK, BLOCK), mask=inside)
 
 
 def factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,18 +102,34 @@ def factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     (rank, width), num_out = down.shape, up.shape[0]
     down, up = down.contiguous(), up.contiguous()
     of_down = down.new_empty(6 * rank, width, dtype=torch.bfloat16)
-    of_up = up.new_empty(num_out, 6 * rank, dtype=torch.bfloat16)
+    of_up = of_down.new_empty(num_out, 6 * rank)
     counts = rank * width, num_out * rank
     programs = blocks_of(counts[0], _BLOCK) + blocks_of(counts[1], _BLOCK)
     _factors((programs, 1, 1), (down, up, of_down, of_up), counts, (rank, rank * width, _BLOCK))
     return of_down, of_up
 
 
-def products(given: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """scaling · sum of the terms of [n, terms · rank] in fp32 [n, rank], and its parts [n, 6 · rank]."""
+def products(given: Tensor, low: Tensor | None, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """scaling · sum of the terms of [n, terms · rank]: its parts [n, 6 · rank], and itself in fp32, or those of another fp32 matrix [n, rank]."""
     given, rows, terms = given.contiguous(), given.shape[0], given.shape[1] // rank
-    low = given.new_empty(rows, rank)
     left = given.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
-    programs = blocks_of(rows * rank, _BLOCK)
-    _products((programs, 1, 1), (given, low, left), (scaling, rows), (terms, rank, _BLOCK))
-    return low, left
+    blocks = blocks_of(rows * rank, _BLOCK)
+    if low is None:
+        low = given.new_empty(rows, rank)
+        _products((blocks, 1, 1), (given, low, left, left), (scaling, rows), (terms, rank, False, _BLOCK))
+        return left, low
+    of_low = torch.empty_like(left)
+    tensors = given, low.contiguous(), left, of_low
+    _products((2 * blocks, 1, 1), tensors, (scaling, rows), (terms, rank, True, _BLOCK))
+    return left, of_low
+
+
+def sums(of_down: Tensor, of_up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The sums of the terms of [terms · rank, in], and of [out, terms · rank]."""
+    of_down, of_up, terms = of_down.contiguous(), of_up.contiguous(), of_down.shape[0] // rank
+    num_in, num_out = of_down.shape[1], of_up.shape[0]
+    down, up = of_down.new_empty(rank, num_in), of_up.new_empty(num_out, rank)
+    counts = rank * num_in, num_out * rank
+    programs = blocks_of(counts[0], _BLOCK) + blocks_of(counts[1], _BLOCK)
+    _sums((programs, 1, 1), (of_down, of_up, down, up), counts, (terms, rank, rank * num_in, _BLOCK))
+    return down, up

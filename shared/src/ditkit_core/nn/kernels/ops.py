@@ -132,11 +132,20 @@ def factor_parts(down: Tensor, up: Tensor) -> Any:
     return down.new_empty(6 * rank, width, dtype=torch.bfloat16), of_up
 
 
-@_declared("product_parts(Tensor products, int rank, float scaling) -> (Tensor, Tensor)", "lora_parts", "products")
-def product_parts(products: Tensor, rank: int, scaling: float) -> Any:
-    """scaling · sum of the terms of [n, terms · rank], and that as a left matrix of bf16 parts."""
+@_declared(
+    "product_parts(Tensor products, Tensor? low, int rank, float scaling) -> (Tensor, Tensor)", "lora_parts", "products"
+)
+def product_parts(products: Tensor, low: Tensor | None, rank: int, scaling: float) -> Any:
+    """scaling · sum of the terms of [n, terms · rank] as a left matrix of bf16 parts, and itself, or in its place `low` [n, rank] as such a matrix."""
     rows = len(products)
-    return products.new_empty(rows, rank), products.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
+    left = products.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
+    return left, products.new_empty(rows, rank) if low is None else torch.empty_like(left)
+
+
+@_declared("term_sums(Tensor down, Tensor up, int rank) -> (Tensor, Tensor)", "lora_parts", "sums")
+def term_sums(down: Tensor, up: Tensor, rank: int) -> Any:
+    """The sums of the terms of [terms · rank, in] and of [out, terms · rank]."""
+    return down.new_empty(rank, down.shape[1]), up.new_empty(len(up), rank)
 
 
 @_declared("add_product(Tensor(a!) total, Tensor left, Tensor right) -> ()", "added_products", "accumulated")
