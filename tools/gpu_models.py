@@ -108,12 +108,12 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
     )  # fmt: skip
     work = Workload(
         kernels=mode.kernels,
-        replayed=mode.cuda_graphs == "on",
+        cuda_graphs=mode.cuda_graphs,
         rounding=OptimConfig().rounding if case.method == "full" else "",
     )
     costs = profile(job)
     division = Partition(devices=(0,) * len(costs.blocks))
-    (memory,) = compose(costs, division, [Budget(name="", total=2**50)])
+    (memory,) = compose(costs, division, [Budget(name="", total=2**50, rates=gpu)], work)
     return Planned(peak=memory.peak, seconds=step_seconds(costs, division, [gpu], work))
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.kernel_time import gpu_seconds, host_seconds, kernel_seconds
-from ditkit_core.planner.memory import Partition, Profile
+from ditkit_core.planner.memory import Partition, Profile, compose
 from ditkit_core.planner.planned_step import Size
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import step_seconds
@@ -83,8 +83,15 @@ class Step:
         made = self.profile
         if self.blocks:
             made = replace(made, updates_in_backward=True)
-        work = Workload(kernels=self.kernels, replayed=replayed)
+        work = Workload(kernels=self.kernels, cuda_graphs="on" if replayed else "off")
         return step_seconds(made, Partition(devices=(0,) * len(made.blocks)), [H100], work)
+
+    def planned_peak(self, *, replayed: bool = False) -> int:
+        """Planned bytes at the peak."""
+        made = self.profile
+        work = Workload(kernels=self.kernels, cuda_graphs="on" if replayed else "off")
+        (plan,) = compose(made, Partition(devices=(0,) * len(made.blocks)), [H100.budget], work)
+        return plan.peak
 
     def planned_kinds(self) -> Counter[str]:
         """Planned milliseconds of kernels by kind, the optimizer's left out."""

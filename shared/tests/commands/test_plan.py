@@ -73,6 +73,23 @@ def test_json_is_all_of_stdout_and_says_that_it_fits(tmp_path, capsys):
     assert device["blocks"] == [0, 1] and found["flops_per_step"] > 0 < found["seconds_per_step"]
 
 
+def test_a_plan_says_whether_steps_are_replayed(tmp_path, capsys):
+    found = {}
+    for key in ("auto", "on", "off"):
+        found[key] = json.loads(plan(tmp_path, capsys, "--json", "--gpus", "24GiB", "--train.cuda_graphs", key)[1])
+    assert [each["replayed"] for each in found.values()] == [True, True, False], (
+        "the host takes longest with a model this small"
+    )
+    (replayed,), (eager,) = found["auto"]["devices"], found["off"]["devices"]
+    assert replayed["peak"] > eager["peak"] and replayed["gradients"] == replayed["adapters"]
+    assert found["auto"]["seconds_per_step"] < found["off"]["seconds_per_step"] / 2
+    for flags, ending in (
+        (("--train.cuda_graphs", "off"), "an eager step is planned"),
+        ((), "a replayed step is planned"),
+    ):
+        assert any(line.endswith(ending) for line in plan(tmp_path, capsys, "--gpus", "24GiB", *flags)[1].splitlines())
+
+
 def test_the_row_of_trained_weights_is_called_so_where_there_is_no_adapter(tmp_path, capsys):
     for method, wanted in (("lora", ["weights", "adapters"]), ("full", ["trained weights"])):
         flags = ("--adapter.method", method, "--model.dtype", "fp32", "--gpus", "24GiB")

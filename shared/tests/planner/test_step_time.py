@@ -43,7 +43,7 @@ def with_kernels(*kernels):
 
 
 def nanoseconds(*kernels, **work):
-    return compute_time(with_kernels(*kernels), CARD, Workload(**{"replayed": True} | work), backward=False)
+    return compute_time(with_kernels(*kernels), CARD, Workload(**{"cuda_graphs": "on"} | work), backward=False)
 
 
 def test_a_narrow_matmul_takes_the_time_of_its_bytes_and_a_small_one_the_time_to_start():
@@ -69,11 +69,11 @@ def test_attention_takes_other_shares_forward_and_backward():
 
 
 def test_flash_attention_is_slower_than_torchs_own_choice_on_hopper_alone():
-    kernel, flash = Kernel("attention", 10**15, 0), Workload(attention="sdpa_flash", replayed=True)
+    kernel, flash = Kernel("attention", 10**15, 0), Workload(attention="sdpa_flash", cuda_graphs="on")
     for name, ratio in (("h100", 0.59 / 0.353), ("h200", 0.59 / 0.353), ("rtx4090", 1.0), ("a100", 1.0)):
         own, other = (
             compute_time(with_kernels((kernel, 1)), parse_gpus(name)[0], work, backward=False)
-            for work in (Workload(replayed=True), flash)
+            for work in (Workload(cuda_graphs="on"), flash)
         )
         assert other / own == pytest.approx(ratio, rel=1e-3), name
 
@@ -90,9 +90,9 @@ def test_the_host_launches_what_is_not_replayed():
     launching = 1e9 * 100 * sum(LAUNCHED.values())
     busy = nanoseconds(*small)
     assert busy < launching / 10
-    assert nanoseconds(*small, replayed=False) == pytest.approx(launching, rel=1e-6)
+    assert nanoseconds(*small, cuda_graphs="off") == pytest.approx(launching, rel=1e-6)
     large = Kernel("matmul_16", 10**15, 0), 1
-    assert nanoseconds(large, replayed=False) == nanoseconds(large), "the host launches while the GPU runs"
+    assert nanoseconds(large, cuda_graphs="off") == nanoseconds(large), "the host launches while the GPU runs"
 
 
 def test_one_host_launches_for_all_devices():
@@ -178,7 +178,7 @@ def test_what_is_assumed_is_said_for_each_gpu_once():
     )
     assert "67% of 82.6 TFLOP/s in fp32" in assumptions(parse_gpus("rtx4090"), Workload(fp32=True))[0]
     assert "the host launches" in lines[2]
-    assert "replayed" in assumptions(parse_gpus("rtx4090"), Workload(replayed=True))[-1]
+    assert "replayed" in assumptions(parse_gpus("rtx4090"), Workload(cuda_graphs="on"))[-1]
 
 
 def test_equal_ways_of_dividing_take_equal_times():

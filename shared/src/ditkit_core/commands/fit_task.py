@@ -16,7 +16,6 @@ from ditkit_core.io.console import doing
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
 from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.plan import check_formats, planned_step
-from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.search.partition_search import Candidate, FitTask
 from ditkit_core.planner.search.update_search import Level
@@ -84,7 +83,7 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
     return FitTask(
         gpus=gpus,
         profile_of=profile_of,
-        work=work_of(step.run),
+        work=step.work,
         quantizations=formats,
         adapts=config.adapter.method != "full",
         streams_trained=_streams_trained(config),

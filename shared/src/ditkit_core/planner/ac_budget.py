@@ -31,7 +31,7 @@ from ditkit_core.planner.memory import (
     mixed,
 )
 from ditkit_core.planner.step_time import compute_time
-from ditkit_core.planner.workload import PLAIN, Round, Workload
+from ditkit_core.planner.workload import PLAIN, Workload
 
 SELF = "self"
 """The attention call whose outputs save most recompute per byte; other calls save less for the same bytes."""
@@ -203,8 +203,7 @@ class _Device:
         self._blocks = range(int(start == 0), int(start == 0) + end - start)
         spans = [DeviceSpan(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
         self._before = max(span.receives + span.targets for span in spans)
-        rounds = task.work.rounds(trains_all=spans[0].profile.trains_all)
-        by_policy = [_variants(span, rounds, task.budgets[device].workspace, task.price_on(device)) for span in spans]
+        by_policy = [_variants(span, task.work, task.budgets[device], task.price_on(device)) for span in spans]
         self._stages = [_priced(stage) for stage in zip(*by_policy, strict=True)]
         for place in set(range(len(self._stages))) - set(self._blocks):
             # Embedding and head have no policy. Their costs differ between profiles, because some blocks share their tensors: take the highest.
@@ -251,11 +250,10 @@ class _Device:
         return self._stages[-1][way.chosen[-1]].freed_at_cut if is_cut else 0
 
 
-def _variants(
-    span: DeviceSpan, rounds: Sequence[Round], workspace: int, price: Callable[[StageCost], int]
-) -> list[_Variant]:
+def _variants(span: DeviceSpan, work: Workload, budget: Budget, price: Callable[[StageCost], int]) -> list[_Variant]:
     """The stages of a device under one policy, from the peaks of its plan."""
-    always = sum(span.static().values()) + workspace
+    rounds = span.as_replayed(work, budget.rates).rounds(trains_all=span.profile.trains_all)
+    always = sum(span.static().values()) + budget.workspace
     before = span.receives + span.targets
     kept = list(accumulate((stage.kept for stage in span.stages), initial=before))
     count = len(span.stages)

@@ -10,6 +10,7 @@ import torch
 from ditkit_core.config.sizes import GIB, SIZE, per_device
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpu_names import RATES_OF, SOLD_GB, unknown_gpu
+from ditkit_core.planner.kernel_time import Rates
 from ditkit_core.planner.memory import Budget
 
 RESERVE_BYTES = 6 * GIB // 10
@@ -28,7 +29,7 @@ _MOST_GPUS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPU:
+class GPU(Rates):
     """One device: its memory in bytes, rates in units per second."""
 
     name: str
@@ -36,29 +37,17 @@ class GPU:
     """Bytes that torch reports. `nvidia-smi` reports 0.3 to 0.9 GiB more, which no process can use."""
     reserve: int
     """Bytes of them that a run cannot use."""
-    bf16_flops: float
-    """Dense matrix products in 16 bits with sums in fp32, without sparsity."""
-    fp32_flops: float
-    """Matrix products in fp32, not in TF32."""
-    int8_flops: float
-    """Matrix products of int8; 0 if its tensor cores have none."""
-    fp8_flops: float
-    """Those of fp8, with sums in fp32; 0 if its tensor cores have none."""
-    memory_bandwidth: float
-    """Bytes per second of its own memory."""
     host_bandwidth: float
     """Bytes per second of its PCIe link, in one direction."""
     source: str
     """Where the figures are from."""
     half: str = "bf16"
     """The 16-bit format of `bf16_flops`: `fp16` for GPUs older than Ampere, which compute no bf16."""
-    is_hopper: bool = False
-    """Whether torch's own choice of an attention kernel is cuDNN's."""
 
     @property
     def budget(self) -> Budget:
         """The memory to plan for."""
-        return Budget(name=self.name, total=self.total, reserve=self.reserve)
+        return Budget(name=self.name, total=self.total, reserve=self.reserve, rates=self)
 
 
 def default_reserve(total: int) -> int:

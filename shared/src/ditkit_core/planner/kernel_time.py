@@ -6,11 +6,30 @@ moments were measured on one H100, the only GPU that has run this; other GPUs ar
 rates. `tools/time_truth.py` compares what follows from these two tables with the measurements that they are from.
 """
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a GPU publishes, in units per second."""
+
+    bf16_flops: float
+    """Dense matrix products in 16 bits with sums in fp32, without sparsity."""
+    fp32_flops: float
+    """Matrix products in fp32, not in TF32."""
+    int8_flops: float
+    """Matrix products of int8; 0 if its tensor cores have none."""
+    fp8_flops: float
+    """Those of fp8, with sums in fp32; 0 if its tensor cores have none."""
+    memory_bandwidth: float
+    """Bytes per second of its own memory."""
+    is_hopper: bool = False
+    """Whether torch's own choice of an attention kernel is cuDNN's."""
 
 
 class Reach(NamedTuple):
@@ -61,12 +80,12 @@ Fitted to ten steps of klein 4B and FLUX.2 dev on three machines with an H100 (c
 slow in one minute as in another: a call to `mm` alone took 52 to 100 µs. Other hosts take less."""
 
 
-def rate_of_codes(gpu: GPU, compute: str) -> float:
+def rate_of_codes(gpu: Rates, compute: str) -> float:
     """A GPU's published rate of products of `int8` or `fp8` codes; 0 if it has none."""
     return {"int8": gpu.int8_flops, "fp8": gpu.fp8_flops}.get(compute, 0.0)
 
 
-def kernel_seconds(kernel: Kernel, gpu: GPU, attention: str = "sdpa") -> float:
+def kernel_seconds(kernel: Kernel, gpu: Rates, attention: str = "sdpa") -> float:
     """Seconds of one kernel on a GPU.
 
     Args:
@@ -84,7 +103,7 @@ def kernel_seconds(kernel: Kernel, gpu: GPU, attention: str = "sdpa") -> float:
 
 
 @cache
-def gpu_seconds(kernels: KernelCounts, gpu: GPU, attention: str = "sdpa") -> float:
+def gpu_seconds(kernels: KernelCounts, gpu: Rates, attention: str = "sdpa") -> float:
     """Seconds that a GPU is busy with kernels, one after the other."""
     return sum(count * kernel_seconds(kernel, gpu, attention) for kernel, count in kernels)
 
@@ -99,3 +118,8 @@ def _launched_as(kind: str) -> str:
     if kind.startswith(("matmul", "attention")):
         return "matmul"
     return "fused" if kind in ("fused", "conversion") else "other"
+
+
+def is_launched_slowly(every: Collection[KernelCounts], gpu: Rates, attention: str = "sdpa") -> bool:
+    """Whether the host takes longer to launch kernels than a GPU to run them."""
+    return sum(map(host_seconds, every)) > sum(gpu_seconds(counts, gpu, attention) for counts in every)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ditkit_core.planner.kernel_time import Rates, is_launched_slowly
 from ditkit_core.planner.memory_tracker import KernelCounts, flops_in
 from ditkit_core.planner.workload import PLAIN, Round, Workload
 
@@ -96,6 +97,8 @@ class Profile:
     """Bytes of the carry that enters each block, then the head: a split there sends them, and the next device allocates them."""
     crossing_back: tuple[int, ...]
     """Bytes of gradients that a split there sends back."""
+    inputs: int = 0
+    """Bytes of what a micro-batch reads: its items, noise and targets. Each kind of micro-batch that is replayed has them once more."""
     targets: int = 0
     """Bytes of the loss's targets: included in the embedding's figures, and on the head's device from before the forward."""
     trains_all: bool = False
@@ -180,6 +183,8 @@ class Budget:
     """Bytes that are left to other programs."""
     workspace: int = CUBLAS_WORKSPACE
     """Bytes that libraries allocate; 0 for a CPU."""
+    rates: Rates | None = None
+    """Of a GPU: they decide whether `train.cuda_graphs = auto` replays."""
 
     @property
     def available(self) -> int:
@@ -243,6 +248,40 @@ class DevicePlan:
         return max(0, -self.free)
 
 
+def as_replayed(
+    stages: Sequence[StageCost], work: Workload, rates: Rates | None, *, is_alone: bool, streams: bool
+) -> Workload:
+    """The work with `cuda_graphs` as it turns out on a device: `on` if its micro-batches are replayed, `off` if not.
+
+    `training/replay.py` decides by the same: a device that shares the model, or a host that has a part of it, runs eagerly, and `auto` replays where
+    the host takes longer than the GPU. Of that the plan has an estimate, for a slow host.
+
+    Args:
+        stages: Those of the device.
+        rates: Of the device; None for a CPU, which replays nothing.
+        is_alone: Whether it has the whole model.
+        streams: Whether some of its blocks are streamed.
+    """
+    if work.cuda_graphs == "off":
+        return work
+    if rates is None or not is_alone or streams or any(stage.on_host for stage in stages):
+        return replace(work, cuda_graphs="off")
+    if work.cuda_graphs == "on":
+        return work
+    every = [counts for stage in stages for counts in (stage.kernels_forward, stage.kernels_backward)]
+    return replace(work, cuda_graphs="on" if is_launched_slowly(every, rates, work.attention) else "off")
+
+
+def work_as_run(profile: Profile, division: Partition, rates: Sequence[Rates], work: Workload) -> Workload:
+    """The work as it turns out on these devices, as `as_replayed` has it.
+
+    Args:
+        rates: Of the devices, if they are GPUs; else empty.
+    """
+    first = rates[0] if rates else None
+    return DeviceSpan(profile, *division.bounds[:2], division.streamed).as_replayed(work, first)
+
+
 def compose(
     profile: Profile, division: Partition, budgets: Sequence[Budget], work: Workload = PLAIN
 ) -> tuple[DevicePlan, ...]:
@@ -294,25 +333,31 @@ class DeviceSpan:
 
     def plan(self, budget: Budget, work: Workload = PLAIN) -> DevicePlan:
         """The peak, by purpose."""
-        static = self.static()
+        static, work = self.static(), self.as_replayed(work, budget.rates)
         moments: list[PeakMoment] = []
         # From the second micro-batch on, gradients of earlier ones are there, so its peaks are others.
         for each in work.rounds(trains_all=self.profile.trains_all):
             moments += self.moments(each, waiting=max(0, work.waiting - each.again))
+        # Graphs keep the memory of their activations, so all else of a step needs memory next to it; and each kind of them has its inputs.
+        pool = max(moment.activations for moment in moments) if work.is_replayed else 0
+        inputs = work.kinds * self.profile.inputs if work.is_replayed else 0
         all_gradients = sum(cost.gradients for cost in self.stages)
         # An optimizer that works parameter by parameter frees its temporary memory in between.
         whole = sum if self.profile.update_adds_up else max
         # Updates come last: all gradients exist, and no activations.
         updating = whole(cost.update_extra for cost in self.stages)
-        moments.append(PeakMoment(max(0, updating - self.gathered), all_gradients, 0))
+        moments.append(PeakMoment(pool + max(0, updating - self.gathered), all_gradients, 0))
         if work.ranks is not None:
-            moments.append(PeakMoment(0, work.ranks.exchanged * all_gradients, 0))
+            moments.append(PeakMoment(pool, work.ranks.exchanged * all_gradients, 0))
+        if work.is_replayed and work.validates:
+            forward = self.stages[0].kept + max(cost.forward_extra for cost in self.stages)
+            moments.append(PeakMoment(pool + forward, all_gradients, 0))
         highest = max(moments, key=sum)
         held = {
             **static,
             "optimizer": static["optimizer"] + highest.state,
             "gradients": highest.gradients,
-            "activations": highest.activations,
+            "activations": highest.activations + inputs,
         }
         return DevicePlan(
             budget=budget,
@@ -321,6 +366,11 @@ class DeviceSpan:
             host=(1 + work.waiting) * sum(cost.on_host for cost in self.stages),
             gathered=self.gathered,
         )
+
+    def as_replayed(self, work: Workload, rates: Rates | None) -> Workload:
+        """The work as it turns out here, as the function of this name has it."""
+        is_alone = len(self.held) == len(self.profile.blocks) + 2
+        return as_replayed(self.stages, work, rates, is_alone=is_alone, streams=bool(self.passing))
 
     def static(self) -> dict[str, int]:
         """Static memory: bytes by purpose that are in use during the whole step."""

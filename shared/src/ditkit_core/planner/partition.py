@@ -364,7 +364,7 @@ def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Pl
     began, held = time.monotonic(), as_held(run)
     bucket = largest_bucket(held, unloaded.arch)
     profiles = profiles_of(job_of(held, unloaded.arch, unloaded.adapter, bucket, kind))
-    solver = Partitioner(run=run, model=unloaded.model, targets=targets, work=work_of(run), profile_of=profiles)
+    solver = Partitioner(run=run, model=unloaded.model, targets=targets, work=work_of(run, bucket), profile_of=profiles)
     solution = solver.solve(schedule)
     if solution.chosen:
         say(solution.chosen)

@@ -13,7 +13,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
 from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.kernel_time import rate_of_codes
-from ditkit_core.planner.memory import Budget, Profile, compose, on_host
+from ditkit_core.planner.memory import Budget, Profile, compose, on_host, work_as_run
 from ditkit_core.planner.partition import (
     Partitioner,
     Solution,
@@ -76,9 +76,8 @@ def report_of(
     # Notes are about the run as configured.
     notes = (*notes_on(configured), *_notes(configured, targets.gpus))
     step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
-    run, work, adapts = step.run, work_of(step.run), step.run.config.adapter.method != "full"
-    work = work if layout is None else work_of_rank(work, layout, adapts=adapts)
-    solution = _solve(step, targets, layout, work)
+    run, adapts = step.run, step.run.config.adapter.method != "full"
+    solution, work = _solve(step, targets, layout)
     found, division = solution.profile, solution.division
     plans = compose(found, division, targets.budgets, work)
     streamed = on_host(found, division.streamed)
@@ -116,16 +115,18 @@ def report_of(
     )
 
 
-def _solve(step: PlannedStep, targets: Targets, layout: RankLayout | None, work: Workload) -> Solution:
-    """The device and the policy of each block, with the memory of a step, of one rank if there are several."""
-    profiles = profiles_of(step.job)
-    return Partitioner(
+def _solve(step: PlannedStep, targets: Targets, layout: RankLayout | None) -> tuple[Solution, Workload]:
+    """The device and the policy of each block, with the memory of a step, of one rank if there are several; and what a step is there."""
+    profiles, adapts = profiles_of(step.job), step.run.config.adapter.method != "full"
+    work = step.work if layout is None else work_of_rank(step.work, layout, adapts=adapts)
+    solution = Partitioner(
         run=step.run,
         model=_divisible(step, targets),
         targets=targets,
         work=work,
         profile_of=profiles if layout is None else _of_rank(profiles, layout, step.run.precision.reduction),
     ).solve(step.run.config.train.schedule)
+    return solution, work_as_run(solution.profile, solution.division, targets.gpus, work)
 
 
 def _plan_of_ranks(

@@ -32,6 +32,7 @@ from ditkit_core.run.prepare import arch_here
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
+from ditkit_core.training.replay import MOST
 from ditkit_core.weights.quantize import check_scaled
 
 Size = tuple[int, int, int]
@@ -125,6 +126,11 @@ class PlannedStep:
         adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
         return cls(run=run, bucket=bucket, job=job_of(run, arch, adapter, bucket, kind))
 
+    @property
+    def work(self) -> Workload:
+        """What the step is apart from its model."""
+        return work_of(self.run, self.bucket)
+
 
 def with_planned_kernels(run: RunContext, kind: str, gpus: Sequence[GPU] = ()) -> RunContext:
     """The run with what `train.kernels = auto` would be on such devices, where Triton is installed and its kernels pass their check.
@@ -170,11 +176,12 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, k
     )
 
 
-def work_of(run: RunContext) -> Workload:
-    """The properties of a run's step apart from its model."""
+def work_of(run: RunContext, bucket: Bucket | None = None) -> Workload:
+    """The properties of a run's step apart from its model; of data that are not here, one kind of micro-batch is assumed."""
+    shapes = {*bucket.shapes, *bucket.class_shapes} if bucket is not None and has_data(run) else ()
     trains_bf16 = run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
     train, ranks = run.config.train, run.config.ranks
-    is_eager = train.cuda_graphs == "off" or train.pipelined or train.compile or run.config.optim.fused_backward
+    is_eager = train.pipelined or train.compile or run.config.optim.fused_backward
     return Workload(
         micro_batches=run.config.micro_batches,
         pipelined=run.config.train.pipelined,
@@ -183,7 +190,9 @@ def work_of(run: RunContext) -> Workload:
         compute=run.config.base.compute,
         kernels=run.config.train.kernels,
         attention=run.config.train.attention,
-        replayed=not (is_eager or ranks.shard > 1 or ranks.context > 1),
+        cuda_graphs="off" if is_eager or ranks.shard > 1 or ranks.context > 1 else train.cuda_graphs,
+        kinds=max(1, min(MOST, len(shapes))),
+        validates=run.config.held_out.clips > 0,
         match_base=run.config.prior.match_base,
         rounding=run.config.optim.rounding if trains_bf16 else "",
     )

@@ -68,6 +68,7 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     apart = measure(replace(job, micro_batches=1), model, _places(model), updates=like is None, backward=like is None)
     return replace(
         _profile(model, together, apart, like),
+        inputs=sum(x.nbytes for item in job.batch for x in (*item.values(), item["latents"], item["latents"])),
         trains_all=job.adapter.method == "full",
         updates_in_backward=job.optim.fused_backward and job.micro_batches == 1,
     )

@@ -96,6 +96,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "bucket": report.bucket,
         "tokens": report.tokens,
         "micro_batches": report.work.micro_batches,
+        "replayed": report.work.is_replayed,
         "pipelined": report.work.pipelined,
         "devices": [
             {
@@ -305,7 +306,7 @@ def _lines(report: PlanReport) -> list[str]:
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
     if report.seconds is not None:
         exchanges = "" if ranks is None else ", without exchanges"
-        lines.append(f"time: about {report.seconds:.1f} s per step{exchanges}")
+        lines.append(f"time: about {_seconds(report.seconds)} s per step{exchanges}")
         lines += [f"the time is an estimate: {rate}" for rate in report.rates]
     if report.orders is not None:
         lines.append(str(report.orders))
@@ -314,7 +315,7 @@ def _lines(report: PlanReport) -> list[str]:
         lines.append(
             "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold with; reserve: the CUDA context (0.6 GiB) and gaps "
             "between the allocator's blocks (2 %), both assumed, and train.reserve; "
-            "workspace: assumed for cuBLAS; an eager step is planned"
+            f"workspace: assumed for cuBLAS; {'a replayed' if report.work.is_replayed else 'an eager'} step is planned"
         )
     lines += [describe_shortfall(row, report.previews) for row in report.lacking]
     if any(row.stage == "encode" for row in report.lacking):

@@ -5,7 +5,7 @@ times.
 
 A device executes its work in the order of launches, as a stream does. A copy between two devices waits on both for all work launched before.
 The end of every piece of work therefore follows from the order of launches, which is all that the simulation needs. Where the host takes longer
-to launch a stage than the device to run it, the stage takes that long; steps that are replayed (`Workload.replayed`) are not launched by it.
+to launch a stage than the device to run it, the stage takes that long; steps that are replayed (`memory.py: as_replayed`) are not launched by it.
 
 - *Accumulated*: forward and backward of a micro-batch, then those of the next. The next forward begins on the device where the last
   backward ends, so nothing overlaps.
@@ -14,13 +14,13 @@ to launch a stage than the device to run it, the stage takes that long; steps th
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds, host_seconds, rate_of_codes
-from ditkit_core.planner.memory import Partition, Profile, StageCost
+from ditkit_core.planner.memory import Partition, Profile, StageCost, as_replayed
 from ditkit_core.planner.memory_tracker import KernelCounts
 from ditkit_core.planner.workload import Workload
 
@@ -195,14 +195,13 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
     if end == len(profile.blocks):
         stages.append((profile.head, False))
     is_alone = start == 0 and end == len(profile.blocks)
-    if work.replayed and (streamed or not is_alone or any(stage.on_host for stage, _ in stages)):
-        work = replace(work, replayed=False)  # as `training/replay.py: not_replayed` has it
+    work = as_replayed([stage for stage, _ in stages], work, gpu, is_alone=is_alone, streams=bool(streamed))
     link = gpu.host_bandwidth * LINK_SHARE
     # Blocks of a kind have one object of counts. A search asks for a hundred thousand spans, so each is looked up by identity, once for a span.
     every = [counts for stage, _ in stages for counts in (stage.kernels_forward, stage.kernels_backward)]
     distinct = {id(counts): counts for counts in every}
     times = {key: _taken(counts, gpu, work) for key, counts in distinct.items()}
-    launched = {key: 0 if work.replayed else int(host_seconds(counts) * 1e9) for key, counts in distinct.items()}
+    launched = {key: 0 if work.is_replayed else int(host_seconds(counts) * 1e9) for key, counts in distinct.items()}
 
     def timed(stage: StageCost, copied: int, counts: KernelCounts) -> tuple[int, int]:
         # A block's offloaded activations use the link after its forward, and again before its backward, also one block at a time.
@@ -235,7 +234,7 @@ def _update_time(stages: Sequence[StageCost], gpu: GPU, work: Workload) -> int:
     rounded = sum(stage.adapters // 2 for stage in stages) * UPDATE_TRAFFIC[work.rounding][work.kernels]
     launches, (_, memory, start) = sum(stage.update_launches for stage in stages), REACHED["elementwise"]
     busy = (2 * kept + rounded) / (memory * gpu.memory_bandwidth) + launches * start
-    return int((busy if work.replayed else max(busy, launches * LAUNCHED["other"])) * 1e9)
+    return int((busy if work.is_replayed else max(busy, launches * LAUNCHED["other"])) * 1e9)
 
 
 def compute_time(stage: StageCost, gpu: GPU, work: Workload, *, backward: bool) -> int:
@@ -245,7 +244,7 @@ def compute_time(stage: StageCost, gpu: GPU, work: Workload, *, backward: bool) 
 
 def _taken(kernels: KernelCounts, gpu: GPU, work: Workload) -> int:
     busy = gpu_seconds(kernels, gpu, work.attention)
-    return int((busy if work.replayed else max(busy, host_seconds(kernels))) * 1e9)
+    return int((busy if work.is_replayed else max(busy, host_seconds(kernels))) * 1e9)
 
 
 def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
@@ -305,7 +304,7 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
             )
     launched = (
         "steps are replayed, so the host launches no operation"
-        if work.replayed
+        if work.is_replayed
         else f"the host launches an operation in {min(LAUNCHED.values()) * 1e6:.0f} to {max(LAUNCHED.values()) * 1e6:.0f} µs, as that H100's did; others are faster"
     )
     lines.append(f"these are the shares that an H100 reached; {launched}")

@@ -1,9 +1,11 @@
 """What a step does apart from its model: how many micro-batches it has, in which formats they are multiplied, and who shares them."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from ditkit_core.training.optim.gradient_sum import num_waiting_sums
+
+CudaGraphs = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +26,13 @@ class Workload:
     """`train.kernels`."""
     attention: str = "sdpa"
     """`train.attention`."""
-    replayed: bool = False
-    """Whether micro-batches may be replayed as CUDA graphs, so that the host launches none of their operations: `train.cuda_graphs` replays those that
-    the host would launch too slowly."""
+    cuda_graphs: CudaGraphs = "off"
+    """`train.cuda_graphs`; `off` also where a setting of the run forbids replays. Where it is split, streamed or offloaded nothing is replayed either:
+    `memory.py: as_replayed` knows."""
+    kinds: int = 1
+    """Kinds of micro-batches, each of which has inputs of its own once it is replayed."""
+    validates: bool = False
+    """Whether there is a validation, whose forwards are eager."""
     match_base: float = 0.0
     """`prior.match_base`: share of the steps with another forward, which keeps nothing."""
     rounding: str = ""
@@ -39,8 +45,20 @@ class Workload:
         """Micro-batches whose activations are alive when the first backward runs."""
         return self.micro_batches - 1 if self.pipelined else 0
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the host launches no operation of a micro-batch. A work from `memory.py: as_replayed` leaves no choice."""
+        return self.cuda_graphs != "off"
+
     def rounds(self, *, trains_all: bool) -> list["Round"]:
-        """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set."""
+        """The micro-batches with the highest peaks: one that begins a set of gradients, and one that adds to a set.
+
+        A replay always adds: its gradients have memory that stays, and begin as zeros.
+        """
+        if self.is_replayed:
+            return [
+                each._replace(again=True) for each in replace(self, cuda_graphs="off").rounds(trains_all=trains_all)
+            ]
         if self.ranks is not None:
             return list(self.ranks.rounds)
         apart = not (trains_all or self.pipelined)  # else all are added to one set

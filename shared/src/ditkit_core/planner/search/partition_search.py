@@ -182,10 +182,10 @@ class Search:
 
     def least_missing(self, chosen: tuple[int, ...]) -> int:
         """Bytes that the fullest GPU lacks with all blocks streamed and the best split points; 0 if it fits."""
-        available = [self._task.gpus[i].budget.available for i in chosen]
+        gpus = [self._task.gpus[i] for i in chosen]
 
         def lacking(device: int, start: int, end: int) -> int:
-            return max(0, self._least_held(start, end) - available[device])
+            return max(0, self._least_held(gpus[device], start, end) - gpus[device].budget.available)
 
         split_points = least_full(self._num_blocks, len(chosen), self._starts, lacking)
         assert split_points is not None, "there are enough blocks for all"
@@ -219,7 +219,7 @@ class Search:
     def _judge(self, share: float) -> Judge:
         @cache
         def judge(gpu: GPU, start: int, end: int) -> SearchedSpan | None:
-            count = self._fewest_streamed(start, end, int(gpu.budget.available * share))
+            count = self._fewest_streamed(gpu, start, end, int(gpu.budget.available * share))
             if count is None:
                 return None
             time, host = self._time(gpu, start, end, count)
@@ -255,31 +255,33 @@ class Search:
             best = {end: _undominated(ways, 1 if host is None else None) for end, ways in following.items()}
         return [way.spans for way in best.get(self._num_blocks, [])]
 
-    def _fewest_streamed(self, start: int, end: int, capacity: int) -> int | None:
+    def _fewest_streamed(self, gpu: GPU, start: int, end: int, capacity: int) -> int | None:
         """The fewest streamed blocks with which a device stays within `capacity`; None if streaming all is not enough."""
-        if self._bytes_held(start, end, 0) <= capacity:
+        if self._bytes_held(gpu, start, end, 0) <= capacity:
             return 0
-        if self._least_held(start, end) > capacity:
+        if self._least_held(gpu, start, end) > capacity:
             return None
         low, high = 0, sum(self._has_weights[start:end])
         while high - low > 1:
             # Equal blocks have equal bytes, so linear interpolation lands next to the wanted count; bisection covers the rest.
-            over, under = self._bytes_held(start, end, low), self._bytes_held(start, end, high)
+            over, under = (self._bytes_held(gpu, start, end, count) for count in (low, high))
             guess = low + math.ceil((high - low) * (over - capacity) / (over - under)) if over > under else low + 1
             for middle in (min(max(guess, low + 1), high - 1), (low + high) // 2):
                 if low < middle < high:
-                    fits = self._bytes_held(start, end, middle) <= capacity
+                    fits = self._bytes_held(gpu, start, end, middle) <= capacity
                     low, high = (low, middle) if fits else (middle, high)
         return high
 
-    def _least_held(self, start: int, end: int) -> int:
-        return min(self._bytes_held(start, end, count) for count in {0, sum(self._has_weights[start:end])})
+    def _least_held(self, gpu: GPU, start: int, end: int) -> int:
+        return min(self._bytes_held(gpu, start, end, count) for count in {0, sum(self._has_weights[start:end])})
 
-    def _bytes_held(self, start: int, end: int, count: int) -> int:
-        like = self._like(start, end), count
+    def _bytes_held(self, gpu: GPU, start: int, end: int, count: int) -> int:
+        # Of a whole model without streamed blocks the GPU's rates decide whether steps are replayed.
+        rates = gpu if (start, end, count) == (0, self._num_blocks, 0) else None
+        like = rates, self._like(start, end), count
         if like not in self._held:
             span = DeviceSpan(self._profile, start, end, self._streamed(start, end, count))
-            self._held[like] = span.plan(_ENDLESS, self._work).peak
+            self._held[like] = span.plan(replace(_ENDLESS, rates=rates), self._work).peak
         return self._held[like]
 
     def _time(self, gpu: GPU, start: int, end: int, count: int) -> tuple[StageTime, int]:
