@@ -45,7 +45,7 @@ READ_LATER = {"gpus": parse_gpus, "host": lambda text: parse_size(text, "--host"
 
 SECTIONS = "|".join(config_sections(RunConfig))
 ASSIGNMENT = re.compile(rf"(?:{SECTIONS})\.\w+ = [^…]+")
-ENDINGS = (".md", ".py", ".json", ".safetensors", ".toml")
+ENDINGS = (".md", ".py", ".json", ".safetensors", ".toml", ".log")
 """Of files whose names look like keys: `sample.py`."""
 OWN = {f"--{field.name.replace('_', '-')}" for kind in (CommonOptions, *OPTIONS.values()) for field in fields(kind)}
 OTHERS = {
