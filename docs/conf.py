@@ -45,6 +45,7 @@ include_patterns = [
     "packages/*/api.rst",
     "shared/README.md",
     "shared/tests/README.md",
+    "tools/README.md",
 ]
 exclude_patterns = [".*", "**/__pycache__", "dist", "runs"]
 myst_heading_anchors = 4

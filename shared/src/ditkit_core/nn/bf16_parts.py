@@ -76,7 +76,7 @@ def split_products(products: Tensor, low: Tensor | None, rank: int, scaling: flo
     return _in_order(total, PARTS[0], 1), total if low is None else _in_order(low, PARTS[0], 1)
 
 
-def term_sums(of_down: Tensor, of_up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def split_sums(of_down: Tensor, of_up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """`Split.sums` in torch."""
     return of_down.view(-1, rank, of_down.shape[1]).sum(0), of_up.view(len(of_up), -1, rank).sum(1)
 
@@ -119,5 +119,5 @@ def _suits_kernel(total: Tensor, left: Tensor, right: Tensor) -> bool:
     return length % 8 == width % 8 == 0 and all(x.is_contiguous() and x.storage_offset() % 8 == 0 for x in tensors)
 
 
-IN_TORCH = Split(split_factors, split_products, term_sums, _add_in_torch)
+IN_TORCH = Split(split_factors, split_products, split_sums, _add_in_torch)
 IN_KERNELS = Split(kernels.factor_parts, kernels.product_parts, kernels.term_sums, _add_in_kernel)
