@@ -260,7 +260,7 @@ def export_merged(
         original: From a name to a base parameter's values before it was quantized; by default the model's own approximation is written. For a
             model on `meta` it gives every parameter, one after the other.
         config_json: The base's config.json, copied next to the diffusers form, whose readers need it.
-        shard_bytes: Maximum bytes per file; None for that of the form.
+        shard_bytes: Maximum bytes per file; None for the limit of the form.
 
     Returns:
         The folders, in the order of the forms. A folder with more than one file and no index was never finished.

@@ -19,7 +19,7 @@ class LivePage(Callback):
     """Writes the page again after a minute of training, so that it has more than saves and previews.
 
     Args:
-        folders: The folders whose pages show the run: its own, and for an expert that of the run of both.
+        folders: The folders whose pages show the run: its own, and for an expert the folder of both experts, too.
     """
 
     def __init__(self, folders: Iterable[Path]):
