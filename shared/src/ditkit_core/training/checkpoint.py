@@ -143,12 +143,12 @@ def _write_index(folder: Path, state: State, files: Written) -> None:
 
 
 def load_state(path: Path, shards: "Shards | None" = None, groups: Collection[str] = GROUPS) -> State:
-    """Read a save whose files `latest` or `check_save` verified; of its tensors, those of some groups.
+    """Read a save whose files `latest` or `check_save` verified; of its tensors, only some groups.
 
     The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows). With `shards`, they are this rank's rows.
 
     Raises:
-        UserError: If its index is not that of an intact save, or may not be read.
+        UserError: If its index does not belong to an intact save, or may not be read.
     """
     path = Path(path)
     with _permission_named(path):
@@ -257,12 +257,12 @@ def _permission_named(path: Path) -> Iterator[None]:
 
 def _saves(folder: Path) -> dict[Path, dict[str, Any]]:
     """The saves of ours that can be read, with their indices."""
-    found = {}
+    saves = {}
     for path in folder.glob("step-*"):
         with suppress(PermissionError):
             if (index := _index(path)) is not None:
-                found[path] = index
-    return found
+                saves[path] = index
+    return saves
 
 
 def _index(path: Path) -> dict[str, Any] | None:
@@ -270,9 +270,9 @@ def _index(path: Path) -> dict[str, Any] | None:
     try:
         index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
         digest = index.pop(_DIGEST, None)
-        whole = _is_ours(index) and (digest is None or digest == json_hash(index))
+        is_intact = _is_ours(index) and (digest is None or digest == json_hash(index))
         # A folder that was renamed would resume at another step than its name says.
-        return index if whole and path.name == f"step-{index['step']:06d}" else None
+        return index if is_intact and path.name == f"step-{index['step']:06d}" else None
     except PermissionError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -280,7 +280,7 @@ def _index(path: Path) -> dict[str, Any] | None:
 
 
 def _is_ours(index: Mapping[str, Any]) -> bool:
-    """Whether an index has our format and types: that of an earlier version has no digest to show that it was changed."""
+    """Whether an index is well-formed. Indices of earlier versions have no digest, so changes in them cannot be detected."""
     values = index["values"]
     clips = values.get("held_out_before_clips", {}).values()
     numbers = [

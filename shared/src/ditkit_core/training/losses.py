@@ -51,11 +51,11 @@ class NonFiniteLoss(Exception):
 def evidence_of(step: int, losses: Losses, broken: Sequence[str], *, loss: float, grad_norm: float) -> dict[str, Any]:
     """The details of a failure; non-finite numbers are written as text, because JSON has none."""
     samples = [
-        {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(each))}
+        {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(weighted_loss))}
         for micro, (ids, sigma, weighted) in enumerate(
             zip(losses.ids, losses.sigmas, losses.weighted, strict=True), losses.first
         )
-        for name, level, each in zip(ids, sigma, weighted, strict=True)
+        for name, level, weighted_loss in zip(ids, sigma, weighted, strict=True)
     ]
     return {
         "step": step,

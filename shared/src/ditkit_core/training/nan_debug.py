@@ -46,7 +46,7 @@ def find_first_nonfinite(
         model: The staged model; gradients are freed as they arrive.
         loss_of: Runs its forward and returns a scalar loss.
         on_any_rank: Whether something is true on any of the ranks that run their forwards together.
-        broken_weights: Names of the weights that are not finite, of which this rank may have other rows; None looks at them.
+        broken_weights: Names of the weights that are not finite, perhaps in rows of other ranks; None looks at them.
 
     Returns:
         For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module` by name, `operation`,
@@ -59,10 +59,10 @@ def find_first_nonfinite(
         stack.enter_context(probe.watching())
         loss = loss_of()
         # Ranks that exchange tokens or weights in their forwards do so in their backwards, too.
-        if not on_any_rank(probe.found is not None or not bool(loss.isfinite())):
+        if not on_any_rank(probe.finding is not None or not bool(loss.isfinite())):
             probe.is_backward = True
             loss.backward()
-    return probe.found
+    return probe.finding
 
 
 class _Thread(threading.local):
@@ -71,7 +71,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[str, str]] = []
         """Stage and name of the modules that it is in, outermost first."""
-        self.behind = ("loss", "")
+        self.backward_module = ("loss", "")
         """The module that its backward entered last."""
         self.is_looking = False
         """Whether the operations are our own checks, which are not checked themselves."""
@@ -90,7 +90,7 @@ class _Probe(TorchDispatchMode):
     def __init__(self, model: StagedModel, broken_weights: Collection[str] | None = None) -> None:
         super().__init__()
         self._known, self._num_operations = broken_weights, 0
-        self.found: dict[str, Any] | None = None
+        self.finding: dict[str, Any] | None = None
         self.is_backward = False
         self._model = model
         self._names = {id(module): _layer_name(name) for name, module in model.named_modules()}
@@ -125,7 +125,7 @@ class _Probe(TorchDispatchMode):
         stage = self._tops.get(id(module), outer)
         self._local.stack.append((stage, name))
         # Checked only now: the weights of a streamed block are not on the device before.
-        if id(module) in self._tops and self.found is None:
+        if id(module) in self._tops and self.finding is None:
             self._broken_weights = [
                 canonical_name(one)
                 for one, weight in module.named_parameters(prefix=name)
@@ -135,16 +135,16 @@ class _Probe(TorchDispatchMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._names or not self._local.stack:
             return
-        place = self._local.stack.pop()
+        position = self._local.stack.pop()
         self._after_head |= module is self._model.head
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point():
-                leaf.register_hook(partial(self._passed, place))
+                leaf.register_hook(partial(self._passed, position))
 
-    def _passed(self, place: tuple[str, str], gradient: Tensor) -> None:
+    def _passed(self, position: tuple[str, str], gradient: Tensor) -> None:
         """The backward enters a module."""
-        self._local.behind = place
-        if self.found is None and not self._is_finite(gradient):
+        self._local.backward_module = position
+        if self.finding is None and not self._is_finite(gradient):
             self._note("the gradient that arrives")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +152,7 @@ class _Probe(TorchDispatchMode):
         name = operation.rpartition(".")[2]
         self._num_operations += not self._local.is_looking
         if (
-            self.found is not None
+            self.finding is not None
             or self._local.is_looking
             or getattr(func, "is_view", False)
             or name.startswith(_MAKES_INFINITIES)
@@ -160,31 +160,33 @@ class _Probe(TorchDispatchMode):
             or any(kind.__module__.startswith("torch.distributed.") for kind in types)  # sums of gradients over ranks
         ):
             return func(*args, **(kwargs or {}))
-        given = tree_leaves((args, kwargs))
+        inputs = tree_leaves((args, kwargs))
         in_place = isinstance(func, OpOverload) and func._schema.is_mutable
-        masked = in_place and self._has_masks(given)  # before an in-place operation overwrites them
+        masked = in_place and self._has_masks(inputs)  # before an in-place operation overwrites them
         out = func(*args, **(kwargs or {}))
         # The other results of attention have padding that is never written.
-        made = tree_leaves(out)[: 1 if "attention" in name else None]
-        broken = [leaf for leaf in made if isinstance(leaf, Tensor) and not self._is_finite(leaf)]
-        if broken and not (all(map(self._is_masked, broken)) and (masked or not in_place and self._has_masks(given))):
+        outputs = tree_leaves(out)[: 1 if "attention" in name else None]
+        broken = [leaf for leaf in outputs if isinstance(leaf, Tensor) and not self._is_finite(leaf)]
+        if broken and not (all(map(self._is_masked, broken)) and (masked or not in_place and self._has_masks(inputs))):
             self._note(operation)
         return out
 
-    def _has_masks(self, given: Sequence[Any]) -> bool:
+    def _has_masks(self, inputs: Sequence[Any]) -> bool:
         """Whether an operation has negative infinities in its inputs that come neither from a sample nor from its layer's weights."""
         if not self._local.stack:
-            return self.is_backward and any(self._is_masked(leaf, whole=False) for leaf in given)
-        own = {_layer_name(weight.rpartition(".")[0]) for weight in self._broken_weights}
-        return self._local.stack[-1][1] not in own and any(self._is_masked(leaf, whole=False) for leaf in given)
+            return self.is_backward and any(self._is_masked(leaf, rest_is_finite=False) for leaf in inputs)
+        broken_layers = {_layer_name(weight.rpartition(".")[0]) for weight in self._broken_weights}
+        return self._local.stack[-1][1] not in broken_layers and any(
+            self._is_masked(leaf, rest_is_finite=False) for leaf in inputs
+        )
 
-    def _is_masked(self, leaf: Any, whole: bool = True) -> bool:
-        """Whether a value contains negative infinities; with `whole`, only if everything else in it is finite."""
+    def _is_masked(self, leaf: Any, rest_is_finite: bool = True) -> bool:
+        """Whether a value contains negative infinities; with `rest_is_finite`, only if everything else in it is finite."""
         if not isinstance(leaf, Tensor) or self._is_finite(leaf):
             return False
         self._local.is_looking = True
         hidden = leaf == -torch.inf
-        masked = bool((hidden | leaf.isfinite()).all() if whole else hidden.any())
+        masked = bool((hidden | leaf.isfinite()).all() if rest_is_finite else hidden.any())
         self._local.is_looking = False
         return masked
 
@@ -201,11 +203,11 @@ class _Probe(TorchDispatchMode):
         if stack:
             stage, module = stack[-1]
         elif self.is_backward:
-            stage, module = self._local.behind
+            stage, module = self._local.backward_module
         else:
             stage, module = "loss" if self._after_head else "inputs", ""
         passes = "forward" if not self.is_backward else "recompute" if stack else "backward"
-        self.found = {
+        self.finding = {
             "pass": passes,
             "stage": stage,
             "module": module,
@@ -224,8 +226,8 @@ def _layer_name(name: str) -> str:
     return re.split(r"\.(?:base_layer|lora_\w+|lokr_\w+|hada_\w+)(?:\.|$)", name, maxsplit=1)[0]
 
 
-def describe_nonfinite(found: dict[str, Any]) -> str:
+def describe_nonfinite(finding: dict[str, Any]) -> str:
     """The result of `find_first_nonfinite` as one phrase."""
-    at = f" at {found['module']}" if found["module"] else ""
-    line = f"first in {found['stage']}{at}, {found['operation']} in the {found['pass']}"
-    return f"{line}, where {', '.join(found['weights'])} is not finite itself" if found["weights"] else line
+    at = f" at {finding['module']}" if finding["module"] else ""
+    line = f"first in {finding['stage']}{at}, {finding['operation']} in the {finding['pass']}"
+    return f"{line}, where {', '.join(finding['weights'])} is not finite itself" if finding["weights"] else line

@@ -1,6 +1,6 @@
 """Saves of weights that ranks divide: each rank writes its rows, in the safetensors form of torch.distributed.checkpoint, without pickle.
 
-The folder, its index and its life are those of `checkpoint.py`; only the files with tensors differ. Any number of ranks reads them, and each
+The folder, its index and its life are as in `checkpoint.py`; only the files with tensors differ. Any number of ranks reads them, and each
 only the rows that it needs. A rank copies its part of the state to the host, and a thread writes the copy while training goes on. We write the
 files: torch's writer makes one more copy of all tensors.
 """
@@ -39,8 +39,8 @@ def write_part(folder: Path, part: Part, ranks: Ranks) -> Mapping[str, Any]:
     Raises:
         UserError: On all ranks, if one of them cannot write.
     """
-    own: dict[str, Any] = {}
-    failure, what = "", f"rank {ranks.rank} cannot write its part of {folder.parent}"
+    files: dict[str, Any] = {}
+    failure, problem = "", f"rank {ranks.rank} cannot write its part of {folder.parent}"
     path = folder / f"shard-{ranks.rank + 1:05d}-model-00001-of-00001.safetensors"
     offsets = {
         name: {"saved_offsets": [first, *[0] * (tensor.ndim - 1)][: tensor.ndim]}
@@ -51,16 +51,16 @@ def write_part(folder: Path, part: Part, ranks: Ranks) -> Mapping[str, Any]:
             shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in part.items()}
             # The words under which torch.distributed.checkpoint finds the place of rows in the whole.
             write_safetensors(path, shapes, lambda name: part[name][0], {"DCP_SHARDING_INFO": json.dumps(offsets)})
-            own[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
+            files[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
     except OSError as error:
-        failure = f"{what}: {error.strerror or error}; free some space or choose another folder"
+        failure = f"{problem}: {error.strerror or error}; free some space or choose another folder"
     except UserError as error:
-        failure = f"{what}: {error}"
-    found: list[dict[str, Any]] = ranks.all_gather_object({"files": own, "failure": failure})
-    for each in found:
-        if each["failure"]:
-            raise UserError(each["failure"])
-    return {name: entry for each in found for name, entry in each["files"].items()}
+        failure = f"{problem}: {error}"
+    by_rank: list[dict[str, Any]] = ranks.all_gather_object({"files": files, "failure": failure})
+    for report in by_rank:
+        if report["failure"]:
+            raise UserError(report["failure"])
+    return {name: entry for report in by_rank for name, entry in report["files"].items()}
 
 
 class BackgroundWriter:

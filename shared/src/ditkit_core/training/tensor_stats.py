@@ -78,8 +78,8 @@ def normal_counts(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""
     # A norm of order 0 is a count: one launch that allocates nothing, exact in fp32 for so few elements.
     pairs = [
         [
-            torch.linalg.vector_norm(kept, 0, dtype=wide)
-            for kept in (torch.nn.functional.hardshrink(part, largest_subnormal), part)
+            torch.linalg.vector_norm(values, 0, dtype=wide)
+            for values in (torch.nn.functional.hardshrink(part, largest_subnormal), part)
         ]
         for part in _parts(gradient)
     ]
@@ -94,7 +94,7 @@ class StatsRecorder(BlockHooks):
     """Watches one step: a hook for its engine, which is also called with its gradients."""
 
     def __init__(self) -> None:
-        self._found: dict[BlockStats, list[tuple[Tensor, Tensor]]] = {}
+        self._magnitudes: dict[BlockStats, list[tuple[Tensor, Tensor]]] = {}
         self._guessed: set[BlockStats] = set()
         """Entries of blocks whose input storages are unknown."""
         self._gradients: dict[str, tuple[int, Tensor, Tensor]] = {}
@@ -116,13 +116,13 @@ class StatsRecorder(BlockHooks):
         guessed = index <= self._last or self._last < 0 or device != self._device
         for part, leaf in leaves:
             storage = leaf.untyped_storage()
-            known = self._before.get(storage._cdata)
+            reference = self._before.get(storage._cdata)
             # A freed storage's address can belong to a new one, so the weak reference decides, not the address.
-            if leaf.is_floating_point() and leaf.numel() and (known is None or known() is None):
-                made = BlockStats(index, part)
+            if leaf.is_floating_point() and leaf.numel() and (reference is None or reference() is None):
+                key = BlockStats(index, part)
                 if guessed:
-                    self._guessed.add(made)
-                self._found.setdefault(made, []).append(magnitudes(leaf))
+                    self._guessed.add(key)
+                self._magnitudes.setdefault(key, []).append(magnitudes(leaf))
         storages = [leaf.untyped_storage() for _, leaf in leaves]
         # Weak references: the recorder must not keep activations alive.
         self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
@@ -135,15 +135,15 @@ class StatsRecorder(BlockHooks):
     def packed(self) -> list[Float[Tensor, "numbers"]]:
         """All numbers in the order in which `read` takes them, stacked by device, so that each device sends few tensors."""
         # The first block of a device seems to have written the whole carry. Only parts that other blocks write, too, are counted for it.
-        changed = {made.part for made in self._found.keys() - self._guessed}
+        changed = {key.part for key in self._magnitudes.keys() - self._guessed}
         if changed:
-            self._found = {
-                made: found for made, found in self._found.items() if made not in self._guessed or made.part in changed
+            self._magnitudes = {
+                key: pairs for key, pairs in self._magnitudes.items() if key not in self._guessed or key.part in changed
             }
         numbers = [
             number
-            for found in self._found.values()
-            for number in (torch.stack([x for x, _ in found]).amax(), torch.stack([x for _, x in found]).sum())
+            for pairs in self._magnitudes.values()
+            for number in (torch.stack([x for x, _ in pairs]).amax(), torch.stack([x for _, x in pairs]).sum())
         ]
         numbers += [number for _, *counts in self._gradients.values() for number in counts]
         stacked, start = [], 0
@@ -162,20 +162,20 @@ class StatsRecorder(BlockHooks):
         """
         ranks = [list(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in of_ranks]
         activations = {
-            made: (max(largest for largest, _ in each), sum(count for _, count in each))
-            for made, each in zip(self._found, zip(*ranks, strict=True), strict=False)
+            key: (max(largest for largest, _ in pairs), sum(count for _, count in pairs))
+            for key, pairs in zip(self._magnitudes, zip(*ranks, strict=True), strict=False)
         }
         shares, lost, total = {}, 0.0, 0
-        for place, (name, (size, *_)) in enumerate(self._gradients.items(), len(self._found)):
-            parts = [each[place] for each in ranks[: shard if divided and name in divided else 1]]
+        for index, (name, (size, *_)) in enumerate(self._gradients.items(), len(self._magnitudes)):
+            parts = [rank_numbers[index] for rank_numbers in ranks[: shard if divided and name in divided else 1]]
             size = (divided or {}).get(name, size)
             small, zero = (size - sum(counts) for counts in zip(*parts, strict=True))
             if zero < size:
                 shares[name], lost, total = small / size, lost + small, total + size
         worst = max(shares, key=lambda name: shares[name], default="")
         self.reading = StepStats(
-            largest={made: largest for made, (largest, _) in activations.items()},
-            not_finite={made: int(count) for made, (_, count) in activations.items()},
+            largest={key: largest for key, (largest, _) in activations.items()},
+            not_finite={key: int(count) for key, (_, count) in activations.items()},
             underflow=lost / total if total else float(bool(self._gradients)),
             worst=worst if worst and shares[worst] else "",
         )
@@ -199,12 +199,12 @@ class DriftMonitor:
     def take(self, step: int, reading: StepStats) -> dict[str, float | str]:
         """Metrics of a watched step, by name. Warns once for each kind of problem, naming its first block."""
         growth: dict[BlockStats, float] = {}
-        for made, largest in reading.largest.items():
-            first = self.first.setdefault(f"{made.block}.{made.part}", largest)
+        for key, largest in reading.largest.items():
+            first = self.first.setdefault(f"{key.block}.{key.part}", largest)
             if first > 0:
-                growth[made] = largest / first
-        for made, largest in sorted(reading.largest.items()):
-            where, ratio = f"step {step}: {made.part} of block {made.block}", growth.get(made, 1.0)
+                growth[key] = largest / first
+        for key, largest in sorted(reading.largest.items()):
+            where, ratio = f"step {step}: {key.part} of block {key.block}", growth.get(key, 1.0)
             if ratio > GROWTH:
                 before = largest / ratio
                 self._say(
@@ -218,13 +218,13 @@ class DriftMonitor:
                     f"{where}: the largest activation is {largest:.3g}, within a factor of 2 of {self.limit:.5g}, "
                     "the largest number of model.dtype; choose a wider one, or lower optim.lr",
                 )
-            if reading.not_finite[made]:
-                self._say("not finite", f"{where}: {reading.not_finite[made]} activations are not finite")
+            if reading.not_finite[key]:
+                self._say("not finite", f"{where}: {reading.not_finite[key]} activations are not finite")
         numbers: dict[str, float | str] = {"grad_underflow": reading.underflow}
         if reading.worst:
             numbers["grad_underflow_worst"] = reading.worst
         if reading.largest:
-            highest = max(reading.largest, key=lambda made: reading.largest[made])
+            highest = max(reading.largest, key=lambda key: reading.largest[key])
             numbers |= {
                 "activation_max": reading.largest[highest],
                 "activation_max_block": highest.block,

@@ -94,9 +94,9 @@ class TrainState:
         self._swap, self._shards = swap, shards
         accumulation = precision_of(model.embed).accumulation
         matrices = _block_matrices(model, parameters if shards is None else shards.trained)
-        places = {} if shards is None else {name: shards.elements(name) for name in parameters}
+        elements = {} if shards is None else {name: shards.elements(name) for name in parameters}
         self.optimizer = NamedOptimizer(
-            parameters, optim, matrices=matrices, accumulation=accumulation, places=places, kernels=kernels
+            parameters, optim, matrices=matrices, accumulation=accumulation, elements=elements, kernels=kernels
         )
         if self.optimizer.averages and ema.decay:
             raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")

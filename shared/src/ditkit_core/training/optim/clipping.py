@@ -1,4 +1,4 @@
-"""Which norm limits the gradients of a step: that of all of them, that of the step before, or each block's own."""
+"""Which norm limits the gradients of a step: the norm of all of them, the norm of the step before, or each block's own."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Clipping:
     """The block of each trained parameter, or the embedding or head, by number; for `block`."""
 
     @property
-    def known(self) -> float | None:
+    def known_factor(self) -> float | None:
         """The factor that is known before the backward; None if gradients stay as they are, or if only their own norm decides it."""
         if not self.max_norm or self.by != "last_step" or self.last_norm is None:
             return None
@@ -56,10 +56,10 @@ class Clipping:
         elif self.by_stage:
             for stage in dict.fromkeys(self.stage_of[name] for name in parameters):
                 self._scale([p for name, p in parameters.items() if self.stage_of[name] == stage])
-        elif (known := self.known) is not None:
+        elif (factor := self.known_factor) is not None:
             for parameter in parameters.values():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(known)
+                    parameter.grad.mul_(factor)
 
     def _scale(self, parameters: Iterable[nn.Parameter]) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -72,8 +72,8 @@ class Clipping:
 def stages_of(model: StagedModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """The stage of each trained parameter: 0 for the embedding, then the blocks in order, then the head."""
     stages = [model.embed, *model.blocks(), model.head]
-    found = {id(parameter): number for number, stage in enumerate(stages) for parameter in stage.parameters()}
-    return {name: found[id(parameter)] for name, parameter in parameters.items()}
+    stage_by_id = {id(parameter): number for number, stage in enumerate(stages) for parameter in stage.parameters()}
+    return {name: stage_by_id[id(parameter)] for name, parameter in parameters.items()}
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     # Otherwise the norm of a bf16 gradient (precision.accumulation) is rounded to bf16.
     dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
     for chosen in _by_device(gradients).values():
-        found = torch._foreach_norm([gradients[place] for place in chosen], dtype=dtype)
-        for place, norm in zip(chosen, found, strict=True):
-            norms[place] = norm
+        device_norms = torch._foreach_norm([gradients[index] for index in chosen], dtype=dtype)
+        for index, norm in zip(chosen, device_norms, strict=True):
+            norms[index] = norm
     return joined_norm(norms)
 
 
@@ -102,19 +102,19 @@ def joined_norm(norms: Sequence[Tensor]) -> Tensor:
 
     Nothing is sent from the host if all are on one device: a GPU would be waited for, with `train.clip_by = block` once for each block.
     """
-    first, places = norms[0], _by_device(norms)
+    first, indices = norms[0], _by_device(norms)
     dtype = torch.promote_types(first.dtype, torch.float32)
-    if len(places) == 1:
+    if len(indices) == 1:
         return torch.linalg.vector_norm(torch.stack(list(norms)).to(dtype))
     joined = torch.zeros(len(norms), device=first.device, dtype=dtype)
-    for chosen in places.values():
-        found = torch.stack([norms[place] for place in chosen])  # one transfer from each device
-        joined[torch.tensor(chosen, device="cpu").to(joined.device)] = found.to(joined)
+    for chosen in indices.values():
+        gathered = torch.stack([norms[index] for index in chosen])  # one transfer from each device
+        joined[torch.tensor(chosen, device="cpu").to(joined.device)] = gathered.to(joined)
     return torch.linalg.vector_norm(joined)
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
-    places: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(place)
-    return places
+    indices: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices.setdefault(tensor.device, []).append(index)
+    return indices

@@ -67,7 +67,7 @@ class OptimizerInBackward:
         self._waiting: dict[int, dict[str, Tensor]] = {}
         """Gradients of a stage that wait for its other ones."""
         stages = self._clipping.stage_of.values() if self._clipping.by_stage else ()
-        self._missing = {stage: sum(each == stage for each in stages) for stage in set(stages)}
+        self._missing = {stage: sum(other == stage for other in stages) for stage in set(stages)}
         self.updated: list[str] = []
 
     def __enter__(self) -> Self:
@@ -92,7 +92,7 @@ class OptimizerInBackward:
         self._optimizer.backwards = (self._begun, self._count - self._begun)
 
     def _arrived(self, name: str, parameter: Tensor) -> None:
-        """A gradient is complete: add it to those of other micro-batches, or apply it, unless it or one before it is not finite."""
+        """A gradient is complete: add it to the gradients of other micro-batches, or apply it, unless it or one before it is not finite."""
         gradient = parameter.grad
         assert gradient is not None and name not in self._norms, name
         if self._count > 1:
@@ -132,7 +132,7 @@ class OptimizerInBackward:
         if self._watch is not None:
             self._watch(name, gradient)
         if not self._clipping.by_stage:
-            self._apply(name, gradient, self._clipping.known)
+            self._apply(name, gradient, self._clipping.known_factor)
             return
         stage = self._clipping.stage_of[name]
         self._waiting.setdefault(stage, {})[name] = gradient
@@ -155,8 +155,10 @@ class OptimizerInBackward:
         if waits and self._readable and float(found_inf):
             self._sound = False
         if self._sound:
-            given = None if gradient is parameter.grad else gradient
-            self._optimizer.step_one(name, self._lr, None if waits else found_inf, gradient=given, factor=factor)
+            gradient_argument = None if gradient is parameter.grad else gradient
+            self._optimizer.step_one(
+                name, self._lr, None if waits else found_inf, gradient=gradient_argument, factor=factor
+            )
             self.updated.append(name)
             self._events.append((name, True))
         parameter.grad = None
@@ -171,11 +173,11 @@ class OptimizerInBackward:
 
     def applied(self) -> list[str]:
         """Names of the parameters that were updated although a gradient was not finite: those before it on its device."""
-        broken, stopped, found = set(self.broken()), set[torch.device](), []
+        broken, stopped, names = set(self.broken()), set[torch.device](), []
         for name, is_update in self._events:
             device = self._norms[name].device
             if is_update and device not in stopped:
-                found.append(name)
+                names.append(name)
             elif not is_update and name in broken:
                 stopped.add(device)
-        return found
+        return names

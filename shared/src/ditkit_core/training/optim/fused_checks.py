@@ -21,11 +21,11 @@ def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, adapts: boo
         "train.pipelined": ("set train.pipelined = false", config.pipelined),
         "several micro-batches of an adapter, whose gradients are added in a tree": (remedy, adapts and bool(remedy)),
     }
-    found = [(what, remedy) for what, (remedy, is_asked) in refused.items() if is_asked]
-    if found:
+    conflicts = [(setting, remedy) for setting, (remedy, is_asked) in refused.items() if is_asked]
+    if conflicts:
         raise UserError(
             f"optim.fused_backward applies each gradient before the others are there, so it does not go with "
-            f"{' or '.join(what for what, _ in found)}: {'; '.join(remedy for _, remedy in found)}; or set optim.fused_backward = false"
+            f"{' or '.join(setting for setting, _ in conflicts)}: {'; '.join(remedy for _, remedy in conflicts)}; or set optim.fused_backward = false"
         )
 
 

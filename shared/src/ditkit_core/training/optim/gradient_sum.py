@@ -2,10 +2,10 @@
 
 Floating-point sums depend on their order. So the micro-batches are the leaves of a binary tree, which their number alone decides: the sum over
 micro-batches [a, b) is the sum of [a, c) and [c, b), with c - a the largest power of two below b - a. A rank adds what it has, and sends a
-sum where the tree goes on with that of another rank. One process adds in the same tree, so any number of ranks has the same bits.
+sum where the tree goes on with the sum of another rank. One process adds in the same tree, so any number of ranks has the same bits.
 
 Where the ranks of a context group share a sample's tokens, each has its part of every gradient, times the group's size. Each adds its parts
-with those of the same place in other groups, and once a step the sum is their mean.
+with the ranks of the same place in other groups, and once a step the sum is their mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +57,9 @@ class GradientSum:
             return  # the next backward adds to these
         low = pair if leaf % 2 and pair in self._share else leaf
         gradients = _take(self._parameters)
-        self._sums[low, leaf + 1] = {name: each.clone() for name, each in gradients.items()} if reused else gradients
+        self._sums[low, leaf + 1] = (
+            {name: gradient.clone() for name, gradient in gradients.items()} if reused else gradients
+        )
         for low, middle, high in _nodes(self._leaves):
             if (low, middle) in self._sums and (middle, high) in self._sums:
                 self._join(low, middle, high)
@@ -67,7 +69,7 @@ class GradientSum:
         if self._ranks.size == 1:
             total = self._sums.pop((0, self._leaves))
         else:
-            found = self._present()
+            present = self._present()
             for low, middle, high in _nodes(self._leaves):
                 left, right = (self._ranks.owner(item, self._leaves) for item in (low, middle))
                 if left != right and self._ranks.rank == right:
@@ -77,7 +79,7 @@ class GradientSum:
                 if (low, middle) in self._sums and (middle, high) in self._sums:
                     self._join(low, middle, high)
             total = self._from_first(self._sums.pop((0, self._leaves), {}))
-            total = {name: gradient for name, gradient in total.items() if name in found}
+            total = {name: gradient for name, gradient in total.items() if name in present}
         for name, gradient in total.items():
             self._parameters[name].grad = gradient
 
@@ -90,8 +92,8 @@ class GradientSum:
 
     def _present(self) -> set[str]:
         """Names of the parameters that have a gradient on any rank: the others are not updated."""
-        own = {name for gradients in self._sums.values() for name in gradients}
-        flags = torch.tensor([float(name in own) for name in self._parameters])
+        names = {name for gradients in self._sums.values() for name in gradients}
+        flags = torch.tensor([float(name in names) for name in self._parameters])
         counts = self._ranks.all_reduce(flags).tolist()
         return {name for name, count in zip(self._parameters, counts, strict=True) if count}
 
@@ -119,7 +121,7 @@ class GradientSum:
         return total
 
     def _by_dtype(self) -> Sequence[Sequence[str]]:
-        """The parameters' names, those of one gradient dtype together: each group is sent as one tensor."""
+        """The parameters' names, grouped by gradient dtype: each group is sent as one tensor."""
         groups: dict[torch.dtype, list[str]] = {}
         for name, parameter in self._parameters.items():
             groups.setdefault(_dtype(parameter), []).append(name)

@@ -85,7 +85,7 @@ class NamedOptimizer:
         *,
         matrices: Collection[str] = (),
         accumulation: torch.dtype | None = None,
-        places: Mapping[str, tuple[int, int]] | None = None,
+        elements: Mapping[str, tuple[int, int]] | None = None,
         kernels: str = "torch",
     ):
         """Build it.
@@ -95,7 +95,7 @@ class NamedOptimizer:
             matrices: Names of the weight matrices in the blocks, for Muon.
             accumulation: Dtype in which gradients are summed over micro-batches; None: the parameters' dtype, or fp32
                 if wider.
-            places: Of parameters that are parts of others: the place of their first element, and the number of elements of the whole.
+            elements: Of parameters that are parts of others: the place of their first element, and the number of elements of the whole.
             kernels: Implementation of the rounding of bf16 weights, as `train.kernels` has it.
 
         Raises:
@@ -106,7 +106,7 @@ class NamedOptimizer:
         self._kernels = kernels
         self._rounding = config.rounding
         self._rounding_at: tuple[int, int] = (0, 0)
-        self._places = places or {}
+        self._elements = elements or {}
         self._proxies = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
         # With `fused_backward` torch sums nothing: each gradient is applied, or added to `sum_of`, as soon as it is complete.
         self._accumulation = None if config.fused_backward else accumulation
@@ -169,13 +169,13 @@ class NamedOptimizer:
                 self._counted_on_host |= {names[parameter] for parameter in group["params"]}
         if config.fused_backward or self._rounds:
             guard: AbstractContextManager[Any] = threading.Lock() if kind.compiles else nullcontext()
-            for place, group in enumerate(self.parts[-1].param_groups):
+            for group_index, group in enumerate(self.parts[-1].param_groups):
                 for parameter in group["params"]:
-                    own = {key: group[key] for key in ("weight_decay", "lr_factor")}
-                    alone = kind.build([{"params": [parameter], **own}], config)
+                    settings = {key: group[key] for key in ("weight_decay", "lr_factor")}
+                    alone = kind.build([{"params": [parameter], **settings}], config)
                     if kind.averages:
                         alone.train()  # type: ignore[attr-defined]
-                    self._singles[names[parameter]] = _Single(alone, self.parts[-1], place, kind, guard)
+                    self._singles[names[parameter]] = _Single(alone, self.parts[-1], group_index, kind, guard)
             self._share_state()
 
     def _share_state(self) -> None:
@@ -212,8 +212,8 @@ class NamedOptimizer:
                 the device.
         """
         for name, parameter in self.parameters.items():
-            own = self._proxies[name] is parameter  # a stand-in takes its gradient in fp32
-            if own and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
+            is_direct = self._proxies[name] is parameter  # a stand-in takes its gradient in fp32
+            if is_direct and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype  # torch refuses a gradient of another dtype
                 parameter.grad = gradient.to(parameter.dtype)
@@ -244,7 +244,7 @@ class NamedOptimizer:
         return sums[_SUM].copy_(gradient) if first else sums[_SUM].add_(gradient)
 
     def sum_of(self, name: str) -> MutableMapping[str, Any]:
-        """The sum of a parameter's gradients over micro-batches, as an entry that can be streamed as those of `state_of`; not saved, because
+        """The sum of a parameter's gradients over micro-batches, as an entry that can be streamed as the entries of `state_of`; not saved, because
         a step begins with a new one."""
         return self._sums[name]
 
@@ -318,7 +318,7 @@ class NamedOptimizer:
             wide.grad = None
             if self._rounding == "stochastic":
                 seed, step = self._rounding_at
-                start, count = self._places.get(name, (0, parameter.numel()))
+                start, count = self._elements.get(name, (0, parameter.numel()))
                 key = seed_of(seed, "rounding", step, name)
                 write_stochastic(parameter, wide.data, key, start=start, of=count, fused=fused)
             elif self._rounding == "split":
@@ -336,8 +336,8 @@ class NamedOptimizer:
             assert self.parameters[name].grad is None, name
             self.step_one(name, lr)  # updates nothing, but counts the step in optimizers that count per group
         for single in self._singles.values():
-            group, own = single.part.param_groups[single.group], single.optimizer.param_groups[0]
-            group.update({key: own[key] for key in single.kind.progress if key in own})
+            group, single_group = single.part.param_groups[single.group], single.optimizer.param_groups[0]
+            group.update({key: single_group[key] for key in single.kind.progress if key in single_group})
 
     def state_of(self, name: str) -> MutableMapping[str, Any]:
         """The optimizer's state of one parameter, by entry: empty before its first update.
@@ -347,8 +347,8 @@ class NamedOptimizer:
         """
         for part in self.parts:
             if (state := part.state.get(self._proxies[name])) is not None:
-                found: MutableMapping[str, Any] = state
-                return found
+                entries: MutableMapping[str, Any] = state
+                return entries
         return {}
 
     def is_kept_on_host(self, name: str, entry: str) -> bool:

@@ -62,7 +62,7 @@ def import_state(
     *,
     untouched: Collection[str] = (),
 ) -> None:
-    """Load an exported state into newly built optimizers; settings (decay, betas) stay those of the optimizers.
+    """Load an exported state into newly built optimizers; settings (decay, betas) stay as the optimizers have them.
 
     The state of the parameters named in `untouched` stays on its device.
 
@@ -81,14 +81,16 @@ def import_state(
     names = {parameter: name for name, parameter in parameters.items()}
     for part, keys, saved in zip(parts, progress, values["groups"], strict=True):
         order = [parameter for group in part.param_groups for parameter in group["params"]]
-        known = {i: entries[names[parameter]] for i, parameter in enumerate(order) if names[parameter] in entries}
-        state = {i: found for i, found in known.items() if names[order[i]] not in untouched}
+        entries_by_index = {
+            i: entries[names[parameter]] for i, parameter in enumerate(order) if names[parameter] in entries
+        }
+        state = {i: entry for i, entry in entries_by_index.items() if names[order[i]] not in untouched}
         groups = part.state_dict()["param_groups"]
         for group, scalars in zip(groups, saved, strict=True):
             group.update({key: scalars[key] for key in keys if key in scalars})
         part.load_state_dict({"state": state, "param_groups": groups})  # moves each entry to its device
         # State that stays on the host bypasses torch's loading, which would move it to the parameter's device.
-        part.state.update({order[i]: found for i, found in known.items() if i not in state})
+        part.state.update({order[i]: entry for i, entry in entries_by_index.items() if i not in state})
 
 
 def _rebuild(tensors: Mapping[str, Tensor], subclasses: Mapping[str, Any]) -> dict[str, Tensor]:
