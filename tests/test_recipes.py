@@ -5,9 +5,12 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,83 +23,147 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.plan import make_report
-from ditkit_core.planner.report import print_plan
+from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.run_files import check_schema_of
-from ditkit_flux2.spec import FLUX2
 from ditkit_wan.demo.media import CLIPS
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.spec import WAN
+from doc_recipes import ALL, COLUMNS, RECIPES, PlannedRun, anchor, row, sold
+from doc_tables import TABLES
+from marked import between
 from workspace import MEMBERS, ROOT
 
-RECIPES = ROOT / "docs" / "recipes"
-FILES = sorted(RECIPES.glob("*.toml"))
+FILES = {recipe.file: recipe for recipe in ALL}
 PAGE = (RECIPES / "README.md").read_text(encoding="utf-8")
-EACH_CHANGE = ("klein_4b_full_12gb", "wan_14b_24gb_16gb", "wan_a14b_24gb")
-"""Recipes that each change trains in miniature: a full fine-tune, two GPUs, two experts. The others are trained at night."""
-SPECS = {FLUX2.name: FLUX2, WAN.name: WAN}
-PLANS = {
-    name: (family, gpus, host, excerpt.splitlines())
-    for family, name, gpus, host, excerpt in re.findall(
-        r"```console\n\$ uv run (\w+)-train docs/recipes/(\S+)\.toml --plan --gpus (\S+)(?: --host (\S+))?\n(.+?)\n```",
-        PAGE,
-        flags=re.DOTALL,
-    )
+(TABLE,) = (table for table in TABLES if table.name == "recipes")
+ROWS = {
+    cells[3].partition("`")[2].partition("`")[0]: cells
+    for line in between(PAGE, TABLE.markers, "README.md").splitlines()
+    if line.startswith("| [") and (cells := line.strip("| ").split(" | "))
 }
+"""The table's cells by run file."""
+EACH_CHANGE = ("klein_4b_full_12gb", "wan_14b_24gb_16gb", "wan_a14b_character_24gb")
+"""Recipes that each change trains in miniature: a full fine-tune, two GPUs, two experts. The others are trained at night."""
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 MESSAGES = [
     line for block in re.findall(r"```text\n(.+?)```", TROUBLES, flags=re.DOTALL) for line in block.splitlines()
 ]
 
 
-def test_the_page_has_a_plan_a_link_and_a_row_for_each_run_file():
-    assert PLANS.keys() == {file.stem for file in FILES} and len(FILES) >= 9
-    for file in FILES:
-        assert PAGE.count(f"[`{file.name}`]({file.name})") == 1
+def all_but(chosen: Collection[str]) -> list[Any]:
+    """The recipes, as parameters of a test that each change runs for the chosen ones."""
+    return [
+        pytest.param(recipe, marks=pytest.mark.slow if name in chosen else pytest.mark.exhaustive, id=name)
+        for name, recipe in FILES.items()
+    ]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_recipe_is_accepted(file):
-    spec = SPECS[PLANS[file.stem][0]]
-    run = create_run(spec, resolve(RunConfig, file=file))
+def test_the_page_has_a_row_and_a_section_for_each_run_file():
+    assert sorted(FILES) == sorted(file.stem for file in RECIPES.glob("*.toml")) and len(FILES) >= 20
+    assert list(ROWS) == list(FILES)
+    headings = re.findall("^## (.+)$", PAGE, flags=re.MULTILINE)
+    for recipe in ALL:
+        assert recipe.section in headings and f"](#{anchor(recipe.section)})" in ROWS[recipe.file][0]
+        assert ROWS[recipe.file][:3] == [f"[{recipe.goal}](#{anchor(recipe.section)})", recipe.model, sold(recipe)]
+
+
+def test_rows_are_in_the_order_of_goals_then_of_memory():
+    goals = [goal for goal, _ in groupby(ALL, key=lambda recipe: recipe.goal)]
+    assert len(goals) == len(set(goals))
+    for _, rows in groupby(ALL, key=lambda recipe: recipe.goal):
+        sizes = [parse_gpus(recipe.gpus)[0].total for recipe in rows]
+        assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.file)
+def test_the_page_says_no_more_hours_than_a_recipe_promises(recipe):
+    cells = dict(zip(COLUMNS, ROWS[recipe.file][-len(COLUMNS) :], strict=True))
+    fitting = {column: cell for column in COLUMNS if (cell := cells[column]) != "–"}
+    assert list(fitting) == [column for column in COLUMNS if recipe.gpus_of(column) is not None]
+    assert 0 < float(next(iter(fitting.values()))) <= recipe.hours  # the slowest, as columns are in the order of speed
+
+
+def test_who_wants_a_night_finds_it():
+    promised = {(recipe.goal, recipe.model, recipe.gpus): recipe.hours for recipe in ALL}
+    assert promised["a character", "Wan 2.2 A14B", "24GiB"] <= 8 and promised["a motion", "Wan 2.2 A14B", "24GiB"] <= 10
+    for recipe in ALL:
+        days = PAGE.partition(f"## {recipe.section}\n")[2].partition("\n## ")[0]
+        assert recipe.hours <= 20 or "**These take" in days
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.file)
+def test_a_recipe_is_accepted(recipe):
+    run = create_run(recipe.spec, resolve(RunConfig, file=recipe.path))
     config = run.config
-    assert config.model.preset in spec.architecture.presets
-    check_export(spec, config.export, config.adapter)
+    assert config.model.preset in recipe.spec.architecture.presets
+    check_export(recipe.spec, config.export, config.adapter)
     check_settings(run)
     check_training(run, here=False)  # the recipe's devices are not this machine's
-    assert config.run.folder == f"runs/{file.stem.replace('_', '-')}"
+    assert config.run.folder == f"runs/{recipe.file.replace('_', '-')}"
     assert config.held_out.clips >= 4 and config.save.every_steps % config.held_out.every_steps == 0
-    check_schema_of(file)
+    check_schema_of(recipe.path)
 
 
 # A plan takes most of a minute of a CPU, so a change makes one, and a night all.
-@pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(
-            file, marks=pytest.mark.slow if file.stem == "klein_4b_12gb" else pytest.mark.exhaustive, id=file.stem
-        )
-        for file in FILES
-    ],
-)
-def test_a_recipe_fits_as_its_page_says(file, capsys):
-    family, gpus, host, shown = PLANS[file.stem]
-    report = make_report(create_run(SPECS[family], resolve(RunConfig, file=file)), gpus, host)
-    print_plan(report)
-    assert report.fits
-    printed = iter(capsys.readouterr().out.splitlines())
-    if f", torch {torch.__version__.partition('+')[0]}." in PAGE:  # others hold other amounts
-        assert len(shown) > 10 and [line for line in shown if line not in printed] == []
+@pytest.mark.parametrize("recipe", all_but(["klein_4b_character_8gb"]))
+def test_a_recipe_fits_its_machine_and_takes_the_hours_of_its_page(recipe):
+    with recipe.run() as run:
+        report, planned = make_report(run, recipe.gpus, recipe.host), PlannedRun.of(run)
+    assert report.fits, [describe_shortfall(row, report.previews) for row in report.lacking]
+    gpus = parse_gpus(recipe.gpus)
+    assert planned.hours(gpus) <= recipe.hours
+    # The table's numbers are those of a plan.
+    assert planned.division == report.division and planned.host == report.host
+    assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
+    assert planned.seconds(gpus) == pytest.approx(report.seconds)
+    if f"--only recipes`, torch {torch.__version__.partition('+')[0]}," in PAGE:  # others hold other amounts
+        assert row(recipe).strip("| ").split(" | ") == ROWS[recipe.file]
+
+
+def test_hours_count_everything_that_runs_the_model():
+    """Without a profile: a step takes 3 s, a forward of validation 1 s, one of a sample 2 s."""
+
+    class Timed(PlannedRun):
+        def seconds(self, gpus):
+            return 3.0
+
+        def _forward(self, costs, gpus):
+            return {"one": 1.0, "sample": 2.0}[costs]
+
+    step = SimpleNamespace(job=SimpleNamespace(arch=WAN.architecture.presets["t2v-1.3b"]))
+    flags = {
+        "train.steps": 100,
+        "held_out.clips": 4,
+        "held_out.every_steps": 50,
+        "sample.captions": 2,
+        "sample.steps": 10,
+    }
+
+    def hours(spec: ModelSpec, **more: object) -> float:
+        run = create_run(spec, resolve(RunConfig, flags=flags | more))
+        return Timed(run=run, step=step, profile=None, division=None, one="one", sample="sample").hours(()) * 3600
+
+    wan = {"model.preset": "t2v-1.3b"}
+    sampled = 2 * 10 * 2 * 2.0  # prompts, steps, calls with and without the prompt
+    assert hours(WAN, **wan) == pytest.approx(300 + 3 * 4 * 5 * 1.0 + sampled)
+    assert hours(WAN, **wan, **{"sample.every_steps": 25}) == pytest.approx(360 + 5 * sampled)
+    assert hours(WAN, **wan, **{"sample.guidance": 1.0}) == pytest.approx(360 + sampled / 2)
+    assert hours(WAN, **wan, **{"held_out.clips": 0, "sample.captions": 0}) == pytest.approx(300)
+    experts = {"model.preset": "t2v-a14b", "experts.steps": [200, 100]}
+    assert hours(WAN, **experts) == pytest.approx(900 + 4 * (5 * 5 + 3 * 4) + sampled)  # 0.9 is no level of the second
 
 
 OF_THE_DEMO = ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.bucket_step")
 """Keys that a miniature of a recipe takes from the family's demo, as far as the demo sets them."""
 FEW = {
     "model.preset": "",  # the checkpoint's own
+    "data.references": "",  # the demo's images have some already
     "train.steps": 2,
     "train.threads": 1,
     "save.every_steps": 1,
@@ -115,10 +182,20 @@ def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any
     demo = read_config_file(RunConfig, spec.demo.config)
     values = {key: demo[key] for key in OF_THE_DEMO if key in demo}
     values |= {key: each.replace("{run}", str(folder)) for key, each in values.items() if isinstance(each, str)}
+    if config.data.frames == 1:  # of a model of videos that learns from photographs, and generates the demo's size
+        values["data.frames"] = 1
+    if config.data.resolutions:
+        step, largest = spec.data.size_step, demo["data.height"]
+        values["data.resolutions"] = [largest - step * index for index in range(len(config.data.resolutions))]
+        del values["data.height"], values["data.width"]
     if variant := VARIANTS.get(config.model.preset):
         shutil.rmtree(values["model.base"])
         write_checkpoint(Path(values["model.base"]), [clip.caption for clip in CLIPS], variant)
     few = FEW | {"run.folder": str(folder / "run"), "train.swap_blocks": [min(1, n) for n in config.train.swap_blocks]}
+    if config.experts.steps:
+        few["experts.steps"] = [few["train.steps"]]
+    if config.sample.frames:
+        few |= {"sample.frames": 5, "sample.height": 0, "sample.width": 0}
     if config.sample.every_steps:
         few["sample.every_steps"] = 1
     if config.base.quantized_cache:
@@ -128,15 +205,9 @@ def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any
     return values | few
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(file, marks=pytest.mark.slow if file.stem in EACH_CHANGE else pytest.mark.exhaustive, id=file.stem)
-        for file in FILES
-    ],
-)
-def test_a_recipe_trains_in_miniature(file, tmp_path, capsys):
-    spec, config = SPECS[PLANS[file.stem][0]], resolve(RunConfig, file=file)
+@pytest.mark.parametrize("recipe", all_but(EACH_CHANGE))
+def test_a_recipe_trains_in_miniature(recipe, tmp_path, capsys):
+    spec, config = recipe.spec, resolve(RunConfig, file=recipe.path)
     small = miniature(config, spec, tmp_path)
     flags = [
         text
@@ -144,7 +215,7 @@ def test_a_recipe_trains_in_miniature(file, tmp_path, capsys):
         for text in (f"--{key}", value if isinstance(value, str) else json.dumps(value))
     ]
     with PretendDevices() if config.train.devices else nullcontext():
-        assert cli.run(spec, "train", [str(file), *flags]) == 0, capsys.readouterr().err
+        assert cli.run(spec, "train", [str(recipe.path), *flags]) == 0, capsys.readouterr().err
 
     run = tmp_path / "run"
     asked, used = config_values(config), config_values(resolve(RunConfig, stored=run))

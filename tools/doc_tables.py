@@ -29,6 +29,7 @@ from doc_data import control_columns, metadata_columns
 from doc_planned import budgets, kept
 from doc_precision import audited, backends, places, presets
 from doc_ranks import scaled
+from doc_recipes import recipes
 from marked import Markers, between, replaced
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,7 @@ PROGRAMS = Path(sys.executable).parent
 CHECKPOINTING, PRECISION, DATA, RANKS = (
     ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data", "ranks")
 )
+RECIPES = ROOT / "docs" / "recipes" / "README.md"
 BUSY = 0.5
 """Load from other programs, as a share of the cores, above which times are marked as unreliable."""
 
@@ -103,6 +105,7 @@ TABLES = (
     Table(name="kept-wan", page=CHECKPOINTING, kind="planned", make=lambda: kept("wan")),
     Table(name="kept-flux2", page=CHECKPOINTING, kind="planned", make=lambda: kept("flux2")),
     Table(name="ranks", page=RANKS, kind="planned", make=scaled),
+    Table(name="recipes", page=RECIPES, kind="planned", make=recipes),
     Table(name="budgets", page=CHECKPOINTING, kind="planned", make=budgets),
     # One block and few repeats: less than three minutes on a quiet machine.
     Table(
@@ -186,7 +189,7 @@ def main() -> int:
             print(f"{table.name}: {error}", file=sys.stderr, flush=True)
             failed += 1
             continue
-        print(f"{table.name}: written to docs/{table.page.name}" if args.write else made, flush=True)
+        print(f"{table.name}: written to {table.page.relative_to(ROOT)}" if args.write else made, flush=True)
     return int(failed > 0)
 
 
