@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ditkit_core.engine.generator_state import GeneratorHook, RewindTrace, rewinding
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 class Graph(Protocol):
@@ -33,7 +33,7 @@ class Graph(Protocol):
 class Graphs(Protocol):
     """Records the work of one device. All graphs have their memory from one pool."""
 
-    def record(self, work: Callable[[], Made], trace: RewindTrace) -> tuple[Graph, Made]:
+    def record(self, work: Callable[[], T], trace: RewindTrace) -> tuple[Graph, T]:
         """Record some work, without running it.
 
         Args:
@@ -75,7 +75,7 @@ class CudaGraphs:
             # The pool's memory belongs to one stream: eager work that uses it has to run there too.
             self._stream = torch.cuda.Stream(device)
 
-    def record(self, work: Callable[[], Made], trace: RewindTrace) -> tuple[Graph, Made]:
+    def record(self, work: Callable[[], T], trace: RewindTrace) -> tuple[Graph, T]:
         """Record some work as a CUDA graph, as `Graphs.record` says."""
         graph = torch.cuda.CUDAGraph()
         generators = _Generators(self._device, trace)

@@ -24,7 +24,7 @@ from ditkit_core.engine.graphs import GRAPHS, Graph, in_one_thread
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import PretendTensor
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 _GARBAGE = 0xFF
 """A byte of memory that nobody may read: as any floating-point dtype it is NaN."""
@@ -48,7 +48,7 @@ class RecordedGraphs:
         """Start without graphs."""
         self._device = device
 
-    def record(self, work: Callable[[], Made], trace: RewindTrace) -> tuple[Graph, Made]:
+    def record(self, work: Callable[[], T], trace: RewindTrace) -> tuple[Graph, T]:
         """Record some work; nothing of it has happened afterwards."""
         hook, recording = GeneratorHook(self._device), _Recording()
         outside = hook.state()
