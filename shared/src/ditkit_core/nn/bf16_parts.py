@@ -104,15 +104,15 @@ def _add_in_torch(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_in_kernel(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    if not _suits_kernel(total, left, right):
-        return _add_in_torch(total, left, right)
+    if total.numel() < KERNEL_ADDS_FROM or not _suits_kernel(total, left, right):
+        return total.addmm_(left, right)
     kernels.add_product(total, left, right)
     return total
 
 
 def _suits_kernel(total: Tensor, left: Tensor, right: Tensor) -> bool:
     length, width = right.shape
-    if total.numel() < KERNEL_ADDS_FROM or length > KERNEL_ADDS_COLUMNS or not hopper.is_hopper(total):
+    if length > KERNEL_ADDS_COLUMNS or not hopper.is_hopper(total):
         return False
     # Whole tiles are copied from addresses, and in rows, of multiples of 16 bytes; torch's memory begins at such.
     tensors = total, left, right.T if right.stride(0) == 1 else right

@@ -212,7 +212,8 @@ class _GatedSum(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor, late: Tensor | None) -> Tensor:
         # On ctx and not saved: a saved tensor would be the last of the block, and a recompute would run up to it.
         ctx.dtype, ctx.gate, ctx.late = y.dtype, gate, late
-        ctx.fused = late is None and all(_fused(tensor, torch.float32) for tensor in (x, y, gate))
+        itemsize = max(x.dtype.itemsize, y.dtype.itemsize, gate.dtype.itemsize)
+        ctx.fused = late is None and itemsize <= 4 and kernels_in_force(x)
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
         return kernels.sum_with_gate(y, x, gate) if ctx.fused else _sum(y, x, per_token(gate, late))
 

@@ -85,7 +85,8 @@ def low_rank_sum(
         _, placeholder, left, right = _SplitLowRank.apply(x, down, up, scaling, split)
         out = _SplitSum.apply(F.linear(x.detach(), base.weight, base.bias), placeholder, left, right, split)
     else:
-        out = _SplitLinear.apply(x, down, up, base.weight, base.bias, scaling, split)
+        frozen = base._parameters  # `base.weight` takes the host ten times as long
+        out = _SplitLinear.apply(x, down, up, frozen["weight"], frozen["bias"], scaling, split)
     return out
 
 
@@ -322,7 +323,7 @@ def lora_linear_class() -> type:
 
         def _alone(self) -> str | None:
             """The name of the only active adapter, if it is unmerged and without a variant."""
-            if self.disable_adapters or self.merged:
+            if self.disable_adapters or self.merged_adapters:
                 return None
             factors = self._modules["lora_A"]
             names = [name for name in self.active_adapters if name in factors]
@@ -347,7 +348,7 @@ def lora_linear_class() -> type:
             if args or kwargs or name is None:
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
-            modules: Any = self._modules  # `self.lora_A` takes the host ten times as long
+            modules: Any = self._modules
             down, up = modules["lora_A"][name].weight, modules["lora_B"][name].weight
             base, dropout = modules["base_layer"], modules["lora_dropout"][name]
             adapted = x if type(dropout) is nn.Identity else dropout(x)
