@@ -1,6 +1,7 @@
 """tools/bench_step.py, bench_checkpointing.py and plan_truth.py on a model that costs nothing: what is compared, and that each row is there at once."""
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -226,3 +227,16 @@ def test_policies_are_compared_at_a_size_with_an_adapter_or_all_weights(capsys: 
             bench_checkpointing.main([*small, *wrong])
     said = capsys.readouterr().err
     assert "'100x96' is not HEIGHTxWIDTH in multiples of 16 pixels" in said and "'50' is not 1 more than" in said
+
+
+@pytest.mark.slow
+def test_the_hosts_time_is_measured_of_every_block_without_a_gpu():
+    """In a process of its own: it loads a CUDA driver that does nothing."""
+    pytest.importorskip("triton")
+    command = [sys.executable, ROOT / "tools" / "bench_host_time.py", "--repeats", "1"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "Block |" in line]
+    assert [name for name, *_ in rows] == ["WanBlock", "Flux2DoubleBlock", "Flux2SingleBlock"]
+    for _, *times, ratio in rows:
+        ours, by_triton, theirs = (sum(float(part.replace(",", "")) for part in cell.split(" + ")) for cell in times)
+        assert min(ours, by_triton, theirs) > 0 and float(ratio) == pytest.approx(ours / theirs, abs=0.01)

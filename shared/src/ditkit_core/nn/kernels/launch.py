@@ -99,7 +99,7 @@ def _compiled(code: Any) -> _Compiled | None:
 
 
 class Launcher:
-    """A kernel of Triton with a launch that takes the host a third of the time of Triton's own.
+    """A kernel of Triton with a launch that takes the host a third of the time of Triton's own (`benchmarks/host_time.md`).
 
     Triton inspects all arguments of every launch, to find the kernel that it compiled for what they have in common: their types, whether 16 divides
     an address or a number, whether a number is 1. Here a kernel is found by the arguments themselves: by all numbers and constants, by the tensors'
