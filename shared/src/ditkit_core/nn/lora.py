@@ -325,7 +325,7 @@ def lora_linear_class() -> type:
             """The name of the only active adapter, if it is unmerged and without a variant."""
             if self.disable_adapters or self.merged_adapters:
                 return None
-            factors = self._modules["lora_A"]
+            factors: Any = self._modules["lora_A"]
             names = [name for name in self.active_adapters if name in factors]
             return names[0] if len(names) == 1 and names[0] not in self.lora_variant else None
 
@@ -336,7 +336,8 @@ def lora_linear_class() -> type:
             return not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if ASSISTANT not in self._modules["lora_A"]:
+            factors: Any = self._modules["lora_A"]
+            if ASSISTANT not in factors:
                 return self._adapted(x, *args, **kwargs)
             assert not args and not kwargs
             down: Any = self.lora_A[ASSISTANT]
