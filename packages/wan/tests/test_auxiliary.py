@@ -102,6 +102,22 @@ def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> No
     assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(planned.peak, rel=0.05)
 
 
+def test_a_streamed_text_encoder_takes_its_embedding_and_little_more() -> None:
+    """256,384 tokens of 4,096 channels; a block is a fifth of that."""
+    found = auxiliary_models()["text encoder"]
+    weights, peak = measure_model(found, WAN.data.size, dtype=torch.bfloat16, mode="layer by layer")
+    assert weights == 2 * 256_384 * 4096 and weights < peak < weights + 0.5 * GIB
+
+
+def test_what_a_streamed_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> None:
+    encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32, "always")
+    encoder.load()
+    found = auxiliary_models(base=str(checkpoint))["text encoder"]
+    planned = measure_model(found, WAN.data.size, dtype=torch.float32, kind="cpu", mode="layer by layer")
+    held = live(encoder._model, lambda: encoder.encode(["a red circle"] * encoder.items_at_once))
+    assert held == pytest.approx(planned.peak, rel=0.05)
+
+
 @pytest.mark.slow
 def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = ModelPaths(base=str(checkpoint))

@@ -1,11 +1,11 @@
 """The models next to the transformer, for the planner: text encoder, VAE and CLIP on `meta`, in the sizes of the local files or the published ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.models.encoders import AuxiliaryModel
+from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders import clip as image_encoder
 from ditkit_wan.encoders import text, vae, vae_kinds
@@ -56,13 +56,20 @@ def _text(components: ModelPaths) -> AuxiliaryModel:
         with torch.device("meta"):
             model = text.build(config)
         text.tie(model)
+        del model.shared  # the encoder has it too, and a state dict would count it twice
         return model.to(dtype).requires_grad_(False).eval()
 
     def read(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         ids = torch.zeros(1, text.TEXT_TOKENS, dtype=torch.long).to(device)
         return text.read(module, ids, torch.ones_like(ids))
 
-    return AuxiliaryModel(name="text encoder", stage="encode", build=build, run=read)
+    def read_streamed(module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]) -> list[Tensor]:
+        # One block is enough: all have the same size, and a caption keeps only its hidden state.
+        del module.get_submodule("encoder.block")[1:]  # type: ignore[operator]
+        ids = torch.zeros(1, text.TEXT_TOKENS, dtype=torch.long).to(device)
+        return text.read_layers(module, [(ids, torch.ones_like(ids))] * text.CAPTIONS_STREAMED, passing)
+
+    return AuxiliaryModel(name="text encoder", stage="encode", build=build, run=read, run_streamed=read_streamed)
 
 
 def _clip(components: ModelPaths) -> AuxiliaryModel:

@@ -83,7 +83,7 @@ def _media_encoder(
 def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
     from ditkit_wan.encoders.text import TextEncoder
 
-    return TextEncoder(components, device, dtype)
+    return TextEncoder(components, device, dtype, streaming)
 
 
 def _sampler(

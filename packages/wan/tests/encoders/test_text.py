@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
+from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.testing.denied import denied
+from ditkit_core.weights import layer_streaming
+from ditkit_core.weights.layer_streaming import MARGIN_BYTES
 from ditkit_wan.encoders.text import TEXT_TOKENS, TextEncoder, clean
 
 CPU = torch.device("cpu")
@@ -97,6 +100,58 @@ def test_comfyui_and_official_files_give_what_the_folder_gives(checkpoint: Path,
         save_file(tensors, file)
         text = loaded(text_encoder=str(file), tokenizer=str(checkpoint / "tokenizer")).encode([CAPTION])[0]["text"]
         assert torch.equal(text, expected), name
+
+
+def streaming(how: Streaming, dtype: torch.dtype = torch.float32, **where: Any) -> TextEncoder:
+    encoder = TextEncoder(ModelPaths(**where), CPU, dtype, how)
+    encoder.load()
+    return encoder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_streamed_features_are_the_resident_ones_bitwise(checkpoint: Path, dtype: torch.dtype) -> None:
+    captions = [CAPTION, "", "zebra ✓ " * 30, "red " * 600]
+    streamed, resident = (streaming(how, dtype, base=str(checkpoint)) for how in ("always", "never"))
+    assert (streamed.streams, streamed.items_at_once, resident.streams, resident.items_at_once) == (True, 64, False, 1)
+    done: list[float] = []
+    together = streamed.encode(captions, done.append)
+    assert sum(done) == pytest.approx(len(captions)) and len(done) > len(captions)
+    for caption, found in zip(captions, together, strict=True):
+        (expected,) = resident.encode([caption])
+        assert found["text"].dtype == dtype and torch.equal(found["text"], expected["text"])
+        # No padding is kept alive.
+        assert found["text"].untyped_storage().nbytes() == found["text"].nbytes
+    assert all(parameter.is_meta for parameter in streamed._model.parameters())
+    assert not any(parameter.is_meta for parameter in resident._model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_streamed_eight_bit_weights_give_the_resident_features(
+    checkpoint: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    file, _ = scaled_files(checkpoint, tmp_path)
+    where = {"text_encoder": str(file), "tokenizer": str(checkpoint / "tokenizer")}
+    streamed, resident = (streaming(how, dtype, **where).encode([CAPTION])[0]["text"] for how in ("always", "never"))
+    assert torch.equal(streamed, resident)
+
+
+def test_an_encoder_that_memory_has_no_room_for_is_streamed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = hf_state(checkpoint).values()
+    needed = sum(2 * tensor.numel() for tensor in tensors)
+    for free, streams in ((needed + MARGIN_BYTES, False), (needed + MARGIN_BYTES - 1, True)):
+        monkeypatch.setattr(layer_streaming, "free_memory_bytes", lambda device, free=free: free)
+        assert streaming("auto", torch.bfloat16, base=str(checkpoint)).streams == streams
+        assert ("text encoder: read layer by layer for 64 captions" in capsys.readouterr().out) == streams
+
+
+def test_a_streamed_encoder_is_loaded_again_after_it_was_freed(checkpoint: Path) -> None:
+    encoder = streaming("always", base=str(checkpoint))
+    first = encoder.encode([CAPTION])[0]["text"]
+    encoder.unload()
+    encoder.load()
+    assert torch.equal(encoder.encode([CAPTION])[0]["text"], first)
 
 
 def test_features_are_stored_in_the_encoders_dtype(checkpoint: Path) -> None:
@@ -296,13 +351,13 @@ def test_a_clip_file_is_no_text_encoder(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_identity_follows_weights_tokenizer_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
-    def identity(dtype: torch.dtype = torch.float32, **where: Any) -> str:
-        return TextEncoder(ModelPaths(base=str(checkpoint), **where), CPU, dtype).identity
+    def identity(dtype: torch.dtype = torch.float32, how: Streaming = "never", **where: Any) -> str:
+        return TextEncoder(ModelPaths(base=str(checkpoint), **where), CPU, dtype, how).identity
 
     for file in (checkpoint / "tokenizer").iterdir():
         (tmp_path / file.name).write_text(file.read_text().replace("▁red", "▁rouge"))
     identities = [identity(), identity(torch.bfloat16), identity(tokenizer=str(tmp_path))]
-    assert len(set(identities)) == 3 and identities[0] == identity()
+    assert len(set(identities)) == 3 and identities[0] == identity() == identity(how="always")
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])

@@ -26,7 +26,7 @@ from ditkit_core.io.memory import is_out_of_memory, release_memory
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.models.tiling import Tiles, in_tiles
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import Advice, load_into, match
@@ -117,6 +117,39 @@ def at_most_parameters(number: int) -> Iterator[None]:
         handle.remove()
 
 
+def locate_frozen(
+    model: nn.Module,
+    source: SafetensorsSource,
+    names: StateDictNames,
+    *,
+    key: str = "the component's path in [model]",
+    tied: Mapping[str, str] | None = None,
+    ignore: frozenset[str] = frozenset(),
+) -> dict[str, tuple[TensorSlice, ...]]:
+    """Where the files store each parameter of a module on `meta`.
+
+    Args:
+        source: The file or folder.
+        names: Maps names of the file to the module's.
+        key: The setting that names the component, for messages.
+        tied: Modules that share the weight of another, by name: left out, as files may or may not contain them.
+        ignore: Names in the file that may be left over.
+
+    Raises:
+        UserError: If a tensor is missing, unexpected or mis-shaped.
+    """
+    skipped = {f"{name}.weight" for name in tied or ()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
+    remedy = f"set {key} to a complete folder or file of it"
+    advice = Advice(
+        described_by="the component's configuration",
+        if_unknown=remedy,
+        if_depth_differs=remedy,
+        if_shapes_differ=remedy,
+    )
+    return match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
+
+
 def load_frozen(
     model: nn.Module,
     source: SafetensorsSource,
@@ -132,29 +165,15 @@ def load_frozen(
 
     Args:
         model: The module; in eval mode afterwards.
-        source: The file or folder.
-        names: Maps names of the file to the module's.
         device: The device to load to.
         dtype_of: The dtype of a parameter there.
-        key: The setting that names the component, for messages.
-        tied: Modules that share the weight of another, by name: not read, but set to the other's.
-        ignore: Names in the file that may be left over.
+        source, names, key, tied, ignore: As for `locate_frozen`; the weights of tied modules are set to the others'.
 
     Raises:
         UserError: If a tensor is missing, unexpected or mis-shaped, or the file is damaged.
     """
     tied = tied or {}
-    skipped = {f"{name}.weight" for name in tied}
-    # Tied weights are left out: files may or may not contain them, and both have the same values.
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
-    remedy = f"set {key} to a complete folder or file of it"
-    advice = Advice(
-        described_by="the component's configuration",
-        if_unknown=remedy,
-        if_depth_differs=remedy,
-        if_shapes_differ=remedy,
-    )
-    mapping = match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
+    mapping = locate_frozen(model, source, names, key=key, tied=tied, ignore=ignore)
     # After matching, because the mapping tells which of the module's layers are codes in the file.
     hold_as_stored(model, source, mapping)
     load_into(model, source, mapping, device_of=lambda name: device, dtype_of=dtype_of)

@@ -1,4 +1,8 @@
-"""The UMT5 text encoder, from a diffusers folder or a single file, and its tokenizer."""
+"""The UMT5 text encoder, from a diffusers folder or a single file, and its tokenizer.
+
+It is loaded as a whole, or streamed: each layer is read from its file, used for every caption of the call, and freed. The features are bitwise
+identical, because a layer takes one caption at a time in both.
+"""
 
 import html
 import re
@@ -11,17 +15,22 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError, given_to_library
-from ditkit_core.io.console import NullProgress, warn
+from ditkit_core.io.console import NullProgress, say, warn
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import LayerContext, Streaming
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
+from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen, locate_frozen
+from ditkit_core.weights.layer_streaming import LayerStreamer, below, decide, give_back_large_blocks
+from ditkit_core.weights.quantize import scaled_layers
 from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
 TEXT_TOKENS = 512
 """Tokens of a caption, with its end token; longer captions are cut."""
+CAPTIONS_STREAMED = 64
+"""Captions for each reading of all layers. Their hidden states are 0.3 GB in bf16."""
 
 # Official names to those of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1, wan/modules/t5.py.
 _IN_BLOCK = {
@@ -74,9 +83,7 @@ def clean(caption: str) -> str:
 class TextEncoder:
     """Captions to token features; an `Encoder` of the core."""
 
-    items_at_once = 1
-
-    def __init__(self, components: ModelPaths, device: torch.device, dtype: torch.dtype):
+    def __init__(self, components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming = "auto"):
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
@@ -84,8 +91,9 @@ class TextEncoder:
         """
         self._source, self._config = config_of(components)
         self._tokenizer_path = find_tokenizer(components, or_vocabulary="spiece.model", also=("tokenizer_config.json",))
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._streaming = device, dtype, streaming
         self._model: Any = None
+        self._mapping: dict[str, tuple[TensorSlice, ...]] = {}
         self._tokenizer: Any = None
         self.truncated: list[str] = []
         """Captions longer than 512 tokens, each with the number of tokens that were cut."""
@@ -96,8 +104,35 @@ class TextEncoder:
         tokenizer = fingerprint(self._tokenizer_path)
         return fingerprint(self._source.path, tokenizer, str(self._dtype), "ftfy, unescaped twice, spaces", TEXT_TOKENS)
 
+    @cached_property
+    def _decision(self) -> tuple[bool, str]:
+        model, located = self._located()
+        scaled = {f"{name}.weight" for name in scaled_layers(model, self._source, located)}
+        num_bytes = sum(
+            weight.numel() * (1 if name in scaled else self._dtype.itemsize)
+            for name, weight in model.state_dict().items()
+            if name in located  # tied weights once
+        )
+        return decide(self._streaming, num_bytes, self._device)
+
+    def _located(self) -> tuple[Any, dict[str, tuple[TensorSlice, ...]]]:
+        """The encoder on `meta`, and where the files store its weights."""
+        model = build_frozen(build, self._config, self._source)
+        key, ignore = "model.text_encoder", _NOT_WEIGHTS
+        return model, locate_frozen(model, self._source, TEXT_NAMES, key=key, tied=_TIED, ignore=ignore)
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers are streamed: read one by one."""
+        return self._decision[0]
+
+    @property
+    def items_at_once(self) -> int:
+        """1; more when streamed, since each call reads all layers."""
+        return CAPTIONS_STREAMED if self.streams else 1
+
     def load(self) -> None:
-        """Read the weights onto the device.
+        """Read the weights onto the device; when streamed, only look up where each is.
 
         Raises:
             UserError: If the weights are incomplete, or the tokenizer cannot be read.
@@ -105,6 +140,13 @@ class TextEncoder:
         if self._model is not None:
             return
         self._load_tokenizer()
+        if self.streams:
+            give_back_large_blocks()
+            say(f"text encoder: read layer by layer for {self.items_at_once} captions at a time ({self._decision[1]})")
+            model, located = self._located()
+            self._mapping = located | {f"{name}.weight": located[f"{other}.weight"] for name, other in _TIED.items()}
+            self._model = model.requires_grad_(False).eval()
+            return
         model = build_frozen(build, self._config, self._source)
         load_frozen(
             model,
@@ -157,24 +199,43 @@ class TextEncoder:
     def unload(self) -> None:
         """Free the weights."""
         self._model = self._tokenizer = None
+        self._mapping = {}
 
     @torch.no_grad()
     def encode(
         self, items: Sequence[str], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
-        """Features of one caption.
+        """Features of captions.
 
-        The caption is padded to 512 tokens and the padding is masked, as in training, because rounding depends on the shape. The
+        A caption is padded to 512 tokens and the padding is masked, as in training, because rounding depends on the shape. The
         result is trimmed to the caption's length, and zeros take the place of the padding when inputs are made.
 
         Args:
-            items: One caption; the empty one is a single end-of-sentence token.
-            advance: Called with 1 when the caption is done.
+            items: At most `items_at_once` captions; the empty one is a single end-of-sentence token.
+            advance: Called with the fraction of a caption's work that is done.
 
         Returns:
-            `text` [tokens, dim] in the encoder's dtype; a wider one would only enlarge the cache.
+            For each, `text` [tokens, dim] in the encoder's dtype; a wider one would only enlarge the cache.
         """
-        (item,) = items
+        tokens = [self._tokens(item) for item in items]
+        if self.streams:
+            memory = LayerStreamer(self._source, device=self._device, dtype=self._dtype)
+
+            def layer(name: str) -> Any:
+                return memory.holding(self._model.get_submodule(name), below(name, self._mapping))
+
+            features = read_layers(self._model, tokens, lambda: layer, advance)
+        else:
+            features = []
+            for ids, mask in tokens:
+                features.append(read(self._model, ids, mask))
+                advance(1.0)
+        # Copied: a part of a tensor would keep the padding alive.
+        kept = zip(features, tokens, strict=True)
+        return [{"text": text[: int(mask.sum())].to("cpu", self._dtype, copy=True)} for text, (_, mask) in kept]
+
+    def _tokens(self, item: str) -> tuple[Int64[Tensor, "1 tokens"], Int64[Tensor, "1 tokens"]]:
+        """Padded tokens of a caption on the device, and which of them are no padding."""
         ids = self._tokenizer(clean(item), verbose=False).input_ids
         if len(ids) > TEXT_TOKENS:
             self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
@@ -189,10 +250,7 @@ class TextEncoder:
                 "not belong together; set model.tokenizer to the one that came with the text encoder"
             )
         tokens = tokens.to(self._device)
-        features = read(self._model, tokens.input_ids, tokens.attention_mask)
-        features = features[: int(tokens.attention_mask.sum())].to("cpu", self._dtype, copy=True)
-        advance(1.0)
-        return [{"text": features}]
+        return tokens.input_ids, tokens.attention_mask
 
 
 class _LastProjection(nn.Module):
@@ -234,6 +292,41 @@ def tie(model: Any) -> None:
 def read(model: Any, ids: Int64[Tensor, "1 tokens"], mask: Int64[Tensor, "1 tokens"]) -> Float[Tensor, "tokens dim"]:
     """Features of a padded caption, padding included."""
     return model(ids, mask).last_hidden_state[0]
+
+
+def read_layers(
+    model: Any,
+    tokens: Sequence[tuple[Int64[Tensor, "1 tokens"], Int64[Tensor, "1 tokens"]]],
+    passing: Callable[[], LayerContext],
+    advance: Callable[[float], None] = NullProgress.advance,
+) -> list[Float[Tensor, "tokens dim"]]:
+    """Run padded captions through the layers, one layer after the other: what `read` computes, as transformers does.
+
+    Args:
+        tokens: Tokens of each caption, and which of them are no padding, on the device of the weights.
+        passing: Makes a context that loads one layer at a time; each call makes another one with its own memory.
+        advance: Called after each layer of a caption, with the fraction of the caption's work.
+
+    Source: `UMT5Stack.forward` in huggingface/transformers, src/transformers/models/umt5/modeling_umt5.py.
+    """
+    from transformers.masking_utils import create_bidirectional_mask
+
+    stack = model.encoder
+    with passing()("encoder.embed_tokens") as embedding:
+        hidden = [embedding(ids) for ids, _ in tokens]
+    masks = [
+        create_bidirectional_mask(config=stack.config, inputs_embeds=state, attention_mask=mask)
+        for state, (_, mask) in zip(hidden, tokens, strict=True)
+    ]
+    # A second context: the layers share one buffer of their size, and that of the embedding, 2 GB in bf16, is free again.
+    layer_context = passing()
+    for index in range(len(stack.block)):
+        with layer_context(f"encoder.block.{index}") as block:
+            for place, mask in enumerate(masks):
+                hidden[place] = block(hidden[place], mask)
+                advance(1 / len(stack.block))
+    with layer_context("encoder.final_layer_norm") as norm:
+        return [norm(state)[0] for state in hidden]
 
 
 def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]]:
