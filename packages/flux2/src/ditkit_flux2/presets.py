@@ -1,6 +1,6 @@
 """FLUX.2 architectures by name.
 
-Parameters, counted on `meta` and equal to those of diffusers' model: dev has 32,223,281,152 parameters, klein-9b 9,078,581,248, klein-4b 3,875,544,576.
+Parameters, counted on `meta` and as many as diffusers' model has: dev has 32,223,281,152 parameters, klein-9b 9,078,581,248, klein-4b 3,875,544,576.
 """
 
 from collections.abc import Mapping

@@ -55,7 +55,7 @@ def sigmas(tokens: int, steps: int, shift: float) -> Float64[Tensor, "levels"]:
     Args:
         tokens: Tokens of the generated image, without text and references.
         steps: Number of Euler steps.
-        shift: Shift of the levels; 0 takes that of the authors, `empirical_mu`.
+        shift: Shift of the levels; 0 takes the authors' shift, `empirical_mu`.
     """
     shift = shift or math.exp(empirical_mu(tokens, steps))
     levels = torch.linspace(1, 0, steps + 1, dtype=torch.float64)

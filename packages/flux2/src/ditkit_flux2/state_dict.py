@@ -1,4 +1,4 @@
-"""FLUX.2's parameter names: ours, those of the official files (which ComfyUI keeps), and diffusers'.
+"""FLUX.2's parameter names: ours, the official files' (which ComfyUI keeps), and diffusers'.
 
 Source: `Flux2` in black-forest-labs/flux2, src/flux2/model.py, and diffusers' `Flux2Transformer2DModel`.
 
@@ -86,11 +86,11 @@ def _diffusers(ours: str, theirs: str) -> tuple[TensorSlice, ...]:
 
 def _inverted(forms: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
     """The names of a form, each with the parts of our parameters that make up its rows, in order."""
-    found: dict[str, dict[int, TensorSlice]] = {}
+    by_name: dict[str, dict[int, TensorSlice]] = {}
     for ours, parts in forms.items():
         for index, part in enumerate(parts):
-            found.setdefault(part.name, {})[part.index] = TensorSlice(ours, index, len(parts))
-    return {name: tuple(parts[index] for index in sorted(parts)) for name, parts in found.items()}
+            by_name.setdefault(part.name, {})[part.index] = TensorSlice(ours, index, len(parts))
+    return {name: tuple(parts[index] for index in sorted(parts)) for name, parts in by_name.items()}
 
 
 _TO_OFFICIAL = {ours: _official(ours) for ours in _parameters()}

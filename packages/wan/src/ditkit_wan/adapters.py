@@ -30,7 +30,7 @@ def fillers(form: str, modules: Collection[str]) -> list[str]:
 
     diffusers looks each key up and fails where one is missing. Other programs that read that form load the keys that exist.
     """
-    numbers = [int(found[1]) for name in modules if (found := _BLOCK.fullmatch(name))]
+    numbers = [int(match[1]) for name in modules if (match := _BLOCK.fullmatch(name))]
     if form != "musubi" or not numbers:
         return []
     kinds = (*_KINDS, *(_IMAGE_KINDS if _image_kinds(modules) else ()))

@@ -75,7 +75,7 @@ class WanSampler:
         step. Frames of VACE's references are denoised with the others and removed at the end.
 
         Args:
-            job: What to generate; a shift of 0 takes that of the scheduler's configuration, or else that of the authors. Without a
+            job: What to generate; a shift of 0 takes the scheduler configuration's shift, or else the authors'. Without a
                 negative prompt, or with a guidance of 1 or less, the model is called once per step.
 
         Yields:

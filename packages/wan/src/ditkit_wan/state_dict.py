@@ -1,6 +1,6 @@
-"""Wan's parameter names: ours, those of the official files (which ComfyUI keeps), and diffusers'.
+"""Wan's parameter names: ours, the official files' (which ComfyUI keeps), and diffusers'.
 
-Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names are those of its
+Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names come from its
 `WanTransformer3DModel` and `WanVACETransformer3DModel`. All programs name the additional modules of the Fun models and
 WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py.
 

@@ -82,12 +82,12 @@ def _empty_transformer(model: Any) -> Any:
 def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
     dtype = transformer.patch_embedding.weight.dtype
     hidden = [*inputs.latents, *(inputs.y or ())]
-    given = {"hidden_states": torch.cat(hidden), "encoder_hidden_states": inputs.text[0]}
+    arguments = {"hidden_states": torch.cat(hidden), "encoder_hidden_states": inputs.text[0]}
     if inputs.image is not None:
-        given["encoder_hidden_states_image"] = inputs.image[0]
+        arguments["encoder_hidden_states_image"] = inputs.image[0]
     if inputs.vace is not None:
-        given["control_hidden_states"] = inputs.vace[0]
-    batch = {name: tensor[None].to(dtype) for name, tensor in given.items()}
+        arguments["control_hidden_states"] = inputs.vace[0]
+    batch = {name: tensor[None].to(dtype) for name, tensor in arguments.items()}
     if transformer.config.pos_embed_seq_len:  # it takes the two images of a sample as two rows of the batch
         batch["encoder_hidden_states_image"] = batch["encoder_hidden_states_image"][0].unflatten(0, (2, -1))
     timestep = inputs.timestep

@@ -84,13 +84,13 @@ class Prompter:
         """
         self.file = folder / "tokenizer.json"
         self._family = family
-        known = added_tokens(folder)
-        if missing := [token for token in (*family.special, family.padding) if token not in known]:
+        token_ids = added_tokens(folder)
+        if missing := [token for token in (*family.special, family.padding) if token not in token_ids]:
             raise UserError(
                 f"{self.file} has no token {missing[0]}: it is not the tokenizer of {family.name} as FLUX.2 uses it; "
                 "set model.tokenizer to the one that came with the text encoder"
             )
-        self._padding = known[family.padding]
+        self._padding = token_ids[family.padding]
         self._tokenizer: Any = None
 
     def load(self, vocabulary_size: int) -> None:
@@ -129,11 +129,11 @@ class Prompter:
     def cut_of(self, caption: str) -> tuple[int, str] | None:
         """Number of tokens that are cut, and the part of the caption that is read; None if all of it is read."""
         rendered = self._family.render(caption)
-        found = self._tokenizer.encode(rendered, add_special_tokens=False)
-        cut = len(found.ids) - TEXT_TOKENS
+        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        cut = len(encoding.ids) - TEXT_TOKENS
         if cut <= 0:
             return None
-        end = min(found.offsets[TEXT_TOKENS - 1][1], len(rendered) - len(self._family.after))
+        end = min(encoding.offsets[TEXT_TOKENS - 1][1], len(rendered) - len(self._family.after))
         return cut, rendered[len(self._family.before) : end]
 
     def tokens(self, caption: str) -> tuple[Tensor, Tensor, int]:
@@ -143,7 +143,7 @@ class Prompter:
         ids = ids[:TEXT_TOKENS]
         padded = torch.full((TEXT_TOKENS,), self._padding)
         real = torch.zeros(TEXT_TOKENS, dtype=torch.bool)
-        place = slice(TEXT_TOKENS - len(ids), None) if self._family.pads_left else slice(len(ids))
-        padded[place] = torch.tensor(ids)
-        real[place] = True
+        region = slice(TEXT_TOKENS - len(ids), None) if self._family.pads_left else slice(len(ids))
+        padded[region] = torch.tensor(ids)
+        real[region] = True
         return padded, real, cut

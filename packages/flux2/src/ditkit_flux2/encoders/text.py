@@ -161,7 +161,7 @@ class TextEncoder:
             three of the layers, with padding, because the transformer attends to it.
         """
         tokens = [self._tokens(item) for item in items]
-        ids = [each.to(self._device) for each, _ in tokens]
+        ids = [caption_ids.to(self._device) for caption_ids, _ in tokens]
         masks = [attention_mask(real.to(self._device)) for _, real in tokens]
         texts = features(self.family, self._built[1], ids, masks, self._passing, advance)
         return [{"text": text} for text in texts]
@@ -206,12 +206,12 @@ def features(
         The concatenated hidden states after the family's layers, on the CPU.
     """
     with passing()("embed_tokens") as embedding:
-        hidden = torch.stack([embedding(each[None]) for each in ids])
+        hidden = torch.stack([embedding(caption_ids[None]) for caption_ids in ids])
     positions = torch.arange(TEXT_TOKENS, device=hidden.device)[None]
     tables = rotary(hidden[0], positions)
     width = len(family.layers) * hidden.shape[-1]
     texts = [torch.empty(TEXT_TOKENS, width, dtype=hidden.dtype) for _ in ids]
-    # A second context: the layers share one buffer of their size, and that of the embedding is free again.
+    # A second context: the layers share one buffer of their size, and the embedding's buffer is free again.
     layer_context = passing()
     for index in range(family.layers[-1]):
         with layer_context(f"layers.{index}") as layer:

@@ -88,8 +88,8 @@ def describe(source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
         raise UserError(
             f"{source.path} has {depth} layers, and FLUX.2 reads the hidden states after layer {needed}; {_GET}"
         )
-    kept = {name: value for name, value in config.items() if name != "layer_types"}  # a list as long as the depth
-    return family, kept | {"num_hidden_layers": needed}
+    settings = {name: value for name, value in config.items() if name != "layer_types"}  # a list as long as the depth
+    return family, settings | {"num_hidden_layers": needed}
 
 
 def published(text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
@@ -135,7 +135,9 @@ def _of_file(source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
         "head_dim": head_dim,
         "num_attention_heads": queries // head_dim,
         "num_key_value_heads": keys // head_dim,
-        "num_hidden_layers": len({found[1] for name in shapes if (found := _KNOWN.match(name)) and found[1]}),
+        "num_hidden_layers": len(
+            {key_match[1] for name in shapes if (key_match := _KNOWN.match(name)) and key_match[1]}
+        ),
     }
     if f"{layer}.q_norm.weight" in shapes:
         return QWEN, config | {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
@@ -194,8 +196,8 @@ def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tup
     num_layers = len(model.get_submodule("layers"))
 
     def used(name: str) -> bool:
-        found = _KNOWN.match(name)
-        return found is not None and (found[1] is None or int(found[1]) < num_layers)
+        key_match = _KNOWN.match(name)
+        return key_match is not None and (key_match[1] is None or int(key_match[1]) < num_layers)
 
     def ignore(name: str) -> bool:
         return not used(_without_prefix(name)) or name.endswith(".rotary_emb.inv_freq")

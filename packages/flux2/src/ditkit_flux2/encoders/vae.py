@@ -55,12 +55,12 @@ _UP = re.compile(r"^decoder\.up\.(\d)\.(block\.|upsample\.)")
 def to_diffusers(name: str) -> str:
     """The diffusers name of a parameter of the FLUX.2 VAE, given in either form."""
 
-    def place(found: re.Match[str]) -> str:
+    def stage_name(match: re.Match[str]) -> str:
         # The official code counts the decoder's stages from the pixels, diffusers from the latents.
-        inside = "resnets." if found[2] == "block." else "upsamplers.0."
-        return f"decoder.up_blocks.{_STAGES - 1 - int(found[1])}.{inside}"
+        inside = "resnets." if match[2] == "block." else "upsamplers.0."
+        return f"decoder.up_blocks.{_STAGES - 1 - int(match[1])}.{inside}"
 
-    name = _UP.sub(place, name)
+    name = _UP.sub(stage_name, name)
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
@@ -114,10 +114,10 @@ class VaeEncoder:
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        made = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, "
-        made += dtype_name(self._mode.dtype)
+        recipe = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, "
+        recipe += dtype_name(self._mode.dtype)
         tiles = (str(TILES),) if self._mode.tiled else ()  # none untiled: caches from before tiles stay valid
-        return fingerprint(self._source.path, made, *tiles)
+        return fingerprint(self._source.path, recipe, *tiles)
 
     @property
     def channels(self) -> int:

@@ -87,10 +87,10 @@ def read_poses(path: Path) -> Poses:
         poses.append(pose)
     if not poses:
         raise UserError(f"{path} has no camera pose; the first line is ignored, then each has {_NUMBERS} numbers")
-    found = torch.tensor(poses, dtype=torch.float64)
-    if (torch.linalg.det(_matrices(found)).abs() < 1e-6).any():
+    table = torch.tensor(poses, dtype=torch.float64)
+    if (torch.linalg.det(_matrices(table)).abs() < 1e-6).any():
         raise UserError(f"{path} has a singular matrix; the last 12 numbers are rotation and translation, row by row")
-    return found
+    return table
 
 
 def at(poses: Float[Tensor, "rows 19"], frames: Int[Tensor, " frames"], *, of: int) -> Poses:
@@ -101,10 +101,10 @@ def at(poses: Float[Tensor, "rows 19"], frames: Int[Tensor, " frames"], *, of: i
         frames: Numbers of the frames, from 0.
         of: Number of frames of the video.
     """
-    place = frames.double().clamp(0, of - 1) * (len(poses) - 1) / max(of - 1, 1)
-    below = place.floor().long()
+    position = frames.double().clamp(0, of - 1) * (len(poses) - 1) / max(of - 1, 1)
+    below = position.floor().long()
     above = (below + 1).clamp(max=len(poses) - 1)
-    return torch.lerp(poses[below], poses[above], (place - below)[:, None])
+    return torch.lerp(poses[below], poses[above], (position - below)[:, None])
 
 
 def path_of(poses: Poses, *, height: int, width: int) -> Float[Tensor, "frames 16"]:
@@ -143,10 +143,10 @@ def rays(path: Float[Tensor, "frames 16"], *, height: int, width: int) -> Float[
     down = torch.arange(height, device=path.device, dtype=path.dtype)[:, None] + 0.5
     x = ((across - lens[:, 2]) / lens[:, 0]).expand(-1, height, -1)
     y = ((down - lens[:, 3]) / lens[:, 1]).expand(-1, -1, width)
-    seen = torch.stack([x, y, torch.ones_like(x)], dim=-1)
-    seen = seen / seen.norm(dim=-1, keepdim=True)
+    directions = torch.stack([x, y, torch.ones_like(x)], dim=-1)
+    directions = directions / directions.norm(dim=-1, keepdim=True)
     # No matmul: inputs are made outside of the engine, where an autocast may be active and would round it.
-    rotated = [relative[:, None, None, :, axis] * seen[..., axis, None] for axis in range(3)]
+    rotated = [relative[:, None, None, :, axis] * directions[..., axis, None] for axis in range(3)]
     direction = rotated[0] + rotated[1] + rotated[2]
     origin = relative[:, None, None, :, 3].expand_as(direction)
     plucker = torch.cat([torch.linalg.cross(origin, direction), direction], dim=-1)
@@ -155,6 +155,6 @@ def rays(path: Float[Tensor, "frames 16"], *, height: int, width: int) -> Float[
 
 
 def _matrices(poses: Poses) -> Float[Tensor, "frames 4 4"]:
-    whole = torch.eye(4, dtype=poses.dtype).repeat(len(poses), 1, 1)
-    whole[:, :3] = poses[:, 7:].unflatten(1, (3, 4))
-    return whole
+    matrices = torch.eye(4, dtype=poses.dtype).repeat(len(poses), 1, 1)
+    matrices[:, :3] = poses[:, 7:].unflatten(1, (3, 4))
+    return matrices

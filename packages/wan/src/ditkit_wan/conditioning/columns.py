@@ -152,32 +152,32 @@ def conditioners(
         vae = VaeEncoder(components, device, mode=mode, channels=arch.out_channels)
         clip = ImageEncoder(components, device, torch.float32) if arch.image_dim else None
     extra = _extra_channels(arch)
-    found: list[Conditioner] = []
+    chosen: list[Conditioner] = []
     if arch.music:
         assert clip is not None
-        found += [dance.Music(arch.music.fps), dance.Keyframes(vae), dance.KeyframeVision(clip, (dance.DANCER,))]
-        found.append(image.ClipVision(clip, (dance.DANCER,), name="refimage", kind="clip-vision-dancer"))
+        chosen += [dance.Music(arch.music.fps), dance.Keyframes(vae), dance.KeyframeVision(clip, (dance.DANCER,))]
+        chosen.append(image.ClipVision(clip, (dance.DANCER,), name="refimage", kind="clip-vision-dancer"))
     elif arch.vace_layers:
-        found.append(Vace(vae))
+        chosen.append(Vace(vae))
     elif arch.camera_channels:
         with_mask = extra > arch.out_channels
-        found += [control.Camera(), image.FirstLast(vae, both=False) if with_mask else control.FirstLatent(vae)]
+        chosen += [control.Camera(), image.FirstLast(vae, both=False) if with_mask else control.FirstLatent(vae)]
         if clip is not None:
-            found.append(image.ClipVision(clip, (image.FIRST,)))
+            chosen.append(image.ClipVision(clip, (image.FIRST,)))
     elif extra == 2 * arch.out_channels:
-        found.append(control.Control(vae))
+        chosen.append(control.Control(vae))
         if arch.ref_conv:
-            found.append(control.Reference(vae))
+            chosen.append(control.Reference(vae))
         if clip is not None:
-            found.append(control.ControlVision(clip, (control.REFERENCE, image.FIRST)))
+            chosen.append(control.ControlVision(clip, (control.REFERENCE, image.FIRST)))
     elif extra:
         both = bool(arch.image_positions)
-        found.append(image.FirstLast(vae, both=both))
+        chosen.append(image.FirstLast(vae, both=both))
         if clip is not None:
-            found.append(image.ClipVision(clip, (image.FIRST, image.LAST) if both else (image.FIRST,)))
+            chosen.append(image.ClipVision(clip, (image.FIRST, image.LAST) if both else (image.FIRST,)))
     elif arch.token_times:
-        found.append(image.FirstFrame(vae))
-    return found
+        chosen.append(image.FirstFrame(vae))
+    return chosen
 
 
 def is_given_first_latent(arch: WanArch) -> bool:

@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
-from ditkit_wan.conditioning.media import column_image, column_or_own, image_or_own, lacking, video
+from ditkit_wan.conditioning.media import column_image, column_or_own, image_or_own, missing_condition, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
 _ROUNDING = 0.01  # of a frame: its start time is rounded, so a time just below it is meant as this frame
@@ -24,7 +24,7 @@ DIRECTION, SPEED, PATH = "camera_control_direction", "camera_control_speed", "ca
 
 
 class Control(VaeConditioner):
-    """`y`: latents of the control video, then those of the first image.
+    """`y`: latents of the control video, then latents of the first image.
 
     The latter have one latent frame; the others are zeros as latents, and so are all of them without an image.
     """
@@ -38,7 +38,7 @@ class Control(VaeConditioner):
             UserError: If there is no control video.
         """
         if CONTROL not in controls.files:
-            raise lacking(controls, [CONTROL], "which this model is controlled by")
+            raise missing_condition(controls, [CONTROL], "which this model is controlled by")
         return tuple(column for column in (CONTROL, FIRST) if column in controls.files)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class Camera(ClipConditioner):
         if DIRECTION in files:
             camera.moving(files[DIRECTION], files.get(SPEED, ""), 1)
             return tuple(column for column in (DIRECTION, SPEED) if column in files)
-        raise lacking(controls, [DIRECTION, PATH], "which this model is controlled by")
+        raise missing_condition(controls, [DIRECTION, PATH], "which this model is controlled by")
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         poses = self._poses(controls)

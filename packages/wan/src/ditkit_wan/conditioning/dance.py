@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
-from ditkit_wan.conditioning.media import column_or_own, image_or_own, lacking, video
+from ditkit_wan.conditioning.media import column_or_own, image_or_own, missing_condition, video
 
 _ROUNDING = 2e-3  # in rows per frame: 29.97 frames per second are taken as 30
 MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"
@@ -50,7 +50,7 @@ class Music(ClipConditioner):
             UserError: If there is none, or a frame does not last an integer number of rows, which encodes the frame rate.
         """
         if MUSIC not in controls.files:
-            raise lacking(controls, [MUSIC], "which this model dances to")
+            raise missing_condition(controls, [MUSIC], "which this model dances to")
         fps = controls.fps or self.fps
         if abs(music_features.RATE / fps - _rows_to_frame(fps)) > _ROUNDING:
             raise UserError(
@@ -93,23 +93,23 @@ class Keyframes(VaeConditioner):
         Raises:
             UserError: If only one of video and mask is there, the mask is invalid or too short, or there is no image either.
         """
-        given = [column for column in (KEYFRAMES, KEYFRAMES_MASK) if column in controls.files]
-        if len(given) == 1:
+        columns = [column for column in (KEYFRAMES, KEYFRAMES_MASK) if column in controls.files]
+        if len(columns) == 1:
             whose = controls.clip or "a sample"
-            raise UserError(f"{whose} has {given[0]} alone; give {KEYFRAMES} and {KEYFRAMES_MASK}, or neither")
-        if given:
+            raise UserError(f"{whose} has {columns[0]} alone; give {KEYFRAMES} and {KEYFRAMES_MASK}, or neither")
+        if columns:
             _known(controls)
-        return tuple(given) or (column_or_own(controls, DANCER, why="a dance"),)
+        return tuple(columns) or (column_or_own(controls, DANCER, why="a dance"),)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         if KEYFRAMES in controls.files:
-            pixels, known = video(controls, KEYFRAMES), _known(controls)
+            pixels, is_known = video(controls, KEYFRAMES), _known(controls)
         else:
             pixels = -torch.ones(3, controls.frames, controls.height, controls.width)  # black
             pixels[:, :1] = image_or_own(controls, DANCER)
-            known = [True] + [False] * (controls.frames - 1)
+            is_known = [True] + [False] * (controls.frames - 1)
         latents = self.latents(pixels)
-        return {"y": torch.cat([known_frames_mask(known, *latents.shape[2:]), latents])}
+        return {"y": torch.cat([known_frames_mask(is_known, *latents.shape[2:]), latents])}
 
 
 class KeyframeVision(ClipVision):
@@ -138,10 +138,10 @@ def _known(controls: ClipInputs) -> list[bool]:
             f"{KEYFRAMES_MASK} = {text[:60]!r} is not a list of 0 and 1; write [1, 0, 0, …], one for each frame"
         )
     first = round(controls.start_seconds * controls.fps)
-    known = [bool(number) for number in numbers[first : first + controls.frames]]
-    if len(known) < controls.frames:
+    keyframes = [bool(number) for number in numbers[first : first + controls.frames]]
+    if len(keyframes) < controls.frames:
         raise UserError(
             f"{KEYFRAMES_MASK} has {len(numbers)} numbers, and the clip takes frames {first} to {first + controls.frames - 1}; "
             "give one for each frame"
         )
-    return known
+    return keyframes

@@ -96,18 +96,18 @@ class VaeConditioner(ClipConditioner):
             outlined.condition(controls)
 
 
-def known_frames_mask(known: Sequence[bool], height: int, width: int) -> Float[Tensor, "4 f height width"]:
+def known_frames_mask(is_known: Sequence[bool], height: int, width: int) -> Float[Tensor, "4 f height width"]:
     """The mask channels of the pixel frames that the model is given.
 
     The first latent frame is one pixel frame, which sets all four channels. Each later one is four pixel frames with a channel each.
 
     Args:
-        known: Whether each pixel frame is given; 4k + 1 values.
+        is_known: Whether each pixel frame is given; 4k + 1 values.
         height: Height of the latents.
         width: Width of the latents.
     """
-    assert len(known) % 4 == 1, f"{len(known)} frames"
-    frames = torch.tensor([known[0]] * 4 + list(known[1:]), dtype=torch.float32)
+    assert len(is_known) % 4 == 1, f"{len(is_known)} frames"
+    frames = torch.tensor([is_known[0]] * 4 + list(is_known[1:]), dtype=torch.float32)
     return frames.view(-1, 4).T[:, :, None, None].repeat(1, 1, height, width)
 
 
@@ -144,12 +144,12 @@ class FirstLast(VaeConditioner):
         frames = controls.frames
         pixels = torch.zeros(3, frames, controls.height, controls.width)
         pixels[:, :1] = image_or_own(controls, FIRST)
-        known = [True] + [False] * (frames - 1)
+        is_known = [True] + [False] * (frames - 1)
         if self._has_last(controls):
             pixels[:, -1:] = image_or_own(controls, LAST, last=True)
-            known[-1] = True
+            is_known[-1] = True
         latents = self.latents(pixels)
-        return {"y": torch.cat([known_frames_mask(known, *latents.shape[2:]), latents])}
+        return {"y": torch.cat([known_frames_mask(is_known, *latents.shape[2:]), latents])}
 
     def _has_last(self, controls: ClipInputs) -> bool:
         return controls.frames > 1 and (self.both or LAST in controls.files)

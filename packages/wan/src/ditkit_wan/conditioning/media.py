@@ -76,7 +76,7 @@ def column_or_own(controls: ClipInputs, column: str, *, why: str) -> str:
     return ""
 
 
-def lacking(controls: ClipInputs, columns: Sequence[str], why: str) -> UserError:
+def missing_condition(controls: ClipInputs, columns: Sequence[str], why: str) -> UserError:
     """The error for a clip or sample that lacks a condition of the model.
 
     Args:

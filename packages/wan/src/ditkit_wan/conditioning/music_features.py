@@ -184,11 +184,11 @@ def decode(path: Path, *, until_seconds: float = math.inf) -> tuple[Float[np.nda
             resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
             parts: list[np.ndarray] = []
             num_samples = 0
-            for given in chain(container.decode(stream), [None]):  # None: flushes the resampler
+            for decoded in chain(container.decode(stream), [None]):  # None: flushes the resampler
                 if num_samples >= until_seconds * rate:
                     break
-                parts += [frame.to_ndarray().mean(axis=0) for frame in resampler.resample(given)]
-                num_samples += 0 if given is None else given.samples
+                parts += [frame.to_ndarray().mean(axis=0) for frame in resampler.resample(decoded)]
+                num_samples += 0 if decoded is None else decoded.samples
     except (av.FFmpegError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
         raise UserError(f"{path} cannot be decoded as sound ({reason}); convert it again or remove it") from error
@@ -213,8 +213,8 @@ def _features(librosa: Any, sound: Float[np.ndarray, " samples"], rate: int) -> 
     cepstra = librosa.feature.mfcc(y=data, sr=claimed_rate, n_mfcc=20).T
     tones = librosa.feature.chroma_cens(y=data, sr=claimed_rate, hop_length=_HOP, n_chroma=12).T
     peaks = librosa.onset.onset_detect(onset_envelope=onsets, sr=claimed_rate, hop_length=_HOP)
-    whole = librosa.resample(sound, orig_sr=rate, target_sr=claimed_rate)
-    tempo = librosa.feature.tempo(y=whole, sr=claimed_rate)[0]
+    resampled = librosa.resample(sound, orig_sr=rate, target_sr=claimed_rate)
+    tempo = librosa.feature.tempo(y=resampled, sr=claimed_rate)[0]
     _, beats = librosa.beat.beat_track(
         onset_envelope=onsets, sr=claimed_rate, hop_length=_HOP, start_bpm=tempo, tightness=100
     )

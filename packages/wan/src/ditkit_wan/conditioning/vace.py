@@ -50,8 +50,8 @@ class Vace(VaeConditioner):
         chosen = (
             mask > 0.5
         ).float()  # a pixel is kept or regenerated; the mask itself stays grey, as in the official code
-        kept, regenerated = self.latents(pixels * (1 - chosen)), self.latents(pixels * chosen)
-        context = torch.cat([kept, regenerated, mask_channels(mask)])
+        kept_latents, regenerated = self.latents(pixels * (1 - chosen)), self.latents(pixels * chosen)
+        context = torch.cat([kept_latents, regenerated, mask_channels(mask)])
         images = [
             on_white(Path(controls.files[column]), controls.height, controls.width)
             for column in REFERENCES

@@ -28,7 +28,7 @@ _LATENT_CHANNELS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Differences of a variant's checkpoint from that of text to video."""
+    """Differences of a variant's checkpoint from the checkpoint of text to video."""
 
     pipeline: str = "WanPipeline"
     """Its pipeline class in diffusers."""
@@ -40,7 +40,7 @@ class Variant:
     """Fields of the VAE's configuration."""
     index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Fields of `model_index.json`."""
-    looks: bool = False
+    has_image_encoder: bool = False
     """Whether it has an image encoder."""
     experts: int = 1
     """Number of its transformers."""
@@ -57,8 +57,10 @@ _OURS = WanArch(
 )
 VARIANTS: Mapping[str, Variant] = {
     "t2v": Variant(),
-    "i2v": Variant(pipeline=_FROM_IMAGE, config=_WITH_CLIP, looks=True),
-    "flf2v": Variant(pipeline=_FROM_IMAGE, config=_WITH_CLIP | {"pos_embed_seq_len": 2 * IMAGE_TOKENS}, looks=True),
+    "i2v": Variant(pipeline=_FROM_IMAGE, config=_WITH_CLIP, has_image_encoder=True),
+    "flf2v": Variant(
+        pipeline=_FROM_IMAGE, config=_WITH_CLIP | {"pos_embed_seq_len": 2 * IMAGE_TOKENS}, has_image_encoder=True
+    ),
     "ti2v": Variant(
         config={"in_channels": 48, "out_channels": 48, "num_attention_heads": 8},
         vae=_VAE_2_2,
@@ -71,8 +73,8 @@ VARIANTS: Mapping[str, Variant] = {
         transformer="WanVACETransformer3DModel",
         config={"vace_layers": [0, 2], "vace_in_channels": 96},
     ),
-    "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True), looks=True),
-    "fun-control-camera": Variant(ours=replace(_OURS, in_channels=32, camera_channels=24), looks=True),
+    "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True), has_image_encoder=True),
+    "fun-control-camera": Variant(ours=replace(_OURS, in_channels=32, camera_channels=24), has_image_encoder=True),
     "wantodance": Variant(
         ours=replace(
             _OURS,
@@ -80,7 +82,7 @@ VARIANTS: Mapping[str, Variant] = {
             ref_conv=True,
             music=MusicArch(layers=MUSIC_LAYERS[:1], width=32, heads=2, ffn_dim=64, skipped=1),
         ),
-        looks=True,
+        has_image_encoder=True,
     ),
 }
 """All variants, by name."""

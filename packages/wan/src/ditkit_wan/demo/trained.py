@@ -17,7 +17,7 @@ from ditkit_wan.demo.models import build_text_encoder
 
 BASE = Path(__file__).parent / "base"
 CAPTIONS = [caption(colour, shape, way) for way in DIRECTIONS for colour in COLOURS for shape in SHAPES]
-"""Every caption of the demo, those of the new motion included: they give the tokenizer its words, in the order that the text encoder
+"""Every caption of the demo, the new motion's included: they give the tokenizer its words, in the order that the text encoder
 was made for."""
 
 Part = Literal["vae", "transformer"]

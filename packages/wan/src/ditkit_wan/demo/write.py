@@ -1,7 +1,7 @@
 """The demo's inputs: a complete tiny Wan checkpoint, and captioned videos.
 
-The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. That of `wan-train --demo` is
-trained (`trained.py`); tests also use those of every variant with random weights. Their initialisation matters, because LoRA trains
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. The one of `wan-train --demo` is
+trained (`trained.py`); tests also use checkpoints of every variant with random weights. Their initialisation matters, because LoRA trains
 only the attention and feed-forward layers of the blocks: the frozen patch embedding must keep all of the image, the gates must let the
 blocks' result through, and the frozen head must be able to output it.
 """
@@ -76,7 +76,7 @@ def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any
     }
     if kind.pipeline != "WanVACEPipeline":  # that pipeline has no such setting
         index["expand_timesteps"] = False
-    if kind.looks:
+    if kind.has_image_encoder:
         _write_image_encoder(folder)
         index |= {
             "image_encoder": ["transformers", "CLIPVisionModel"],

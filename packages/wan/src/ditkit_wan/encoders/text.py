@@ -32,7 +32,7 @@ TEXT_TOKENS = 512
 CAPTIONS_STREAMED = 64
 """Captions for each reading of all layers. Their hidden states are 0.3 GB in bf16."""
 
-# Official names to those of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1, wan/modules/t5.py.
+# Official names to the names of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1, wan/modules/t5.py.
 _IN_BLOCK = {
     "norm1": "layer.0.layer_norm",
     **{f"attn.{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"},
@@ -243,10 +243,10 @@ class TextEncoder:
         tokens = self._tokenizer(
             clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         )
-        used, known = tokens.input_ids.unique().tolist(), self._model.config.vocab_size  # padding included
-        if used[0] < 0 or used[-1] >= known:
+        used, vocab_size = tokens.input_ids.unique().tolist(), self._model.config.vocab_size  # padding included
+        if used[0] < 0 or used[-1] >= vocab_size:
             raise UserError(
-                f"{self._tokenizer_path} has token {used[0] if used[0] < 0 else used[-1]}, and the text encoder knows {known}: they do "
+                f"{self._tokenizer_path} has token {used[0] if used[0] < 0 else used[-1]}, and the text encoder knows {vocab_size}: they do "
                 "not belong together; set model.tokenizer to the one that came with the text encoder"
             )
         tokens = tokens.to(self._device)
@@ -275,12 +275,12 @@ def build(config: Mapping[str, Any]) -> Any:
     """The encoder of a configuration, on the default device."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    made = UMT5Config.from_dict(dict(config))
-    if not made.relative_attention_max_distance > made.relative_attention_num_buckets // 4 > 0:
+    t5_config = UMT5Config.from_dict(dict(config))
+    if not t5_config.relative_attention_max_distance > t5_config.relative_attention_num_buckets // 4 > 0:
         raise ValueError(
-            f"relative_attention_max_distance is {made.relative_attention_max_distance}"
+            f"relative_attention_max_distance is {t5_config.relative_attention_max_distance}"
         )  # NaN in the library
-    return UMT5EncoderModel(made)
+    return UMT5EncoderModel(t5_config)
 
 
 def tie(model: Any) -> None:

@@ -12,7 +12,7 @@ from ditkit_core.models.state_dict import StateDictNames
 WAN_2_1: Mapping[str, Any] = {"base_dim": 96, "z_dim": 16}
 """The VAE of all models except TI2V-5B; other fields are diffusers' defaults."""
 
-# Statistics of the 2.2 VAE's latents over its training data, by channel; those of 2.1 are diffusers' defaults.
+# Statistics of the 2.2 VAE's latents over its training data, by channel; the statistics of 2.1 are diffusers' defaults.
 _MEAN_2_2 = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
     0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
@@ -58,14 +58,14 @@ _RENAMES = (
 def to_diffusers(name: str) -> str:
     """The diffusers name of a parameter of either VAE, given in the official form or in diffusers' own."""
 
-    def folded(found: re.Match[str]) -> str:  # 2.2: a stage is residual blocks, then a change of resolution
-        half, stage, index, rest = found.groups()
+    def folded(match: re.Match[str]) -> str:  # 2.2: a stage is residual blocks, then a change of resolution
+        half, stage, index, rest = match.groups()
         resamples = rest.startswith(("resample.", "time_conv."))
-        place = f"{half.partition('.')[2]}sampler" if resamples else f"resnets.{index}"
-        return f"{half}_blocks.{stage}.{place}.{rest}"
+        part = f"{half.partition('.')[2]}sampler" if resamples else f"resnets.{index}"
+        return f"{half}_blocks.{stage}.{part}.{rest}"
 
-    def decoding(found: re.Match[str]) -> str:  # 2.1: three residual blocks and an upsampler in each stage
-        stage, index = divmod(int(found[1]), 4)
+    def decoding(match: re.Match[str]) -> str:  # 2.1: three residual blocks and an upsampler in each stage
+        stage, index = divmod(int(match[1]), 4)
         return f"decoder.up_blocks.{stage}.{'upsamplers.0' if index == 3 else f'resnets.{index}'}."
 
     name = _IN_DECODER_STAGE.sub(decoding, _IN_FOLDED_STAGE.sub(folded, name))

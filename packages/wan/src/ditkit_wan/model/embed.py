@@ -111,8 +111,8 @@ class WanEmbed(nn.Module):
         check_conditions(self.arch, inputs)
         precision = self.precision
         grids = tuple(self._grid(latent) for latent in inputs.latents)
-        given = inputs.latents if inputs.y is None else map(_channels, inputs.latents, inputs.y)
-        patches = [self._patches(latent) for latent in given]
+        latents = inputs.latents if inputs.y is None else map(_channels, inputs.latents, inputs.y)
+        patches = [self._patches(latent) for latent in latents]
         lengths = [len(rows) for rows in patches]
         steps = () if inputs.music is None else frame_steps(inputs.music, inputs.latents)
         tokens = self._tokens(patches, steps).to(precision.entry)
@@ -138,7 +138,7 @@ class WanEmbed(nn.Module):
         time = self.time_embedding(features.to(precision.time_mlp))
         text = self.text_embedding(self._padded_text(inputs.text).to(precision.matmul))
         image = None if inputs.image is None else self.img_emb(inputs.image)
-        if inputs.refimage is not None:  # its tokens replace those of the first frame, which are appended to the text
+        if inputs.refimage is not None:  # its tokens replace the first frame's, which are appended to the text
             text, image = torch.cat([image, text], 1), self.img_emb_refimage(inputs.refimage)
         return WanCarry(
             tokens=tokens,
@@ -156,7 +156,7 @@ class WanEmbed(nn.Module):
         )
 
     def _tokens(self, patches: Sequence[Tensor], steps: Sequence[int]) -> Float[Tensor, "batch tokens dim"]:
-        """Embedded patches; WanToDance's keyframes, each of which lasts several rows of music, have a separate embedding."""
+        """Embedded patches; WanToDance's keyframes have a separate embedding; each lasts several rows of music."""
         embeddings = [self.patch_embedding_global if step > 1 else self.patch_embedding for step in steps]
         if len(set(embeddings)) <= 1:
             return self._embedded((embeddings or [self.patch_embedding])[0], patches)

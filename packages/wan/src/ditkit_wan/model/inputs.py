@@ -64,17 +64,19 @@ def make_inputs(
     """
     device = noised[0].device
 
-    def each(name: str) -> list[Tensor] | None:
-        found = [item[name].to(device) for item in items if name in item]
-        if found and len(found) < len(items):
-            raise UserError(f"{len(found)} of {len(items)} samples of a batch have {name!r}: give it to all or to none")
-        return found or None
+    def tensors_of(name: str) -> list[Tensor] | None:
+        tensors = [item[name].to(device) for item in items if name in item]
+        if tensors and len(tensors) < len(items):
+            raise UserError(
+                f"{len(tensors)} of {len(items)} samples of a batch have {name!r}: give it to all or to none"
+            )
+        return tensors or None
 
     def some(name: str) -> list[Tensor | None] | None:
-        found = [item[name].to(device) if name in item else None for item in items]
-        return found if any(name in item for item in items) else None
+        tensors = [item[name].to(device) if name in item else None for item in items]
+        return tensors if any(name in item for item in items) else None
 
-    text = each("text")
+    text = tensors_of("text")
     assert text is not None, "the core encodes a caption for every sample"
     firsts = [_first_frame(item, x) for item, x in zip(items, noised, strict=True)]
     pairs = list(zip(noised, firsts, strict=True))
@@ -84,13 +86,13 @@ def make_inputs(
         timestep=timestep,
         text=text,
         late=late,
-        y=each("y"),
-        image=each("image"),
-        vace=each("vace"),
+        y=tensors_of("y"),
+        image=tensors_of("image"),
+        vace=tensors_of("vace"),
         reference=some("reference"),
         camera=_rays(some("camera_path"), noised),
-        music=each("music"),
-        refimage=each("refimage"),
+        music=tensors_of("music"),
+        refimage=tensors_of("refimage"),
     )
 
 
@@ -144,11 +146,11 @@ def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | Non
 
 def assemble(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A training item of a sample's cached tensors: VACE's reference images become frames in front of the clip."""
-    made = dict(item)
-    references = made.pop("vace_reference", None)
+    assembled = dict(item)
+    references = assembled.pop("vace_reference", None)
     if references is not None:
-        made["latents"] = torch.cat([references.to(made["latents"]), made["latents"]], 1)
-    return made
+        assembled["latents"] = torch.cat([references.to(assembled["latents"]), assembled["latents"]], 1)
+    return assembled
 
 
 def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
@@ -165,10 +167,10 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
     }
     optional = {"reference": arch.ref_conv, "camera": arch.camera_channels > 0, "refimage": arch.music is not None}
     for name, takes in (needed | optional).items():
-        given: Sequence[Tensor | None] | None = getattr(inputs, name)
-        if takes and given is None and name in needed:
+        values: Sequence[Tensor | None] | None = getattr(inputs, name)
+        if takes and values is None and name in needed:
             raise UserError(f"this model is conditioned on {name!r}, and the samples have none; encode them for it")
-        if given is not None and not takes:
+        if values is not None and not takes:
             raise UserError(f"the samples have {name!r}, and this model takes none; leave that column out")
     if inputs.late is not None and not arch.token_times:
         raise UserError("the samples have 'first_frame', and this model takes none; leave that column out")
@@ -187,7 +189,7 @@ def empty_item(
 ) -> dict[str, Tensor]:
     """An empty training item of a clip of (frames, height, width) with all conditions of the architecture.
 
-    References are those of VACE: each is a latent frame in front of the clip.
+    References are VACE's: each is a latent frame in front of the clip.
     """
     frames, height, width = size
     in_front = len(references) if arch.vace_layers else 0

@@ -31,9 +31,9 @@ def rotary_angles(
     """
     parts = []
     for axis, (size, pairs) in enumerate(zip(grid, axis_pairs(head_dim), strict=True)):
-        each = 1 if axis else step
-        starts = torch.arange(0, each * (size - 1), each, device=device)
-        last = torch.arange(each * size - 1, each * size, device=device)
+        spacing = 1 if axis else step
+        starts = torch.arange(0, spacing * (size - 1), spacing, device=device)
+        last = torch.arange(spacing * size - 1, spacing * size, device=device)
         angles = axis_angles(torch.cat([starts, last]), pairs, THETA)
         shape = [1, 1, 1, pairs]
         shape[axis] = size

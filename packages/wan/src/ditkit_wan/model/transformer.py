@@ -33,10 +33,10 @@ class WanTransformer(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         # VACE's blocks run right after the blocks that they add their hints to; `VaceBlock` says why that changes no number.
-        behind = dict(zip(self.embed.arch.vace_layers, self.vace_blocks, strict=True))
+        vace_after = dict(zip(self.embed.arch.vace_layers, self.vace_blocks, strict=True))
         blocks: list[nn.Module] = []
         for index, layer in enumerate(self.layers):
-            blocks += [layer, behind[index]] if index in behind else [layer]
+            blocks += [layer, vace_after[index]] if index in vace_after else [layer]
         return blocks
 
     def forward(self, inputs: WanInputs, engine: Engine = run_plain) -> list[Tensor]:

@@ -46,7 +46,7 @@ class _Attention(nn.Module):
         weight, bias = self.in_proj_weight, self.in_proj_bias
         q, k = F.linear(rotated, weight[: 2 * width], bias[: 2 * width]).chunk(2, -1)
         v = F.linear(x.to(precision.matmul), weight[2 * width :], bias[2 * width :])
-        heads = [each.unflatten(-1, (self.heads, -1))[None].to(precision.attention) for each in (q, k, v)]
+        heads = [projection.unflatten(-1, (self.heads, -1))[None].to(precision.attention) for projection in (q, k, v)]
         return self.out_proj(attend(*heads, name="music")[0].flatten(1).to(precision.matmul))
 
 

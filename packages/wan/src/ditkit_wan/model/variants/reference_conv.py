@@ -36,7 +36,7 @@ class ReferenceConv(nn.Module):
 
 
 def check_references(references: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
-    """Refuse references whose shape is not that of a latent frame of their clip.
+    """Refuse references whose shape differs from a latent frame of their clip.
 
     Raises:
         UserError: If so; the message names both shapes.
@@ -52,7 +52,7 @@ def check_references(references: Sequence[Tensor | None], latents: Sequence[Tens
 def in_front(
     references: Sequence[Tensor | None], tokens: Float[Tensor, "batch padded dim"], lengths: Sequence[int]
 ) -> Float[Tensor, "batch tokens dim"]:
-    """The tokens of every sample, after those of its reference if it has one.
+    """The tokens of every sample, after the tokens of its reference if it has one.
 
     Args:
         references: [tokens, dim] of each sample; None where it has none.
@@ -67,7 +67,7 @@ def in_front(
 def times_in_front(
     timestep: Float[Tensor, "batch times"], fronts: Sequence[int], lengths: Sequence[int]
 ) -> Float[Tensor, "batch tokens"]:
-    """A timestep per token, with those of references in front; they are equal to that of their clip's last token.
+    """A timestep per token, with the references' in front; these equal the timestep of their clip's last token.
 
     Args:
         timestep: Timestep of each token of the clips.
