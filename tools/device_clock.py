@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ditkit_core.engine.devices import choose_device, make_current
-from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
+from ditkit_core.io.memory import is_out_of_memory, release_frames, release_memory
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.planner.gpus import GPU, KNOWN_GPUS, gpus_here
 
@@ -79,7 +79,7 @@ def unless_out_of_memory(measure: Callable[[], Result]) -> Result | None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        let_go(error)
+        release_frames(error)
     release_memory()
     return None
 
@@ -91,7 +91,7 @@ def attempted(name: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterat
         return
     except Exception as error:  # noqa: BLE001  # whatever it is: the rows after these are worth as much
         reason = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0][:200]
-        let_go(error)
+        release_frames(error)
     release_memory()
     yield {"name": name, "value": reason, "ok": False}
 

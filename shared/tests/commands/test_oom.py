@@ -13,7 +13,7 @@ from ditkit_core.commands import fit_task
 from ditkit_core.commands import oom as out_of_memory
 from ditkit_core.commands.oom import MeasuredPeaks, explain, measured_peaks
 from ditkit_core.config.resolve import resolve
-from ditkit_core.io.memory import is_out_of_memory, let_go
+from ditkit_core.io.memory import is_out_of_memory, release_frames
 from ditkit_core.planner import partition as division
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
@@ -100,7 +100,7 @@ def test_frames_tell_what_was_at_work():
     try:
         World.__init__(None, None)
     except AttributeError as error:
-        assert "toy_world" in let_go(error) and error.__traceback__ is None
+        assert "toy_world" in release_frames(error) and error.__traceback__ is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ditkit_core.config.schema import config_values
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import keep_log, note, warn
 from ditkit_core.io.launch import launched
-from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
+from ditkit_core.io.memory import is_out_of_memory, release_frames, release_memory
 from ditkit_core.io.torchrun import joined_ranks
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
@@ -67,7 +67,7 @@ def run_stage(spec: ModelSpec, command: str, config: RunConfig, options: Any) ->
         if not is_out_of_memory(error):
             raise
         # Keep only text: the error refers to the frames, these refer to tensors, and the explanation needs their memory.
-        failure, modules = (str(error) or type(error).__name__).splitlines()[0], let_go(error)
+        failure, modules = (str(error) or type(error).__name__).splitlines()[0], release_frames(error)
     except Interrupted as stopped:
         warn(str(stopped))
         return 130

@@ -70,7 +70,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def let_go(error: BaseException) -> set[str]:
+def release_frames(error: BaseException) -> set[str]:
     """Clear the frames that an exception keeps alive, and so free the tensors in their local variables.
 
     Args:

@@ -97,7 +97,7 @@ class Ranks:
         return self.rank // self.context
 
     @property
-    def place(self) -> int:
+    def group_rank(self) -> int:
         """The number of this rank within its context group, from 0; the one at 0 contributes what only one of a group may."""
         return self.rank % self.context
 
@@ -135,7 +135,7 @@ class Ranks:
 
     def owner(self, item: int, count: int) -> int:
         """The rank whose share of `count` items has this one; of its context group, the one at this rank's place."""
-        return ((item + 1) * self.num_groups - 1) // count * self.context + self.place
+        return ((item + 1) * self.num_groups - 1) // count * self.context + self.group_rank
 
     def all_reduce(self, numbers: "Tensor", group: Any = None) -> "Tensor":
         """The sum of the tensors of all ranks, or of a group's ranks; it is exact where all but one rank have zeros."""
@@ -153,7 +153,7 @@ class Ranks:
 
     def sum_of_groups(self, numbers: "Tensor") -> "Tensor":
         """The sum of the context groups' tensors; all ranks of a group have the same one."""
-        return self.all_reduce(numbers if self.place == 0 else numbers.new_zeros(numbers.shape))
+        return self.all_reduce(numbers if self.group_rank == 0 else numbers.new_zeros(numbers.shape))
 
     def mean_in_group(self, tensor: "Tensor") -> "Tensor":
         """The mean of the tensors of this context group's ranks, written into this one."""

@@ -41,7 +41,7 @@ class TokenExchange:
         """
         parts = self._padded(x, lengths)
         # Concatenated also if it is one: a view would keep all tokens in memory.
-        return torch.cat([part[:, :, self.ranks.place] for part in parts], 1)
+        return torch.cat([part[:, :, self.ranks.group_rank] for part in parts], 1)
 
     def gathered(self, x: Shaped[Tensor, "batch part *rest"], lengths: Sequence[int]) -> Tensor:
         """All tokens, of each rank's part of them; every rank must use them in the same way, with the same gradient."""
@@ -137,4 +137,4 @@ class _GatherSame(_Gather):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient[ctx.ranks.place] * ctx.ranks.context
+        return None, gradient[ctx.ranks.group_rank] * ctx.ranks.context

@@ -141,7 +141,7 @@ def training_step(
     except NonFiniteLoss as error:
         evidence = error.evidence
     # Outside of the handler: the error refers to the step's graph, whose memory the second forward needs.
-    own = [] if context.ranks.place else evidence["samples"]
+    own = [] if context.ranks.group_rank else evidence["samples"]
     evidence["samples"] = [sample for each in context.ranks.all_gather_object(own) for sample in each]
     found = context.ranks.all_gather_object(_origin(model, micro_batches, evidence, replace(context, prepared=None)))
     # The first micro-batch with an origin, else with a reason why none was found.
