@@ -287,7 +287,7 @@ class MediaHashes:
         self._file = Path(folder) / "hashes.json"
         self._unsaved = 0
         self._inside = ExitStack()
-        self._known: dict[str, list[int | str]] = json_part(self._file)
+        self._entries: dict[str, list[int | str]] = json_part(self._file)
         self._compared: dict[str, _FileState] = {}
         """Files whose samples were compared, and their states then: windows of a file ask for its hash again and again."""
 
@@ -317,7 +317,7 @@ class MediaHashes:
     def _remembered(self, path: Path, state: _FileState) -> tuple[str, str] | None:
         """The hash of a file and its `changes_since_first`; None if they are not known, or of other content."""
         name = str(path.resolve())
-        match self._known.get(name):
+        match self._entries.get(name):
             case [int(size), int(modified), int(changed), str(sample), str(digest), str(changes)]:
                 if state != (size, modified, changed):
                     return None
@@ -332,7 +332,7 @@ class MediaHashes:
         sample, digest, changes = _sample(path, state.size), file_hash(path), changes_since_first(path)
         # A file can change twice within the resolution of modification times. So a very recent file is hashed, but not remembered.
         if time.time_ns() - state.modified > _SETTLED_NANOSECONDS:
-            self._known[str(path.resolve())] = [*state, sample, digest, changes]
+            self._entries[str(path.resolve())] = [*state, sample, digest, changes]
             self._unsaved += 1
             if self._unsaved >= _SAVE_EVERY:
                 self.save()
@@ -350,7 +350,7 @@ class MediaHashes:
 
     def files(self) -> list[Path]:
         """The files whose hashes are remembered and that are still there."""
-        return [path for path in map(Path, self._known) if path.is_file()]
+        return [path for path in map(Path, self._entries) if path.is_file()]
 
     def has_changed_unseen(self, path: Path) -> bool:
         """Read all of a file whose hash is remembered: whether its content is another although nothing else of it has changed.
@@ -367,19 +367,19 @@ class MediaHashes:
 
     def forget(self, path: Path) -> None:
         """Forget the hash of a file, so that it is read again."""
-        if self._known.pop(str(path.resolve()), None) is not None:
+        if self._entries.pop(str(path.resolve()), None) is not None:
             self._unsaved += 1
 
     def save(self) -> None:
         """Write the hashes atomically if there are new ones; in a read-only cache they are not saved."""
         if self._unsaved:
             with suppress(UserError):
-                write_text(self._file, json.dumps(self._known, indent=0))
+                write_text(self._file, json.dumps(self._entries, indent=0))
             self._unsaved = 0
 
     def __enter__(self) -> Self:
         self._inside.enter_context(alone_with(self._file))
-        self._known = json_part(self._file)
+        self._entries = json_part(self._file)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -217,7 +217,7 @@ class Conditioning:
             failures: Receives, by cache key, the reason why a condition could not be encoded; stays empty unless `keep_going`.
 
         Returns:
-            By name, the conditions' places in the cache, including those that failed.
+            By name, the conditions' cache entries, including those that failed.
         """
         conditions_by_name: dict[str, list[Condition]] = {name: [] for name in inputs}
         tasks: list[EncodeTask[ClipInputs]] = []

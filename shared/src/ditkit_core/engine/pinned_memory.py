@@ -212,7 +212,7 @@ class HostBuffers:
             self._used -= buffer.nbytes
             self._free.setdefault(buffer.nbytes, []).append(buffer)
         size = min((size for size, free in self._free.items() if free and size >= num_bytes), default=None)
-        buffer = self._made(num_bytes) if size is None else self._free[size].pop()
+        buffer = self._allocate(num_bytes) if size is None else self._free[size].pop()
         self._used += buffer.nbytes
         self._most = max(self._most, self._used)
         return buffer
@@ -221,7 +221,7 @@ class HostBuffers:
         """Return a buffer to the pool, from any thread."""
         self._returned.append(buffer)
 
-    def _made(self, num_bytes: int) -> Tensor:
+    def _allocate(self, num_bytes: int) -> Tensor:
         is_locked = runtime_of(self._device) is not None
         self._make_room(math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE if is_locked else num_bytes)
         buffer = host_memory(num_bytes, self._device)

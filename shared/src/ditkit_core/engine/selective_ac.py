@@ -34,7 +34,7 @@ class KeptOps:
 
     def __init__(self, names: tuple[str, ...]):
         self._named = frozenset(names) - SETS.keys()
-        self._kept = self._named.union(*(SETS[name] for name in names if name in SETS))
+        self._kept_names = self._named.union(*(SETS[name] for name in names if name in SETS))
         # By identity, because not every operation can be hashed. The operation is stored as well, so that its identity is not reused.
         self._decisions: dict[int, tuple[Any, Decision]] = {}
         self.may_sample = any(_may_sample(name) for name in self._named)
@@ -58,7 +58,9 @@ class KeptOps:
         # Dropout inside a set's attention is found by its argument; an operation that is named itself is kept as the user asked.
         arguments = op._schema.arguments if isinstance(op, torch._ops.OpOverload) and not named else ()
         indices = (index for index, argument in enumerate(arguments) if argument.name in ("dropout_p", "p_dropout"))
-        return Decision(name in self._kept, name in SETS["attention"], named and _may_sample(name), next(indices, None))
+        return Decision(
+            name in self._kept_names, name in SETS["attention"], named and _may_sample(name), next(indices, None)
+        )
 
 
 def _may_sample(name: str) -> bool:

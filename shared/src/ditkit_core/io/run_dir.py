@@ -153,7 +153,7 @@ class RunFolderConfig:
             command_words(getattr(self, key), f"run.{key}")
 
 
-class _Place:
+class _RunPath:
     """A path below a run's folder, as an attribute of `RunFolder`."""
 
     def __init__(self, name: str):
@@ -168,45 +168,45 @@ class RunFolder:
     """The paths of a run."""
 
     path: Path
-    config_file = _Place("config.toml")
+    config_file = _RunPath("config.toml")
     """The resolved configuration."""
-    state = _Place("state")
+    state = _RunPath("state")
     """Folder of the saved training states, one folder for each."""
-    exports = _Place("exports")
+    exports = _RunPath("exports")
     """Folder of the exported adapters and models."""
-    samples = _Place("samples")
+    samples = _RunPath("samples")
     """Folder of the samples."""
-    pending = _Place("samples/pending")
+    pending = _RunPath("samples/pending")
     """Folder of the previews that another process still has to generate."""
-    previews_log = _Place("previews.log")
+    previews_log = _RunPath("previews.log")
     """Output of the process that generates previews."""
-    log = _Place("train.log")
+    log = _RunPath("train.log")
     """What the commands that train the run have printed; `train.log.1` is the part before it."""
-    verified = _Place("verified.json")
+    verified = _RunPath("verified.json")
     """Results of verifying the exports."""
-    verification_log = _Place("verification.log")
+    verification_log = _RunPath("verification.log")
     """Output of the process that verifies exports."""
-    metrics = _Place("metrics.jsonl")
+    metrics = _RunPath("metrics.jsonl")
     """Metrics, one JSON object per line."""
-    trace = _Place("profile.json.gz")
+    trace = _RunPath("profile.json.gz")
     """The Chrome trace of `train.profile`."""
-    report = _Place("report.html")
+    report = _RunPath("report.html")
     """The report page."""
-    about = _Place("about.json")
+    about = _RunPath("about.json")
     """Description of the machine and versions that the run was trained with, for the report."""
-    tensorboard = _Place("tensorboard")
+    tensorboard = _RunPath("tensorboard")
     """Folder of the TensorBoard events."""
-    tracker = _Place("tracker.json")
+    tracker = _RunPath("tracker.json")
     """What `log.tracker` has of the run: its id there, and the samples that were logged."""
-    inputs = _Place("inputs")
+    inputs = _RunPath("inputs")
     """Folder of the demo's generated inputs."""
-    prior = _Place("prior")
+    prior = _RunPath("prior")
     """Folder of the generated class images, unless `prior.folder` is set."""
-    audit = _Place("audit")
+    audit = _RunPath("audit")
     """Folder of the results of a precision audit."""
-    data_file = _Place("data.json")
+    data_file = _RunPath("data.json")
     """The cache keys of the samples that the run trains on."""
-    _complete = _Place("complete.json")
+    _complete = _RunPath("complete.json")
 
     def save(self, step: int) -> Path:
         """The folder of the state saved at an optimizer step; it need not exist."""

@@ -244,7 +244,7 @@ class _Heartbeat(threading.Thread):
 
     def __init__(self, store: "Store", launch: Launch, timeout: float):
         super().__init__(daemon=True, name="ditkit-ranks")
-        self._main, self._own, self._launch, self._timeout = store, store.clone(), launch, timeout
+        self._main, self._clone, self._launch, self._timeout = store, store.clone(), launch, timeout
         self._interval = min(2.0, timeout / 4)
         self._ended = threading.Event()
         self.ranks = Ranks()
@@ -262,12 +262,12 @@ class _Heartbeat(threading.Thread):
             if os.getppid() != self._parent:
                 self._end_process("its torchrun was killed; the same command continues from the last save")
             try:
-                self._own.set(f"alive/{self._launch.rank}", f"{count} {self.ranks.step}")
-                signs = self._own.multi_get([f"alive/{rank}" for rank in others])
-                if self._own.check(["failed"]):
+                self._clone.set(f"alive/{self._launch.rank}", f"{count} {self.ranks.step}")
+                signs = self._clone.multi_get([f"alive/{rank}" for rank in others])
+                if self._clone.check(["failed"]):
                     failed += self._interval
-                    self._follow(self._own.get("failed").decode().partition(":")[2])
-                elif (lost := self.ended_sibling()) is not None and self._own.get(f"alive/{lost}") != b"left":
+                    self._follow(self._clone.get("failed").decode().partition(":")[2])
+                elif (lost := self.ended_sibling()) is not None and self._clone.get(f"alive/{lost}") != b"left":
                     self.report(_LOST, of=lost)
             except RuntimeError as error:
                 self._end_process(
@@ -284,7 +284,7 @@ class _Heartbeat(threading.Thread):
                 )
                 last_signs[rank] = sign
                 if silent[rank] > self._timeout:
-                    self._own.set("silent", str(rank))
+                    self._clone.set("silent", str(rank))
                     self._end_process(
                         f"no heartbeat for {self._timeout:g} s (ranks.timeout): it hangs or is stopped; look at that machine, the same command "
                         "continues from the last save",
@@ -298,7 +298,7 @@ class _Heartbeat(threading.Thread):
         torchrun would wait half a minute for a process that cannot take its SIGTERM.
         """
         self._summarize(line)
-        if self._own.check(["silent"]) and (silent := self.siblings.get(int(self._own.get("silent")))) is not None:
+        if self._clone.check(["silent"]) and (silent := self.siblings.get(int(self._clone.get("silent")))) is not None:
             silent.summarize(line)
             silent.kill()
 
@@ -362,7 +362,7 @@ class _Heartbeat(threading.Thread):
         host = socket.gethostname()
         if rank != self._launch.rank:
             with suppress(RuntimeError):
-                host = self._own.get(f"here/{rank}").decode()
+                host = self._clone.get(f"here/{rank}").decode()
         return f"rank {rank} of {self._launch.size} on {host}{f' in step {step}' * (step > 0)}: {message}"
 
     def _summarize(self, line: str) -> None:
@@ -383,7 +383,7 @@ class _Heartbeat(threading.Thread):
         """Why the run ends, and whether this rank is the one that says so; each rank can have the same line of one that is lost."""
         entry = f"{self._launch.rank}:{line}"
         try:
-            first_entry = self._own.compare_set("failed", "", entry).decode()
+            first_entry = self._clone.compare_set("failed", "", entry).decode()
         except RuntimeError:  # the store is gone, so that nobody else can be asked: one of a machine says so
             return line, self._launch.local == 0
         return first_entry.partition(":")[2], first_entry == entry
@@ -397,14 +397,14 @@ class _Heartbeat(threading.Thread):
         names = [f"alive/{rank}" for rank in others]
         end = time.monotonic() + max(_GRACE / 2, 2 * self._interval + 0.5)
         with suppress(RuntimeError):
-            before = self._own.multi_get(names) if names else []
+            before = self._clone.multi_get(names) if names else []
             while time.monotonic() < end:
-                if self._own.check(["failed"]):
+                if self._clone.check(["failed"]):
                     return None
                 if (lost := self.ended_sibling()) is not None:
                     return lost
                 time.sleep(0.05)
-            signs = self._own.multi_get(names) if names else []
+            signs = self._clone.multi_get(names) if names else []
             return next((rank for rank, *both in zip(others, before, signs, strict=True) if both[0] == both[1]), None)
         return None
 

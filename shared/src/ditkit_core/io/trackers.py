@@ -78,13 +78,13 @@ class Trackers:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
-        self._each(lambda tracker: tracker.write(step, values))
+        self._call_all(lambda tracker: tracker.write(step, values))
 
     def close(self, *, failed: bool) -> None:
         """Close all of them."""
-        self._each(lambda tracker: tracker.close(failed=failed))
+        self._call_all(lambda tracker: tracker.close(failed=failed))
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _call_all(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             self._unless_it_fails(name, lambda tracker=tracker: act(tracker))  # type: ignore[misc]
 
@@ -177,7 +177,7 @@ class LibraryTracker:
             # Samples that are there already are of an earlier start; this one generates its own.
             stamps = {path.stem: stamp for path, stamp in _lists(self._folder)} if is_new else {}
             self._memory[library] = {"id": uuid.uuid4().hex[:12], "samples": stamps}
-        self._seen: dict[str, int] = self._memory[library]["samples"]
+        self._logged: dict[str, int] = self._memory[library]["samples"]
         self._looked = 0
         self._remember()  # before the run is there, so that a kill makes no second one
         self._backend: _Backend = _BACKENDS[library](
@@ -200,7 +200,7 @@ class LibraryTracker:
         if not folder.is_dir() or (changed := folder.stat().st_mtime_ns) == self._looked:
             return
         for path, stamp in _lists(self._folder):
-            if self._seen.get(path.stem) == stamp:
+            if self._logged.get(path.stem) == stamp:
                 continue
             media = {
                 f"samples/{sample.file.stem.removeprefix(f'{path.stem}-')}": self._backend.media(
@@ -210,7 +210,7 @@ class LibraryTracker:
                 if sample.file.is_file()
             }
             self._backend.log(int(path.stem.removeprefix("step-")), media)
-            self._seen[path.stem] = stamp
+            self._logged[path.stem] = stamp
             self._remember()
         self._looked = changed
 

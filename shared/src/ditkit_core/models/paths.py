@@ -109,7 +109,7 @@ class ModelPaths:
 
     def here(self, part: str) -> Path | None:
         """The local file or folder of a component; None if it has no path or would have to be downloaded."""
-        own_path = self._own(part)
+        own_path = self._own_path(part)
         if not (own_path or self.base):
             return None
         path = local_path(own_path) if own_path else local_path(self.base) / part
@@ -118,7 +118,7 @@ class ModelPaths:
 
     def is_elsewhere(self, part: str) -> bool:
         """Whether the path of a component is a hub id, so that it may have to be downloaded."""
-        return is_hub_id(self._own(part) or self.base)
+        return is_hub_id(self._own_path(part) or self.base)
 
     def is_to_be_fetched(self, part: str) -> bool:
         """Whether a component has to be downloaded: it is neither local nor complete in the hub's local cache."""
@@ -137,7 +137,7 @@ class ModelPaths:
             return True
         return False
 
-    def _own(self, part: str) -> str:
+    def _own_path(self, part: str) -> str:
         """The separate path of a component; empty if it has none."""
         return getattr(self, part) if part in _WITH_PATHS else ""
 
@@ -147,7 +147,7 @@ class ModelPaths:
         Raises:
             UserError: If the download fails.
         """
-        own_path = self._own(part)
+        own_path = self._own_path(part)
         # is_elsewhere first: a local folder whose name looks like a hub id is not on the hub.
         match = _HUB_ID.fullmatch(own_path or self.base) if self.is_elsewhere(part) else None
         if match is None or (match["inner"] or "").endswith(".safetensors"):
@@ -177,7 +177,7 @@ class ModelPaths:
         """The commands that download components with a hub id into the local cache, which a run looks into first."""
         wanted: dict[str, list[str]] = {}
         for part in parts:
-            own_path = self._own(part)
+            own_path = self._own_path(part)
             match = _HUB_ID.fullmatch(own_path or self.base)
             assert match is not None, "is_elsewhere says so"
             inner, patterns = match["inner"] or "", wanted.setdefault(match["repository"], [])
@@ -202,7 +202,7 @@ class ModelPaths:
         Raises:
             UserError: If the component has no path, the path does not exist, the download fails, or the file is a pickle.
         """
-        own_path = self._own(part)
+        own_path = self._own_path(part)
         key, value = (f"model.{part}", own_path) if own_path else ("model.base", self.base)
         remedy = f"set model.{part}" if part in _WITH_PATHS else "set model.base"
         if not value:

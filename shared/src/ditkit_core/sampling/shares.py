@@ -38,7 +38,7 @@ class SampleShares:
         return cls(ranks=ranks, num=ranks.size)
 
     def local_indices(self, count: int) -> list[tuple[int, bool]]:
-        """The places of this rank's samples among `count`: the first rank has the first one, the second rank the next, and so on.
+        """The indices of this rank's samples among `count`: the first rank has the first one, the second rank the next, and so on.
 
         Ranks that run `in_step` get stand-ins at the end where others have one more; these are marked False and do not count.
         """

@@ -37,7 +37,7 @@ class LayerStreamer:
             dtype: The dtype of the weights there.
         """
         self._reader, self._device, self._dtype = ParameterReader(source), device, dtype
-        self._kept: dict[tuple[str, torch.Size], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
 
     @contextmanager
     def holding(self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> Iterator[Module]:
@@ -66,10 +66,10 @@ class LayerStreamer:
 
     def _read(self, name: str, shape: torch.Size, parts: tuple[TensorSlice, ...]) -> Tensor:
         # Layers of one kind have equal names and shapes, so each of their weights reuses one allocation.
-        if (name, shape) not in self._kept:
-            self._kept[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
-        self._reader.fill(self._kept[name, shape], parts)
-        return self._kept[name, shape]
+        if (name, shape) not in self._buffers:
+            self._buffers[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
+        self._reader.fill(self._buffers[name, shape], parts)
+        return self._buffers[name, shape]
 
 
 def give_back_large_blocks() -> None:

@@ -63,7 +63,7 @@ class Division:
         mesh = mesh_of(device.type, ranks)
         self._model, self.ranks, self.group = model, ranks, mesh.get_group("shard")
         self._mesh = mesh if self.replicas > 1 else mesh["shard"]
-        self._whole = [
+        self._unsharded = [
             names[id(parameter)] for parameter in divide(model, precision, self._mesh, sum_over=ranks.context)
         ]
 
@@ -74,7 +74,7 @@ class Division:
     def finish(self) -> None:
         """Have the gradients of what stayed whole summed over ranks, once the model has values."""
         parameters = dict(self._model.named_parameters())
-        unsharded = [parameters[path] for path in self._whole]
+        unsharded = [parameters[path] for path in self._unsharded]
         for parameter in unsharded:
             self._set_grad_dtype(parameter)
         if unsharded:

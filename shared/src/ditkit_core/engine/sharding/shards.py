@@ -235,7 +235,7 @@ class Shards:
         The first rank calls it in work that the others help with (`Ranks.on_first`).
         """
         self._ranks.ask("trained weights")
-        with self._given(self._gather_trained()):
+        with self._with_weights(self._gather_trained()):
             yield
 
     @contextmanager
@@ -243,7 +243,7 @@ class Shards:
         """Inside the block the first rank's model has all weights of one of its modules whole on the host, as in `readable`."""
         start = next(name for name, submodule in self._root.named_modules() if submodule is module)
         paths = [f"{start}.{name}" for name, weight in module.named_parameters() if isinstance(weight, DTensor)]
-        with self._given((path, self._ask_for(path)) for path in paths):
+        with self._with_weights((path, self._ask_for(path)) for path in paths):
             yield
 
     @contextmanager
@@ -257,7 +257,7 @@ class Shards:
             is_small: Whether a weight of this path is one of an adapter.
         """
         divided = {path: weight for path, weight in self._weights.items() if isinstance(weight, DTensor)}
-        with self._given(
+        with self._with_weights(
             (
                 path,
                 self._ask_for(path) if is_small(path) else torch.empty(weight.shape, dtype=weight.dtype, device="meta"),
@@ -274,7 +274,7 @@ class Shards:
         return weight
 
     @contextmanager
-    def _given(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+    def _with_weights(self, values: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
         """Inside the block the model has these weights in place of divided ones."""
         before = []
         for path, weight in values:
