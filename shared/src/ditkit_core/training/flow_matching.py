@@ -62,9 +62,9 @@ def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: fl
 class Stratum(NamedTuple):
     """One of several equally likely parts of a distribution of noise levels."""
 
-    index: int = 0
+    number: int = 0
     """Counted from 0, at the lowest levels."""
-    count: int = 1
+    total: int = 1
 
 
 def strata_of(
@@ -80,7 +80,7 @@ def strata_of(
     sizes = [len(other.ids) if (other.counted == 0) == (batch.counted == 0) else 0 for other in micro_batches]
     order = torch.randperm(sum(sizes), generator=generator(seed, "strata", step, int(batch.counted == 0))).tolist()
     start = sum(sizes[:micro])
-    return [Stratum(index, len(order)) for index in order[start : start + sizes[micro]]]
+    return [Stratum(number, len(order)) for number in order[start : start + sizes[micro]]]
 
 
 def sample_noise(
@@ -96,7 +96,7 @@ def sample_noise(
 
 
 def _sample_sigma(random: torch.Generator, config: FlowConfig, shift: float, stratum: Stratum) -> Float[Tensor, ""]:
-    probability = (stratum.index + torch.rand((), dtype=torch.float64, generator=random)) / stratum.count
+    probability = (stratum.number + torch.rand((), dtype=torch.float64, generator=random)) / stratum.total
     return sigma_at(probability, config, shift).float()
 
 
