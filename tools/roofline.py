@@ -22,7 +22,7 @@ from ditkit_core.adapters.inject import target_modules
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
-from ditkit_core.planner.kernel_time import REACHED, kernel_seconds
+from ditkit_core.planner.kernel_time import ON_HOPPER, REACHED, kernel_seconds
 from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import measure
@@ -287,10 +287,10 @@ def block_row(label: str, kernels: Kernels) -> list[str]:
     gpu, cells = GPUS[0], [label]
     for kinds in (
         ("matmul_16",),
-        ("matmul_int8", "matmul_fp8"),
+        ("matmul_int8", "matmul_fp8", "matmul_int8_scaled", "matmul_fp8_scaled"),
         ("attention", "attention_backward"),
         ("matmul_32",),
-        ("elementwise", "fused", "conversion"),
+        ("elementwise", "fused", "conversion", "scales"),
     ):
         chosen = {k: count for k, count in kernels.items() if k.kind in kinds}
         amount = (
@@ -307,7 +307,7 @@ def step_row(label: str, step: Step, peer: Step) -> list[str]:
     kinds = {kernel.kind for _, kernels in step.blocks.values() for kernel in kernels}
     times = [
         "-"
-        if "matmul_fp8" in kinds and not gpu.fp8_flops
+        if any(kind.startswith("matmul_fp8") for kind in kinds) and not gpu.fp8_flops
         else f"{step.seconds(gpu):.3g} s ({peer.seconds(gpu) / step.seconds(gpu):.2f})"
         for gpu in GPUS
     ]
@@ -378,8 +378,9 @@ of that format. Assumptions:
   whichever is longer, and a moment to start; nothing overlaps, and the GPU never waits for the host, as when a step is replayed. Interleaved
   halves (diffusers' rotation) count as if they were dense.
 - RMS norm, layer norm and attention are one fused kernel each way for both, as CUDA has them.
-- Shares of the published rates (`planner/gpus.py`) that kernels reach: {", ".join(f"{kind} {reach.arithmetic:g}" for kind, reach in REACHED.items() if reach.arithmetic)},
-  of the memory's {REACHED["elementwise"].memory:g}, for matmuls {REACHED["matmul_16"].memory:g}. Consumer GPUs reach more of theirs in attention. The same shares hold for both sides.
+- Shares of the published rates (`planner/gpus.py`) that kernels reach: {", ".join(f"{kind} {reach.arithmetic:g}" for kind, reach in REACHED.items() if reach.arithmetic and not kind.endswith("_scaled"))}; on Hopper with
+  scales {ON_HOPPER["matmul_int8_scaled"].arithmetic:g} of both 8-bit rates,
+  of the memory's {REACHED["elementwise"].memory:g} to {REACHED["fused"].memory:g}, for matmuls {REACHED["matmul_16"].memory:g}. Consumer GPUs reach more of theirs in attention. The same shares hold for both sides.
 - Memory is not looked at: FLUX.2 dev fits on none of the smaller GPUs as it is."""
 
 

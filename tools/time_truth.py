@@ -34,10 +34,10 @@ from step_jobs import step_job
 BOUND = 0.15
 """Largest distance of a plan from what was measured."""
 KINDS = {
-    "matmul": ("matmul_16", "matmul_32", "matmul_int8", "matmul_fp8"),
+    "matmul": ("matmul_16", "matmul_32", "matmul_int8", "matmul_fp8", "matmul_int8_scaled", "matmul_fp8_scaled"),
     "attention": ("attention",),
     "attention backward": ("attention_backward",),
-    "elementwise": ("elementwise", "fused", "conversion"),
+    "elementwise": ("elementwise", "fused", "conversion", "scales"),
 }
 
 

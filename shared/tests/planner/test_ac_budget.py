@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -231,6 +232,16 @@ def test_a_plan_has_the_kernels_of_its_run_and_the_format_that_its_base_is_multi
     run = run_of("full", **COMPUTED)
     for planned in (planned_step(run, "cuda").job, work_of(run)):
         assert (planned.kernels, planned.quantize, planned.compute) == ("triton", "fp8", "fp8")
+
+
+def test_a_plan_says_what_products_in_8_bits_gain():
+    """Of the toy nothing, whose matmuls are smaller than the passes around them."""
+    (note,) = (note for note in make_report(run_of("full", **COMPUTED), "rtx4090").notes if "base.compute" in note)
+    gain = re.fullmatch(
+        r"base\.compute = fp8 makes a step ([\d.]+) times as fast by this estimate: too little .*", note
+    )
+    assert gain is not None and 0 < float(gain[1]) < 1.05
+    assert not any("base.compute" in note for note in make_report(run_of("full"), "rtx4090").notes)
 
 
 def test_a_plan_for_a_gpu_that_does_not_multiply_a_format_is_refused():

@@ -18,7 +18,7 @@ from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.plan import check_plannable, num_gpus, planned_step
+from ditkit_core.planner.plan import check_plannable, notes_on_codes, num_gpus, planned_step
 from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.search import update_search
@@ -129,8 +129,18 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
         lines.append(
             f"not chosen, because it changes more: {later.short}: {in_words(candidate, names)}{host_gib}; price: {cost}"
         )
+    lines += _on_codes(with_config(run, level.config), task, found.chosen)
     title = in_words(found.chosen, names)
     return Found(config=config, lines=[*_levers(level, task), *lines], chosen=found.chosen, title=title, level=level)
+
+
+def _on_codes(run: RunContext, task: FitTask, chosen: Candidate) -> Iterator[str]:
+    """What `base.compute` gains with the choice."""
+    setting, gpus = chosen.setting, [task.gpus[i] for i in chosen.setting.gpus]
+    if run.config.base.compute != "dtype":
+        job = replace(planned_step(run, gpus=gpus).job, policy=setting.policy, quantize=setting.quantize)
+        work = replace(task.work, pipelined=setting.pipelined, quantize=setting.quantize)
+        yield from notes_on_codes(job, task.profile_of(setting.policy, setting.quantize), chosen.division, gpus, work)
 
 
 def _with_encoding(

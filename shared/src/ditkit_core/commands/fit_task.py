@@ -45,9 +45,6 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
 
     Args:
         gpus: The `--gpus` flag; empty for the GPUs of this machine.
-
-    Raises:
-        UserError: If one of them has no products in the 8 bits of base.compute.
     """
     if gpus:
         found = parse_gpus(gpus)
@@ -57,12 +54,16 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
     else:
         devices = _devices_here(config)
         found, names = gpus_here(devices), tuple(map(str, devices))
-    check_formats(config.base.compute, found)
     return keeping_reserves(found, config.train.reserve), names
 
 
 def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
-    """The search problem of a run on these GPUs."""
+    """The search problem of a run on these GPUs.
+
+    Raises:
+        UserError: If one of them has no products in the 8 bits of base.compute.
+    """
+    check_formats(run.config.base.compute, gpus)
     step, config = planned_step(run, gpus=gpus), run.config
     stored = run.stored_as
 

@@ -55,6 +55,10 @@ REACHED = {
     # `_int_mm` 0.43 to 0.47 at four sizes from 4,608 rows, and 0.35 at 1,536; `_scaled_mm` with results in fp32 0.68 to 0.71 and 0.62.
     "matmul_int8": Reach(0.45, 0.65, _MATMUL),
     "matmul_fp8": Reach(0.69, 0.65, _MATMUL),
+    # The same products, with the pass for their scales, where they are no kernel of our own: `ON_HOPPER`.
+    "matmul_int8_scaled": Reach(0.45, 0.65, _MATMUL),
+    "matmul_fp8_scaled": Reach(0.69, 0.65, _MATMUL),
+    "scales": Reach(0.0, 0.8, _PASS),
     # cuDNN's kernels, which `sdpa` takes there: 588 and 516 to 527 TFLOP/s at 20,280 tokens, 453 and 403 at 1,536.
     "attention": Reach(0.59, 0.9, 15e-6),
     "attention_backward": Reach(0.525, 0.9, 43e-6),
@@ -71,6 +75,13 @@ REACHED = {
 }
 """By `Kernel.kind`, what an H100 SXM reached with torch 2.11, CUDA 13.0 and cuDNN 9.19: commits fd759269, and 08d556ef for single kernels."""
 
+ON_HOPPER = {
+    # 0.62, 0.65, 0.63, 0.60 and 0.48 of the rate in int8, and 0.64, 0.62, 0.62, 0.69 and 0.61 in fp8, at 20,280 x 5,120 x 5,120 to 1,536 x 9,216 x 3,072.
+    "matmul_int8_scaled": Reach(0.63, 0.65, _MATMUL),
+    "matmul_fp8_scaled": Reach(0.63, 0.65, _MATMUL),
+    "scales": Reach(0.0, 0.0, 0.0),
+}
+"""What it reached with the kernels that other GPUs have not: products that apply the scales of their codes too."""
 FLASH = {"attention": 0.353, "attention_backward": 0.317}
 """Shares of FlashAttention 2's kernels on Hopper, where cuDNN's are faster: 349 and 314 TFLOP/s at 20,288 tokens."""
 
@@ -85,19 +96,24 @@ def rate_of_codes(gpu: Rates, compute: str) -> float:
     return {"int8": gpu.int8_flops, "fp8": gpu.fp8_flops}.get(compute, 0.0)
 
 
+def reach_of(kind: str, gpu: Rates) -> Reach:
+    """How close kernels of a kind come to a GPU's published rates."""
+    return (gpu.is_hopper and ON_HOPPER.get(kind)) or REACHED[kind]
+
+
 def kernel_seconds(kernel: Kernel, gpu: Rates, attention: str = "sdpa") -> float:
     """Seconds of one kernel on a GPU.
 
     Args:
         attention: `train.attention`. Where torch's own choice is FlashAttention 2, on all GPUs but Hopper, both have one share.
     """
-    arithmetic, memory, start = REACHED[kernel.kind]
+    arithmetic, memory, start = reach_of(kernel.kind, gpu)
     if not memory:
         return 0.0
     if gpu.is_hopper and attention in ("flash", "sdpa_flash"):
         arithmetic = FLASH.get(kernel.kind, arithmetic)
     rate = gpu.fp32_flops if kernel.kind.endswith("_32") else gpu.bf16_flops
-    rate = rate_of_codes(gpu, kernel.kind.removeprefix("matmul_")) or rate
+    rate = rate_of_codes(gpu, kernel.kind.removeprefix("matmul_").removesuffix("_scaled")) or rate
     of_flops = kernel.flops / (arithmetic * rate) if kernel.flops else 0.0
     return start + max(of_flops, kernel.bytes / (memory * gpu.memory_bandwidth))
 
@@ -117,7 +133,7 @@ def host_seconds(kernels: KernelCounts) -> float:
 def _launched_as(kind: str) -> str:
     if kind.startswith(("matmul", "attention")):
         return "matmul"
-    return "fused" if kind in ("fused", "conversion") else "other"
+    return "fused" if kind in ("fused", "conversion", "scales") else "other"
 
 
 def is_launched_slowly(every: Collection[KernelCounts], gpu: Rates, attention: str = "sdpa") -> bool:

@@ -279,7 +279,8 @@ def work_as_run(profile: Profile, division: Partition, rates: Sequence[Rates], w
         rates: Of the devices, if they are GPUs; else empty.
     """
     first = rates[0] if rates else None
-    return DeviceSpan(profile, division.bounds[0], division.bounds[1], division.streamed).as_replayed(work, first)
+    start, end = division.bounds[:2]
+    return DeviceSpan(profile, start, end, division.streamed).as_replayed(work, first)
 
 
 def compose(

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ditkit_core.nn.context import as_on
+from ditkit_core.nn.context import as_on, settings_in_force
+from ditkit_core.nn.kernels import ops as kernels
 
 _HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
@@ -39,6 +40,13 @@ for _on_cpu, _on_gpu in {
 }.items():
     if _on_cpu not in flop_registry:
         register_flop_formula(_on_cpu, get_raw=True)(flop_registry[_on_gpu])
+
+
+@register_flop_formula([torch.ops.ditkit.add_product, torch.ops.ditkit.multiply_codes], get_raw=True)
+def _flops_of_products(*given: Any, out_val: Any = None, **named: Any) -> int:
+    """Of our own products, which only Hopper GPUs run: (total, left, right) and (left, transposed right, ..)."""
+    left, right = given[1:3] if given[0].dtype == given[2].dtype else (given[0], given[1].T)
+    return 2 * len(left) * left.shape[1] * right.shape[1]
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -193,8 +201,8 @@ class Kernel(NamedTuple):
     """The work of one operation."""
 
     kind: str
-    """`matmul_16` and `matmul_32` (bits of its inputs), `matmul_int8`, `matmul_fp8`; `attention`, `attention_backward`, and with `_32` where their
-    inputs are fp32; of all else `fused` for the kernels of `nn/kernels`, `conversion` for those that read quantized weights, `transfer` for
+    """`matmul_16` and `matmul_32` (bits of its inputs), `matmul_int8`, `matmul_fp8`, and with `_scaled` where a kernel may apply the scales of codes too,
+    which else are a pass of kind `scales`; `attention`, `attention_backward`, and with `_32` where their inputs are fp32; of all else `fused` for the kernels of `nn/kernels`, `conversion` for those that read quantized weights, `transfer` for
     copies between devices, and `elementwise`."""
     flops: int
     """Of matmuls and attention; 0 for all else."""
@@ -229,6 +237,8 @@ class Meter(MemoryTracker):
         self.is_updating = False
         """Whether an optimizer runs. It reads scalars, which fake tensors lack; any value works, because none decides a branch."""
         self._kind = kind
+        self._product: tuple[int, Kernel] | None = None
+        """The last product of codes, with the storage of its sums."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
@@ -246,9 +256,25 @@ class Meter(MemoryTracker):
         flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
         if moved := _traffic(func, args, kwargs or {}, out):
             kind = _kind_of_product(func, args) if flops else _kind_of_pass(func, args, out)
-            self.kernels[Kernel(kind, flops, moved)] += 1
+            self._note(Kernel(kind, flops, moved), func, args, (kwargs or {}).get("out", out))
         del workspace
         return out
+
+    def _note(self, kernel: Kernel, func: Any, args: Any, out: Any) -> None:
+        """Count a kernel. A product of codes is named anew where a pass over its sums applies scales and one kernel could have done both."""
+        if kernel.kind in ("matmul_int8", "matmul_fp8"):
+            self._product = (_leaves(out)[0].untyped_storage()._cdata, kernel)
+        elif func is kernels.apply_scales and self._product is not None:
+            (sums, *_, bias), (storage, product) = args, self._product
+            # As `nn/eight_bit_products.py` chooses on Hopper.
+            is_plain = sums.dtype == torch.int32 or (bias is None and out.dtype == torch.bfloat16)
+            if sums.untyped_storage()._cdata == storage and is_plain and not settings_in_force().keeps_results:
+                self.kernels[product] -= 1
+                self.kernels += Counter(
+                    {product._replace(kind=f"{product.kind}_scaled"): 1}
+                )  # drops what is not there any more
+                kernel = kernel._replace(kind="scales")
+        self.kernels[kernel] += 1
 
     def _flash_workspace(self, query: Tensor) -> Tensor | None:
         """The accumulator of the query's gradient: FlashAttention 2 keeps it in fp32, padded to its tiles."""
@@ -267,7 +293,8 @@ def _kind_of_product(func: Any, args: Any) -> str:
     if "attention" in name:
         return f"attention{'_backward' * ('backward' in name)}{'_32' * (first.dtype.itemsize > 2)}"
     if first.dtype.itemsize == 1:
-        return "matmul_int8" if first.dtype == torch.int8 else "matmul_fp8"
+        scaled = "_scaled" * (name == "multiply_codes")
+        return f"matmul_{'int8' if first.dtype == torch.int8 else 'fp8'}{scaled}"
     return "matmul_16" if first.dtype.itemsize == 2 else "matmul_32"
 
 

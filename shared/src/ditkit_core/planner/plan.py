@@ -13,7 +13,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
 from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.kernel_time import rate_of_codes
-from ditkit_core.planner.memory import Budget, Profile, compose, on_host, work_as_run
+from ditkit_core.planner.memory import Budget, Partition, Profile, compose, on_host, work_as_run
 from ditkit_core.planner.partition import (
     Partitioner,
     Solution,
@@ -23,7 +23,8 @@ from ditkit_core.planner.partition import (
     host_limit,
     profiles_of,
 )
-from ditkit_core.planner.planned_step import PlannedStep, as_held, work_of
+from ditkit_core.planner.planned_step import PlannedStep, StepJob, as_held, work_of
+from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
 from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
 from ditkit_core.planner.ranks.links import Route, parse_links
@@ -38,6 +39,8 @@ from ditkit_core.run.expert_runs import largest_expert_run, notes_on
 from ditkit_core.run.prepare import arch_here, build_on_meta
 from ditkit_core.run.read_at_use import bytes_at_use
 
+WORTH_CODES = 1.05
+"""How many times as fast a step has to be with products in 8 bits, so that a plan does not advise against them."""
 ALONE = PlannedLaunch()
 """No flags about ranks."""
 
@@ -109,7 +112,7 @@ def report_of(
         verifying=_verifying(run, sum(stage.adapters for stage in found.stages)) if is_cuda else 0,
         flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in found.stages),
         is_cuda=is_cuda,
-        notes=notes,
+        notes=(*notes, *_on_codes(step, solution, targets.gpus, work)),
         ranks=_plan_of_ranks(run, solution, targets, routes, streamed + sum(plan.host for plan in plans)),
         **_times(solution, targets.gpus, work, overlaps=not run.config.optim.fused_backward),
     )
@@ -225,6 +228,33 @@ def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:
         yield f"train.compile = {config.train.compile}: this plan is for eager blocks with the memory of compiled adapters; compiled blocks need other memory and time"
     if config.base.quantize == "none" and run.stored_as == "fp8":
         yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
+
+
+def _on_codes(step: PlannedStep, solution: Solution, gpus: Sequence[hardware.GPU], work: Workload) -> Iterator[str]:
+    job = replace(step.job, policy=solution.placement.checkpointing or step.job.policy)
+    yield from notes_on_codes(job, solution.profile, solution.division, gpus, work)
+
+
+def notes_on_codes(
+    job: StepJob, found: Profile, division: Partition, gpus: Sequence[hardware.GPU], work: Workload
+) -> Iterator[str]:
+    """What `base.compute` gains of a step's time, which it pays for with accuracy; nothing without it, or without rates.
+
+    Args:
+        job: The step.
+        found: Its profile.
+        division: Device of each block.
+        gpus: The devices.
+        work: What the step is apart from its model.
+    """
+    if job.compute == "dtype" or not gpus:
+        return
+    exact = profile(replace(job, compute="dtype"), like=found)
+    gain = step_seconds(exact, division, gpus, replace(work, compute="dtype")) / step_seconds(
+        found, division, gpus, work
+    )
+    advice = "" if gain >= WORTH_CODES else ": too little for the accuracy that it costs, so leave it out here"
+    yield f"base.compute = {job.compute} makes a step {gain:.2f} times as fast by this estimate{advice}"
 
 
 def check_formats(compute: str, gpus: Sequence[hardware.GPU]) -> None:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds, host_seconds, rate_of_codes
+from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds, host_seconds, rate_of_codes, reach_of
 from ditkit_core.planner.memory import Partition, Profile, StageCost, as_replayed
 from ditkit_core.planner.memory_tracker import KernelCounts
 from ditkit_core.planner.workload import Workload
@@ -295,7 +295,8 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
             f"copies from the host at {LINK_SHARE:.0%} of {gpu.host_bandwidth / 1e9:g} GB/s ({gpu.source})"
         )
         if work.compute != "dtype":
-            of_codes, share = rate_of_codes(gpu, work.compute), REACHED[f"matmul_{work.compute}"].arithmetic
+            kind = f"matmul_{work.compute}{'_scaled' * (work.kernels == 'triton')}"
+            of_codes, share = rate_of_codes(gpu, work.compute), reach_of(kind, gpu).arithmetic
             lines.append(
                 f"{gpu.name}: products of the frozen base in {work.compute} at up to {share:.0%} of {of_codes / 1e12:.0f} TFLOP/s, with inputs rounded "
                 f"{'in one pass' if work.kernels == 'triton' else 'in several passes over memory: train.kernels = triton rounds them in one'}"

@@ -177,6 +177,39 @@ def test_a_lora_that_fits_no_other_way_takes_it():
     assert found.level.short == FAST and all(plan.fits for plan in found.fit.chosen.plan)
 
 
+def storing_8_bits(computed, compute="dtype"):
+    """The search for a LoRA that only fits in int8, whose matmuls take a share of their time when they are computed in it."""
+    config = resolve(RunConfig, flags=LORA | {"base.compute": compute, "base.quantize": "int8"})
+
+    def task(config):
+        is_computed = config.base.compute == "int8"
+
+        def profile_of(policy, quantize):
+            work = computed if is_computed else 1.0
+            made = made_profile(policy, quantize, num_blocks=24)
+            scaled = {
+                name: frozenset(
+                    (kernel._replace(flops=int(kernel.flops * work)), n) for kernel, n in getattr(made.blocks[0], name)
+                )
+                for name in ("kernels_forward", "kernels_backward")
+            }
+            return replace(made, blocks=(replace(made.blocks[0], **scaled),) * 24)
+
+        return FitTask(gpus=parse_gpus("24GiB"), profile_of=profile_of, quantizations=("int8",), streams=False)
+
+    return search(config, task)
+
+
+def test_products_in_8_bits_are_offered_where_they_are_a_tenth_faster():
+    found = storing_8_bits(0.7)
+    offers = {level.short: (level, offer) for level, offer in found.later}
+    level, offer = offers["base.compute = int8"]
+    assert offer.seconds < 0.9 * found.fit.chosen.seconds and level.config.base.quantize == "int8"
+    assert "4.9 % instead of 4.4" in level.changed[-1].cost
+    for other in (storing_8_bits(0.95), storing_8_bits(0.7, compute="int8")):
+        assert "base.compute = int8" not in {level.short for level, _ in other.later}
+
+
 def test_a_schedule_recomputes_less_than_one_policy_for_all_blocks():
     """Where `none` does not fit: as many blocks as have room keep their activations."""
     config = config_of(optim__fused_backward=True, train__clip_by="block")
