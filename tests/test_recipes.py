@@ -31,6 +31,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.run_files import check_schema_of
+from ditkit_core.testing.toy import TOY
 from ditkit_wan.demo.media import CLIPS
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.spec import WAN
@@ -157,6 +158,25 @@ def test_hours_count_everything_that_runs_the_model():
     assert hours(WAN, **wan, **{"held_out.clips": 0, "sample.captions": 0}) == pytest.approx(300)
     experts = {"model.preset": "t2v-a14b", "experts.steps": [200, 100]}
     assert hours(WAN, **experts) == pytest.approx(900 + 4 * (5 * 5 + 3 * 4) + sampled)  # 0.9 is no level of the second
+
+
+def test_hours_of_a_small_run_are_those_of_its_plan():
+    """The toy, which is profiled in a second: two samples in a step, a block streamed."""
+    flags = {
+        "model.preset": "tiny",
+        "train.steps": 1000,
+        "train.batch_size": 2,
+        "train.swap_blocks": [1],
+        "held_out.clips": 4,
+        "held_out.every_steps": 100,
+        "sample.steps": 1,
+    }
+    run = create_run(TOY, resolve(RunConfig, flags=flags))
+    planned, report, gpus = PlannedRun.of(run), make_report(run, "8GiB"), parse_gpus("8GiB")
+    assert planned.division == report.division and planned.host == report.host > 0
+    assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
+    step, hours = planned.seconds(gpus), planned.hours(gpus)
+    assert step == pytest.approx(report.seconds) and 1000 * step / 3600 < hours < 1300 * step / 3600
 
 
 OF_THE_DEMO = ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.bucket_step")

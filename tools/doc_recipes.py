@@ -18,7 +18,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host
 from ditkit_core.planner.partition import budgets_of, streamed_of
-from ditkit_core.planner.planned_step import PlannedStep, Size, as_held, work_of
+from ditkit_core.planner.planned_step import PlannedStep, Size, as_held
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import span_time, step_seconds
 from ditkit_core.run.config import RunConfig
@@ -112,7 +112,7 @@ class PlannedRun:
 
     def devices(self, gpus: tuple[GPU, ...]) -> tuple[DevicePlan, ...]:
         """Memory of the training step on these GPUs."""
-        return compose(self.profile, self.division, budgets_of(gpus), work_of(self.step.run))
+        return compose(self.profile, self.division, budgets_of(gpus), self.step.work)
 
     @property
     def host(self) -> int:
@@ -121,7 +121,7 @@ class PlannedRun:
 
     def seconds(self, gpus: tuple[GPU, ...]) -> float:
         """Of a training step."""
-        return step_seconds(self.profile, self.division, gpus, work_of(self.step.run))
+        return step_seconds(self.profile, self.division, gpus, self.step.work)
 
     def hours(self, gpus: tuple[GPU, ...]) -> float:
         """Of all steps, validation, previews and samples of all experts. Loading, encoding, decoding and saving come on top: minutes."""
@@ -147,7 +147,7 @@ class PlannedRun:
 
     def _forward(self, costs: Profile, gpus: tuple[GPU, ...]) -> float:
         """Seconds of one forward."""
-        work = replace(work_of(self.step.run), replayed=False)
+        work = replace(self.step.work, cuda_graphs="off")  # samples and validation are never replayed
         spans = zip(gpus, pairwise(self.division.bounds), strict=True)
         return sum(
             span_time(costs, gpu, start, end, self.division.streamed, work).forward / 1e9 for gpu, (start, end) in spans
@@ -233,7 +233,7 @@ def row(recipe: Recipe) -> str:
 
 
 def _hours(planned: PlannedRun, gpus: tuple[GPU, ...] | None) -> str:
-    if gpus is None:
+    if gpus is None or not all(device.fits for device in planned.devices(gpus)):
         return "–"
     hours = planned.hours(gpus)
     return f"{hours:.{int(hours < 10)}f}"
