@@ -24,11 +24,11 @@ from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.plan import make_report
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.run_files import check_schema_of
 from ditkit_core.testing.toy import TOY

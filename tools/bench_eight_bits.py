@@ -24,11 +24,11 @@ from demo_runs import run_demo
 from ditkit_core.config.resolve import resolve
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.planner.partition import place
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.model import build_model, load_model
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.run.train_data import training_data
 from ditkit_core.training.train_model import TrainModel
@@ -86,7 +86,7 @@ def gradients(folder: Path, flags: Mapping[str, Any]) -> dict[str, Tensor]:
     """The gradient of a run's trained adapter over some micro-batches, by parameter, with other settings of the base."""
     run = create_run(WAN, resolve(RunConfig, stored=folder, flags=flags))
     unloaded = build_model(run)
-    prepared = load_model(run, unloaded, place(run, unloaded, training=True))
+    prepared = load_model(run, unloaded, place_run(run, unloaded, training=True))
     load_trained(prepared, RunFolder(folder))
     data = training_data(run, encode_all(run)[0], [])
     batches = [batch for index in range(MICRO_BATCHES) for batch in data.micro_batches(index)[:1]]

@@ -1,7 +1,6 @@
 """Tables of docs/ that the planner makes: memory and recomputation of each checkpointing policy, and the policies that a budget chooses."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import Budget, Partition, Profile, compose
-from ditkit_core.planner.planned_step import PlannedStep, StepJob
+from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.planned_step import PlannedStep
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 
@@ -48,7 +48,7 @@ def job_of(family: str) -> StepJob:
 def planned(family: str, policy: str, precision: Precision | None = None) -> Profile:
     """That step with this policy of all blocks, and these dtypes instead of the default ones."""
     job = job_of(family)
-    return profile(replace(job, policy=policy, precision=precision or job.precision))
+    return profile(job.with_execution(checkpointing=policy, precision=precision or job.precision))
 
 
 def kept(family: str) -> Iterator[str]:

@@ -18,12 +18,13 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host
 from ditkit_core.planner.partition import budgets_of, streamed_of
-from ditkit_core.planner.planned_step import PlannedStep, Size, as_held
+from ditkit_core.planner.planned_step import Size
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import span_time, step_seconds
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.expert_runs import largest_expert_run, runs_of
+from ditkit_core.run.plans.planned_step import PlannedStep
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 
@@ -99,20 +100,21 @@ class PlannedRun:
     @classmethod
     def of(cls, run: RunContext) -> "PlannedRun":
         """Profile a run. It has one policy for all blocks, and names the split points if it has several devices."""
-        held = as_held(largest_expert_run(run))
-        step = PlannedStep.of(held)
+        step = PlannedStep.of(largest_expert_run(run))
         made = profile(step.job)
         size = step.bucket.size
         alone = made if len(step.job.batch) == 1 else _profile_of_one(step, size)
-        sample, configured = (size, held.config.sample)
+        sample, configured = (size, step.run.config.sample)
         if run.spec.data.frame_step or configured.height:
             sample = (configured.frames or size[0], configured.height or size[1], configured.width or size[2])
         generated = alone if sample == size else _profile_of_one(step, sample)
-        return cls(run=run, step=step, profile=made, division=_division(held.config, made), one=alone, sample=generated)
+        return cls(
+            run=run, step=step, profile=made, division=_division(step.run.config, made), one=alone, sample=generated
+        )
 
     def devices(self, gpus: tuple[GPU, ...]) -> tuple[DevicePlan, ...]:
         """Memory of the training step on these GPUs."""
-        return compose(self.profile, self.division, budgets_of(gpus), self.step.work)
+        return compose(self.profile, self.division, budgets_of(gpus), self.step.job.work)
 
     @property
     def host(self) -> int:
@@ -121,7 +123,7 @@ class PlannedRun:
 
     def seconds(self, gpus: tuple[GPU, ...]) -> float:
         """Of a training step."""
-        return step_seconds(self.profile, self.division, gpus, self.step.work)
+        return step_seconds(self.profile, self.division, gpus, self.step.job.work)
 
     def hours(self, gpus: tuple[GPU, ...]) -> float:
         """Of all steps, validation, previews and samples of all experts. Loading, encoding, decoding and saving come on top: minutes."""
@@ -147,7 +149,7 @@ class PlannedRun:
 
     def _forward(self, costs: Profile, gpus: tuple[GPU, ...]) -> float:
         """Seconds of one forward."""
-        work = replace(self.step.work, cuda_graphs="off")  # samples and validation are never replayed
+        work = replace(self.step.job.work, cuda_graphs="off")  # samples and validation are never replayed
         spans = zip(gpus, pairwise(self.division.bounds), strict=True)
         return sum(
             span_time(costs, gpu, start, end, self.division.streamed, work).forward / 1e9 for gpu, (start, end) in spans
@@ -157,7 +159,8 @@ class PlannedRun:
 def _profile_of_one(step: PlannedStep, size: Size) -> Profile:
     with torch.device("meta"):
         item = step.run.spec.training.empty_item(step.job.arch, size, step.bucket.references)
-    return profile(replace(step.job, batch=[item], micro_batches=1, policy="none"))
+    alone = replace(step.job, batch=[item], micro_batches=1)
+    return profile(alone.with_execution(checkpointing="none"))
 
 
 def _division(config: RunConfig, made: Profile) -> Partition:

@@ -28,16 +28,16 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.execution import Execution
 from ditkit_core.io.memory import release_memory
 from ditkit_core.models.precision import Precision, set_precision
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import GPU, gpus_here, parse_gpus
 from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import Workload
-from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.training.config import EMAConfig, FlowConfig, TrainConfig
 from ditkit_core.training.flow_matching import prepare
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -103,8 +103,8 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
     """A plan of the step on a GPU."""
     spec, arch, adapter, item = described(case, tiny)
     job = StepJob(
-        spec=spec, arch=arch, adapter=adapter, precision=mode.precision, batch=[item], policy=mode.policy,
-        kernels=mode.kernels, optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(), kind=kind,
+        spec=spec, arch=arch, adapter=adapter, batch=[item], kind=kind,
+        execution=Execution(checkpointing=mode.policy, kernels=mode.kernels, precision=mode.precision),
     )  # fmt: skip
     work = Workload(
         kernels=mode.kernels,

@@ -136,7 +136,7 @@ def jobs() -> Iterator[StepJob]:
         plain = job_of(case, kernels="triton")
         yield plain
         yield from (job_of(case, kernels="triton", base=base) for base in ("int8", "fp8"))
-        yield from (replace(plain, quantize=stored) for stored in ("int8", "nf4"))
+        yield from (plain.with_execution(quantize=stored) for stored in ("int8", "nf4"))
         for rounding in ("split", "stochastic"):
             yield replace(plain, adapter=AdapterConfig(method="full"), optim=OptimConfig(rounding=rounding))
 

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, StageCost, compose
 from ditkit_core.planner.planned_step import Size, StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import Workload
-from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.specs import altered
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2

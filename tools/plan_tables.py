@@ -22,11 +22,12 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
-from ditkit_core.planner.search.autotune import least_missing, levers
+from ditkit_core.planner.search.autotune import least_missing
 from ditkit_core.planner.search.partition_search import Candidate, FitTask
-from ditkit_core.planner.search.update_search import search
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.changes import levers
+from ditkit_core.run.plans.levels import search
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from marked import replaced

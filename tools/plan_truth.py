@@ -127,7 +127,7 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     from ditkit_core.engine.engine import BlockEngine
     from ditkit_core.engine.placement import Placement
     from ditkit_core.models.precision import Precision, compute_fp32_in_fp32, parse_dtype
-    from ditkit_core.run.prepare import build_on_meta
+    from ditkit_core.models.spec import build_on_meta
     from ditkit_core.training.config import EMAConfig, FlowConfig
     from ditkit_core.training.optim.optimizers import OptimConfig
     from ditkit_core.training.train_model import TrainModel
@@ -201,18 +201,18 @@ def fill(model: Any, spec: Any, precision: Any, device: torch.device, *, swapped
 
 def plan(case: Case, device: torch.device) -> int:
     """What a plan says of the same steps."""
+    from ditkit_core.execution import Execution
     from ditkit_core.models.precision import Precision, parse_dtype
     from ditkit_core.planner.memory import Budget, Partition, compose
     from ditkit_core.planner.planned_step import StepJob as Job
     from ditkit_core.planner.profiler import profile
-    from ditkit_core.training.config import EMAConfig, FlowConfig
-    from ditkit_core.training.optim.optimizers import OptimConfig
+    from ditkit_core.training.config import EMAConfig
 
     spec, arch, adapter, items = described(case)
+    precision = Precision(matmul=parse_dtype(case.dtype))
     job = Job(
-        spec=spec, arch=arch, adapter=adapter, precision=Precision(matmul=parse_dtype(case.dtype)), batch=items,
-        policy=case.policy, optim=OptimConfig(), ema=EMAConfig(decay=case.ema), flow=FlowConfig(),
-        clip_norm=1.0, quantize=case.quantize, kind=device.type,
+        spec=spec, arch=arch, adapter=adapter, batch=items, ema=EMAConfig(decay=case.ema), kind=device.type,
+        execution=Execution(checkpointing=case.policy, kernels="torch", quantize=case.quantize, precision=precision),
     )  # fmt: skip
     made = profile(job)
     count = len(made.blocks)

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.kernel_time import ON_HOPPER, REACHED, kernel_seconds
 from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import measure
 from ditkit_core.planner.reduced_model import give_memory, reduced_model
-from ditkit_core.run.prepare import build_on_meta
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS

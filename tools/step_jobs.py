@@ -5,11 +5,10 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.execution import Execution
 from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.planned_step import Size, StepJob
-from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optim.optimizers import OptimConfig
 
 
 def step_job(
@@ -21,6 +20,7 @@ def step_job(
     targets: tuple[str, ...] = AdapterConfig().targets,
     batch: int = 1,
     fast: bool = False,
+    policy: str = "none",
     **others: Any,
 ) -> StepJob:
     """A step of samples without conditions, in the commands' defaults but for what is given.
@@ -32,20 +32,12 @@ def step_job(
         targets: What it adapts.
         batch: Samples in the micro-batch.
         fast: Whether `precision.preset` is `fast`.
-        others: Further fields of `StepJob`.
+        policy: Of all blocks.
+        others: Further fields of `Execution`; its kernels are torch's by default.
     """
     adapter = AdapterConfig(rank=rank, targets=targets) if rank else AdapterConfig(method="full")
     precision = PrecisionConfig(preset="fast" if fast else "default").precision(torch.bfloat16, {})
     with torch.device("meta"):
         item = spec.training.empty_item(arch, size, ())
-    return StepJob(
-        spec=spec,
-        arch=arch,
-        adapter=adapter,
-        precision=precision,
-        batch=[item] * batch,
-        optim=OptimConfig(),
-        ema=EMAConfig(),
-        flow=FlowConfig(),
-        **others,
-    )
+    execution = Execution(checkpointing=policy, precision=precision, **({"kernels": "torch"} | others))
+    return StepJob(spec=spec, arch=arch, batch=[item] * batch, execution=execution, adapter=adapter)

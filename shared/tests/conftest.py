@@ -23,8 +23,10 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     A profile is a frozen value that the step alone decides: of a family's spec not its data, encoders and demo, which tests exchange. The step
     is kept with it, so that no function of another step gets its address.
     """
-    from ditkit_core.commands import fit_task, oom
-    from ditkit_core.planner import auxiliary_plan, partition, profiler
+    from ditkit_core.commands import oom
+    from ditkit_core.planner import partition, profiler
+    from ditkit_core.planner.search import fitted
+    from ditkit_core.run.plans import auxiliary_plan
 
     profile, denoising_bytes = profiler.profile, auxiliary_plan.denoising_bytes
 
@@ -42,6 +44,6 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def denoised(job: "StepJob", size: Any, references: Sequence[Any] = ()) -> int:
         return once(job, (size, tuple(references)), lambda: denoising_bytes(job, size, references))
 
-    for module in (partition, fit_task, oom):
+    for module in (partition, fitted, oom):
         monkeypatch.setattr(module, "profile", remembered)
     monkeypatch.setattr(auxiliary_plan, "denoising_bytes", denoised)

@@ -21,7 +21,8 @@ from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build_meta_model, build_on_meta, load_weights
+from ditkit_core.models.spec import build_on_meta
+from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.sampling import WanSampler

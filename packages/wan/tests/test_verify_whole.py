@@ -123,7 +123,7 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.models.spec import build_on_meta
 from ditkit_core.run.read_at_use import read_at_use
 from ditkit_core.testing.specs import altered
 from ditkit_wan.presets import WanArch

@@ -77,3 +77,9 @@ class Execution:
         from ditkit_core.engine.devices import choose_devices  # imports torch, which takes seconds
 
         return choose_devices(self.devices)
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether micro-batches may be replayed as CUDA graphs, which hold neither compiled or pipelined steps nor exchanges between ranks."""
+        is_eager = self.cuda_graphs == "off" or self.pipelined or bool(self.compile)
+        return not (is_eager or self.ranks.shard > 1 or self.ranks.context > 1)

@@ -17,10 +17,10 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs, Column, Conditioner
-from ditkit_core.planner.planned_step import largest_bucket
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import sample_prompts
+from ditkit_core.run.plans.planned_step import largest_bucket
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 

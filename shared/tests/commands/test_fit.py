@@ -16,15 +16,16 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.io import console
-from ditkit_core.planner import plan as plan_stage
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.search.autotune import best_first, candidates, fit, least_missing, levers
+from ditkit_core.planner.search.autotune import candidates, fit, least_missing
 from ditkit_core.planner.search.partition_search import FitTask
-from ditkit_core.planner.search.update_search import levels as update_levels
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans import plan as plan_stage
+from ditkit_core.run.plans.changes import best_first, levers
+from ditkit_core.run.plans.levels import levels as update_levels
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.optim.fused_checks import check_fused_backward

@@ -9,12 +9,12 @@ from made_profiles import made_profile
 from torch._subclasses.fake_tensor import FakeTensor
 from toy_world import World
 
-from ditkit_core.commands import fit_task
 from ditkit_core.commands import oom as out_of_memory
 from ditkit_core.commands.oom import MeasuredPeaks, explain, measured_peaks
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.memory import is_out_of_memory, release_frames
 from ditkit_core.planner import partition as division
+from ditkit_core.planner.search import fitted
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -178,9 +178,9 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB))
     )
-    for stage in (division, fit_task):
+    for stage in (division, fitted):
         monkeypatch.setattr(
-            stage, "profile", lambda job, like: made_profile(str(job.policy), job.quantize, work=len(job.batch))
+            stage, "profile", lambda job, like: made_profile(str(job.schedule), job.quantize, work=len(job.batch))
         )
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}

@@ -18,7 +18,7 @@ from ditkit_core.commands.plan import fit_command
 from ditkit_core.io import console
 from ditkit_core.models.encoders import AuxiliaryModel
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.planner import auxiliary_plan
+from ditkit_core.run.plans import auxiliary_plan
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 

@@ -17,17 +17,17 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
+from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner import partition as division
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.memory import Budget, Profile, StageCost
-from ditkit_core.planner.plan import make_report, planned_step
-from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.report import plan_json
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
-from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.plans.plan import make_report, planned_step
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.testing.plans import divided, full_step
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -199,7 +199,7 @@ def resolved(run: RunContext):
     arch = ToyArch(dim=64, depth=8)
     model = build_on_meta(run.spec, arch, run.precision)
     unloaded = SimpleNamespace(model=model, arch=arch, adapter=run.config.adapter)
-    return division.place(run, unloaded, training=True)
+    return place_run(run, unloaded, training=True)
 
 
 @pytest.mark.usefixtures("equal_steps_are_profiled_once")
@@ -216,7 +216,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     assert report.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
     assert report.fits and peaks[0] < report.devices[0].peak <= free
-    job = replace(planned_step(run_of("budget"), "cpu").job, policy=report.policy)
+    job = planned_step(run_of("budget"), "cpu").job.with_execution(checkpointing=report.policy)
     assert full_step(job, ()).peaks[0] == report.devices[0].peak
 
 
@@ -230,7 +230,8 @@ COMPUTED = {"train.kernels": "triton", "base.quantize": "fp8", "base.compute": "
 def test_a_plan_has_the_kernels_of_its_run_and_the_format_that_its_base_is_multiplied_in():
     """Its step, for the memory; and the amount of work, for the time."""
     run = run_of("full", **COMPUTED)
-    for planned in (planned_step(run, "cuda").job, work_of(run)):
+    job = planned_step(run, "cuda").job
+    for planned in (job, job.work):
         assert (planned.kernels, planned.quantize, planned.compute) == ("triton", "fp8", "fp8")
 
 

@@ -206,7 +206,7 @@ def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
     """Two blocks more hold nothing more, and the real model what the fake one says."""
     arch, size = replace(TOY.architecture.presets["tiny"], depth=5), (frames, 32, 32)
     step = step_of(TOY, arch, size, AdapterConfig(rank=2))
-    planned = denoising_bytes(replace(step, precision=Precision(matmul=torch.float32), kind="cpu"), size)
+    planned = denoising_bytes(replace(step, kind="cpu").with_execution(precision=Precision(matmul=torch.float32)), size)
     model = make_model(TOY, arch, adapter=AdapterConfig(rank=2)).eval()
     with torch.no_grad(), MemoryTracker() as ledger:
         ledger.track(model, "weights")

@@ -36,7 +36,7 @@ from ditkit_core.training.train_step import StepContext, training_step
     ],
 )
 def test_three_blocks_say_what_six_hold_on_any_number_of_devices(policy, method):
-    of = toy_job(method, policy=policy, ema=EMAConfig(decay=0.9))
+    of = toy_job(method, checkpointing=policy, ema=EMAConfig(decay=0.9))
     found = profile(of)
     for cuts in ((), (3,), (2, 4)):
         # One device: to the byte. On several, the loss's few tensors lie partly on the first and partly on the last.
@@ -72,7 +72,7 @@ LARGE = {"size": (17, 128, 128)}
 )
 @pytest.mark.slow
 def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy, size):
-    of = toy_job(policy=policy, **size)
+    of = toy_job(checkpointing=policy, **size)
     found = profile(of)
     check_plan(found, of, (), rel=0.0)
     check_plan(found, of, (3,), rel=0.005)
@@ -86,7 +86,7 @@ def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy,
     ],
 )
 def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
-    check_kept(toy_job(policy=policy))
+    check_kept(toy_job(checkpointing=policy))
 
 
 @pytest.mark.exhaustive
@@ -103,7 +103,7 @@ def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
     ids=["fused", "muon", "adafactor", "adamw8bit", "accumulation", "cpu"],
 )
 def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
-    of = toy_job("full", policy="full", **changed)
+    of = toy_job("full", checkpointing="full", **changed)
     found = profile(of)
     for cuts in ((), (2,)):
         check_plan(found, of, cuts, rel=0.01)
@@ -113,8 +113,8 @@ def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
 @pytest.mark.slow
 def test_a_base_that_is_multiplied_in_8_bits_is_planned_with_what_its_products_allocate(kernels):
     """The same arithmetic but for a text of few tokens, most of a block's matmuls in 8 bits, and no more is kept for the backward."""
-    stored = toy_job(policy="full", quantize="int8", kernels=kernels)
-    computed = replace(stored, compute="int8")
+    stored = toy_job(checkpointing="full", quantize="int8", kernels=kernels)
+    computed = stored.with_execution(compute="int8")
     profiles = [profile(each) for each in (stored, computed)]
     plain, found = (each.blocks[1] for each in profiles)
     arithmetic = plain.flops_forward, plain.flops_backward
@@ -146,7 +146,7 @@ def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
     ["attn_only", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in POLICIES if name != "attn_only")],
 )
 def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
-    of = toy_job(policy=policy, kind="cpu")
+    of = toy_job(checkpointing=policy, kind="cpu")
     found = profile(of)
     (plan,) = planned(found, divided(len(found.blocks), ()))
     # the noise and the caption, which the host has before they are sent, are the host's where that is the device
@@ -181,7 +181,7 @@ def real_peak(of, micro_batches: int = 1) -> int:
 
 @pytest.mark.slow
 def test_more_micro_batches_of_an_adapter_need_more_sets_of_its_gradients():
-    of = toy_job(policy="full", kind="cpu", adapter=AdapterConfig(rank=64))
+    of = toy_job(checkpointing="full", kind="cpu", adapter=AdapterConfig(rank=64))
     found = profile(of)
 
     def plan_of(micro_batches: int) -> DevicePlan:
@@ -243,11 +243,12 @@ def test_a_device_that_is_too_small_says_what_it_lacks():
 def test_a_profile_like_another_is_the_one_that_is_made_alone(method, policies):
     """Updates, and the backward of stages on devices of their own, depend neither on the policy nor on the format of the weights."""
     optimizer = OptimConfig(name="muon" if method == "full" else "adamw")
-    of = toy_job(method, policy="full", ema=EMAConfig(decay=0.9), micro_batches=2, optim=optimizer)
+    of = toy_job(method, checkpointing="full", ema=EMAConfig(decay=0.9), micro_batches=2, optim=optimizer)
     first = profile(of)
     for policy in policies:
-        other = replace(of, policy=policy, quantize="nf4" if (method, policy) == ("lora", "attn_only") else "none")
+        quantize = "nf4" if (method, policy) == ("lora", "attn_only") else "none"
+        other = of.with_execution(checkpointing=policy, quantize=quantize)
         assert profile(other, like=first) == profile(other), policy
-    fused = replace(of, optim=OptimConfig(fused_backward=True), policy="none", clip_norm=0.0)
+    fused = replace(of, optim=OptimConfig(fused_backward=True), clip_norm=0.0).with_execution(checkpointing="none")
     if method == "full":
-        assert profile(fused, like=profile(replace(fused, policy="full"))) == profile(fused)
+        assert profile(fused, like=profile(fused.with_execution(checkpointing="full"))) == profile(fused)

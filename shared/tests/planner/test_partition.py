@@ -11,6 +11,7 @@ from toy_world import World
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
+from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner import partition
 from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
 from ditkit_core.planner.memory import Budget, Partition, Profile, StageCost, compose
@@ -18,15 +19,14 @@ from ditkit_core.planner.partition import (
     budgets_here,
     budgets_of,
     choose_split_points,
-    place,
     streamed_of,
     weights_profile,
 )
-from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.plans.plan import make_report
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
@@ -191,8 +191,8 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
     devices = ("cuda:0", "cuda:1")
     run = run_of(train__devices=devices, train__kernels="triton", data__width=1024, data__height=1024, **flags)
     unloaded = unloaded_of(run)
-    placed = place(run, unloaded, training=True)
-    assert placed.split_points != place(run, unloaded).split_points
+    placed = place_run(run, unloaded, training=True)
+    assert placed.split_points != place_run(run, unloaded).split_points
     report = make_report(run)
     assert report.division.devices == tuple(device.index for device in placed.blocks)
     assert report.division.streamed == placed.streamed
@@ -206,7 +206,7 @@ def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
     machine(24, 24)
     monkeypatch.setattr(partition, "profile", lambda job, like=None: pytest.fail("was planned"))
     run = run_of(train__devices=("cuda:0", "cuda:1"), train__split_points=(2,))
-    assert place(run, unloaded_of(run), training=True).split_points == (2,)
+    assert place_run(run, unloaded_of(run), training=True).split_points == (2,)
 
 
 @pytest.mark.parametrize(

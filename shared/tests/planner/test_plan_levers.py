@@ -23,7 +23,7 @@ SMALL = {"arch": ToyArch(dim=256, depth=DEPTH), "size": (1, 32, 32)}
 def test_an_assistant_next_to_a_dora_is_planned_for():
     """Of two layers of each block, resident and streamed."""
     ranks = {f"layers.{block}.{layer}": 16 for block in range(DEPTH) for layer in ("qkv", "mlp.0")}
-    job = toy_job(policy="full", **SMALL)
+    job = toy_job(checkpointing="full", **SMALL)
     job = replace(job, adapter=AdapterConfig(rank=4, use_dora=True))
     without = agree(job, (3,), (1, 3, 5))
     assert agree(replace(job, assistant=ranks), (3,), (1, 3, 5)) != without
@@ -48,7 +48,7 @@ def test_an_assistant_next_to_a_dora_is_planned_for():
     ],
 )
 def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
-    agree(toy_job(policy=policy, **SMALL), cuts, streamed)
+    agree(toy_job(checkpointing=policy, **SMALL), cuts, streamed)
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
 )
 def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, optimizer, cuts, streamed):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
-    agree(toy_job("full", policy=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), cuts, streamed)
+    agree(toy_job("full", checkpointing=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), cuts, streamed)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_an_update_in_the_backward_clips_and_sums(clip_by, micro_batches, dtype,
     """A block's gradients wait for each other; sums of micro-batches are the optimizer's, and are streamed with its state."""
     rounding = "stochastic" if dtype == torch.bfloat16 else "nearest"
     given = {"optim": OptimConfig(fused_backward=True, rounding=rounding), "precision": Precision(matmul=dtype)}
-    of = toy_job("full", policy="full", micro_batches=micro_batches, clip_by=clip_by, **SMALL, **given)
+    of = toy_job("full", checkpointing="full", micro_batches=micro_batches, clip_by=clip_by, **SMALL, **given)
     agree(of, cuts, streamed)
 
 
@@ -111,7 +111,7 @@ def test_an_update_in_the_backward_clips_and_sums(clip_by, micro_batches, dtype,
     ],
 )
 def test_micro_batches_one_by_one_and_at_once(method, cuts, pipelined, micro_batches):
-    agree(toy_job(method, policy="full", micro_batches=micro_batches), cuts, pipelined=pipelined)
+    agree(toy_job(method, checkpointing="full", micro_batches=micro_batches), cuts, pipelined=pipelined)
 
 
 @pytest.mark.exhaustive
@@ -126,7 +126,7 @@ def test_micro_batches_one_by_one_and_at_once(method, cuts, pipelined, micro_bat
     ],
 )
 def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, quantize):
-    of = toy_job(policy=policy, quantize=quantize, kind=kind, **SMALL)
+    of = toy_job(checkpointing=policy, quantize=quantize, kind=kind, **SMALL)
     agree(of, ())
     if kind == "cuda":
         agree(of, (3,), (1, 3, 5))
@@ -144,8 +144,8 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
     ],
 )
 def test_kernels_and_compiled_adapters_have_their_memory(kernels, policy, cuts):
-    eager = profile(toy_job(policy=policy, **SMALL)).blocks[2]
-    block = agree(toy_job(policy=policy, kernels=kernels, **SMALL), cuts).blocks[2]
+    eager = profile(toy_job(checkpointing=policy, **SMALL)).blocks[2]
+    block = agree(toy_job(checkpointing=policy, kernels=kernels, **SMALL), cuts).blocks[2]
     assert block.kept < 1.1 * eager.kept  # no fp32 copies: on a GPU compiled adapters are bf16 parts too
 
 
@@ -154,7 +154,7 @@ def test_kernels_and_compiled_adapters_have_their_memory(kernels, policy, cuts):
 def test_compiled_adapters_have_the_arithmetic_of_eager_ones(policy, more):
     """Of a bf16 LoRA on a GPU, forward and backward of each stage. Under `full` the plan repeats the last frozen product of a block, which
     eager blocks do not, and which is under 5 % of this block's backward."""
-    eager, compiled = (profile(toy_job(policy=policy, kernels=kernels)) for kernels in ("triton", "compiled"))
+    eager, compiled = (profile(toy_job(checkpointing=policy, kernels=kernels)) for kernels in ("triton", "compiled"))
     for one, other in zip((eager.head, *eager.blocks), (compiled.head, *compiled.blocks), strict=True):
         assert one.flops_forward == other.flops_forward
         assert one.flops_backward <= other.flops_backward <= (1 + more) * one.flops_backward
@@ -164,7 +164,7 @@ def test_compiled_adapters_have_the_arithmetic_of_eager_ones(policy, more):
 @pytest.mark.parametrize(("cuts", "optimizer"), [((), "adamw"), ((3,), "adafactor"), ((3,), "muon")])
 def test_an_update_in_the_backward_leaves_no_full_set_of_gradients(cuts, optimizer):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
-    agree(toy_job("full", policy="full", **SMALL, **fused), cuts)
+    agree(toy_job("full", checkpointing="full", **SMALL, **fused), cuts)
 
 
 def test_the_host_has_what_is_streamed():

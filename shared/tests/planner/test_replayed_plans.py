@@ -13,7 +13,6 @@ from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, StageCost, compose, work_as_run
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts
-from ditkit_core.planner.planned_step import Bucket, work_of
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.search.autotune import fit, shortest_seconds
 from ditkit_core.planner.search.partition_search import FitTask
@@ -21,6 +20,7 @@ from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import CudaGraphs, RankGradients, Round, Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.planned_step import Bucket, job_of, num_kinds
 from ditkit_core.testing.plans import divided
 from ditkit_core.testing.toy import TOY
 from ditkit_core.training.replay import MOST
@@ -168,8 +168,11 @@ def test_each_shape_of_data_that_are_here_is_a_kind_of_micro_batch(tmp_path):
         bucket = Bucket(
             size=(1, 64, 64), references=(), items=[], shapes=tuple(shapes), class_shapes=tuple(class_shapes), source=""
         )
-        return work_of(run, bucket).kinds
+        assert job_of(run, run.arch, run.config.adapter, bucket, "cuda").work.kinds == num_kinds(run, bucket)
+        return num_kinds(run, bucket)
 
-    assert kinds(sizes) == 1 == work_of(run).kinds, "what a configuration may have at most is not what data have"
+    assert kinds(sizes) == 1 == job_of(run, run.arch, run.config.adapter, None, "cuda").work.kinds, (
+        "what a configuration may have at most is not what data have"
+    )
     (tmp_path / "data").mkdir()
     assert kinds(sizes[:3], sizes[2:4]) == 4 and kinds(sizes) == MOST

@@ -13,10 +13,11 @@ from ditkit_core.encoding.config import EncodeConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.utilisation import Utilisation, flops_of, utilisation_of
+from ditkit_core.planner.utilisation import Utilisation, flops_of
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_samples
+from ditkit_core.run.plans.planned_step import utilisation_of_run
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.optim.optimizers import OptimConfig
 
@@ -29,7 +30,7 @@ def item(frames: int, height: int, width: int) -> dict[str, torch.Tensor]:
 
 
 def utilisation(*sizes: tuple[int, int, int], peak: float = 1e9) -> Utilisation:
-    job, num_tokens = toy_job(arch=ARCH, policy="full"), TOY.training.num_tokens
+    job, num_tokens = toy_job(arch=ARCH, checkpointing="full"), TOY.training.num_tokens
     items = {num_tokens(each): each for each in (item(*size) for size in sizes)}
     return Utilisation(items, lambda each: flops_of(job, each), num_tokens, peak)
 
@@ -46,7 +47,7 @@ def test_a_quadratic_through_three_sizes_is_the_count_of_any_other() -> None:
 def test_recomputes_and_micro_batches_do_not_count() -> None:
     own = item(5, 64, 64)
     plain = flops_of(toy_job(arch=ARCH), own)
-    assert flops_of(toy_job(arch=ARCH, policy="full", micro_batches=4), own) == plain
+    assert flops_of(toy_job(arch=ARCH, checkpointing="full", micro_batches=4), own) == plain
     tokens = TOY.training.num_tokens(own)
     assert utilisation((5, 64, 64), peak=2 * plain)([own] * 3, 6.0) == pytest.approx(3 * plain / (6 * 2 * plain))
     assert utilisation((5, 64, 64)).flops(tokens) == plain
@@ -77,9 +78,9 @@ def test_a_run_on_gpus_counts_its_own_step_by_their_rates(tmp_path: Path, monkey
     config = RunConfig(data=data, model=model, encode=EncodeConfig(cache=str(tmp_path / "cache")))
     run = create_run(world.spec, config)
     samples = encode_samples(run, run.data.dataset.samples, 16.0)
-    assert utilisation_of(run, samples) is None, "the rate of a CPU is unknown"
+    assert utilisation_of_run(run, samples) is None, "the rate of a CPU is unknown"
     monkeypatch.setitem(vars(run), "devices", (torch.device("cuda:0"), torch.device("cuda:1")))
-    monkeypatch.setattr("ditkit_core.planner.utilisation.gpus_here", lambda devices: parse_gpus("rtx4090,rtx3090"))
-    found = utilisation_of(run, samples)
+    monkeypatch.setattr("ditkit_core.run.plans.planned_step.gpus_here", lambda devices: parse_gpus("rtx4090,rtx3090"))
+    found = utilisation_of_run(run, samples)
     assert found is not None and found.peak == 165.2e12 + 71e12 and len(found.sizes) == 1
     assert 0 < found([samples[0].load()], 1.0) < 1

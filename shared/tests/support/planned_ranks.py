@@ -21,7 +21,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.engine.sharding.shards import Shards
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.io.ranks import Ranks, RanksConfig
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.memory_tracker import MemoryTracker
@@ -62,7 +62,9 @@ class RankCase:
     def job(self, spec: ModelSpec, arch: Any, size: tuple[int, int, int]) -> StepJob:
         """The step on a CPU."""
         step = step_of(spec, arch, size, AdapterConfig(method=self.method, rank=32))
-        return replace(step, policy=self.policy, micro_batches=self.micro_batches, context=self.context, kind="cpu")
+        ranks = RanksConfig(context=self.context)
+        job = replace(step, micro_batches=self.micro_batches, kind="cpu")
+        return job.with_execution(checkpointing=self.policy, ranks=ranks)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def measured(job: StepJob, case: RankCase, ranks: Ranks) -> RankBytes:
     batches = [Batch(ids=[str(number)], items=[dict(item)]) for number in range(case.micro_batches)]
     streams = job.spec.architecture.token_streams(job.arch)
     context = ContextParallel(ranks, streams) if case.context > 1 and streams else None
-    engine = BlockEngine(policy=job.policy, context=context)
+    engine = BlockEngine(policy=job.schedule, context=context)
     trainable, shards = trainable_parameters(model), None
     with _Counter() as tracker:
         if case.shard > 1:

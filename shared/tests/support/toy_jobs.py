@@ -1,14 +1,16 @@
 """Steps of the toy, as a plan profiles them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.execution import Execution
 from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY, ToyArch
 
 ARCH = ToyArch(dim=128, depth=6)
+EXECUTION = frozenset(field.name for field in fields(Execution))
 
 
 def toy_job(
@@ -20,6 +22,13 @@ def toy_job(
         method: Of the adapter.
         arch: The architecture.
         size: Frames, height and width of its one item.
-        changed: Fields of the job that are to be otherwise.
+        changed: Fields of the job or of its execution that are to be otherwise; kernels may be `compiled`.
     """
-    return replace(step_of(TOY, arch, size, AdapterConfig(method=method, rank=4)), **changed)
+    job = replace(
+        step_of(TOY, arch, size, AdapterConfig(method=method, rank=4)),
+        **{name: value for name, value in changed.items() if name not in EXECUTION},
+    )
+    execution = {name: value for name, value in changed.items() if name in EXECUTION}
+    if execution.get("kernels") == "compiled":
+        execution |= {"kernels": "torch", "compile": True}
+    return job.with_execution(**execution)

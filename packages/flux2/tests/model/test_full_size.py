@@ -18,7 +18,7 @@ from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.run_block import run_block
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.models.spec import build_on_meta
 from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
 from ditkit_core.testing.live_bytes import LiveBytes

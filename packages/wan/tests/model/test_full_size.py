@@ -11,7 +11,7 @@ from ditkit_core.adapters.inject import inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.models.spec import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer

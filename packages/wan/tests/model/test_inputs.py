@@ -10,9 +10,9 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.planner.planned_step import largest_bucket
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.planned_step import largest_bucket
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import NoisedBatch, velocity_errors
 from ditkit_core.training.train_model import TrainModel

@@ -15,7 +15,6 @@ from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_components, check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run, with_arch
@@ -23,6 +22,7 @@ from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.expert_runs import largest_expert_run
 from ditkit_core.run.init_from import start_from
 from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.run.train_data import check_items, training_data
@@ -65,7 +65,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     assert run.data.dataset.samples  # reads the dataset: mistakes in it are reported before weights are downloaded
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
-    placement = place(run, unloaded, training=True)
+    placement = place_run(run, unloaded, training=True)
     check_components(run, run.data.dataset.samples)
     encoded, _ = encode_all(run)
     check_items(run.spec, unloaded.model, encoded)

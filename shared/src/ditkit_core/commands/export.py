@@ -43,12 +43,12 @@ from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
 from ditkit_core.run.model import build_model, export_metadata, load_model
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.publish import publish
 from ditkit_core.run.restore import load_trained
@@ -114,7 +114,7 @@ def _export(
     if own is not None:
         check_free(_written(own, spec, wanted, whole=whole))
     unloaded = build_model(run)
-    prepared = load_model(run, unloaded, place(run, unloaded))
+    prepared = load_model(run, unloaded, place_run(run, unloaded))
     step = load_trained(prepared, config.run_folder, options.step)
     out = own or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     metadata = export_metadata(run, prepared, step, data="")

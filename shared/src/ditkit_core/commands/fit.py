@@ -15,30 +15,21 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path, write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.auxiliary_plan import plan_auxiliary
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.plan import check_plannable, notes_on_codes, num_gpus, planned_step
+from ditkit_core.planner.plan import notes_on_codes
 from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of
 from ditkit_core.planner.report import describe_shortfall
-from ditkit_core.planner.search import update_search
-from ditkit_core.planner.search.autotune import (
-    POLICIES,
-    Fit,
-    Planned,
-    SuggestedChange,
-    best_first,
-    fit,
-    least_host,
-    least_missing,
-    levers,
-)
+from ditkit_core.planner.search.autotune import POLICIES, Fit, fit, least_host, least_missing
 from ditkit_core.planner.search.partition_search import PRICE, Candidate, FitTask
-from ditkit_core.planner.search.update_search import Level
 from ditkit_core.planner.step_time import BUFFERS, assumptions
 from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
+from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
+from ditkit_core.run.plans.changes import Planned, SuggestedChange, best_first, levers
+from ditkit_core.run.plans.levels import Level, search, state_bytes
+from ditkit_core.run.plans.plan import check_plannable, num_gpus, planned_step
 
 
 def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
@@ -60,7 +51,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         raise UserError(f"--write {out} exists, and nothing is overwritten; give another name, or remove it")
     run = create_run(spec, config)
     launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
-    ranks = layout_of(run.config, num_gpus(run, options.gpus), launch)
+    ranks = layout_of(run.config.ranks, num_gpus(run, options.gpus), launch, devices=run.config.train.devices)
     check_plannable(run, here=False)  # the configured devices are not checked: the search chooses among all
     gpus, names = gpus_to_fit(run.config, options.gpus)
     host = host_limit(options.host, here=not options.gpus)
@@ -117,7 +108,7 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
             tasks[config] = replace(task_for(changed, gpus), host=host)
         return tasks[config]
 
-    searched = update_search.search(run.config, task_of)
+    searched = search(run.config, task_of)
     found, task, level = searched.fit, searched.task, searched.level
     changed = [f"changed: {each}" for each in level.changed]
     if found.chosen is None:
@@ -138,7 +129,7 @@ def _on_codes(run: RunContext, task: FitTask, chosen: Candidate) -> Iterator[str
     """What `base.compute` gains with the choice."""
     setting, gpus = chosen.setting, [task.gpus[i] for i in chosen.setting.gpus]
     if run.config.base.compute != "dtype":
-        job = replace(planned_step(run, gpus=gpus).job, policy=setting.policy, quantize=setting.quantize)
+        job = planned_step(run, gpus=gpus).job.with_execution(checkpointing=setting.policy, quantize=setting.quantize)
         work = replace(task.work, pipelined=setting.pipelined, quantize=setting.quantize)
         yield from notes_on_codes(job, task.profile_of(setting.policy, setting.quantize), chosen.division, gpus, work)
 
@@ -166,7 +157,7 @@ def _lacking_encoders(rows: Iterable[AuxiliaryRow]) -> int:
 def _levers(level: Level, task: FitTask) -> Iterator[str]:
     """What was changed in the run so that it fits, and what that costs."""
     if level.changed:
-        state = update_search.state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
+        state = state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
         yield (
             "nothing fits as configured, so these settings are changed too, from what changes numbers least; weights, gradients and "
             f"optimizer state are {state:.1f} GiB with them"

@@ -9,18 +9,19 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import GPU, weakest
 from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.plan import check_plannable
-from ditkit_core.planner.planned_step import with_planned_kernels, work_of
-from ditkit_core.planner.rank_search import RankFit, fit_ranks
+from ditkit_core.planner.planned_step import with_planned_kernels
 from ditkit_core.planner.ranks.divided import profile_of_rank
 from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.search.autotune import POLICIES
 from ditkit_core.planner.search.partition_search import FitTask
-from ditkit_core.planner.search.update_search import Level, levels
+from ditkit_core.planner.search.rank_search import RankFit, fit_ranks
 from ditkit_core.planner.step_time import assumptions
 from ditkit_core.run.checks import check_ranks
 from ditkit_core.run.context import RunContext, with_config
+from ditkit_core.run.plans.levels import Level, levels
+from ditkit_core.run.plans.plan import check_plannable
+from ditkit_core.run.plans.planned_step import job_of
 
 
 def fit_over_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, link: str, host: int | None) -> Found:
@@ -44,7 +45,8 @@ def fit_over_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, li
     )
     title = f"{layout}: ranks.shard = {layout.shard}, ranks.context = {layout.context}"
     (plan,) = found.chosen.plan
-    work = work_of(with_planned_kernels(run, "cuda", (gpu,)))
+    job = job_of(run, run.arch, run.config.adapter, None, "cuda")
+    work = replace(job, execution=with_planned_kernels(job.execution, "cuda", (gpu,))).work
     own = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
     lines = [
         *changed,

@@ -1,27 +1,21 @@
 """What `--fit` searches for a run on given GPUs, and a choice as settings and in words."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ditkit_core.config.sizes import per_device
-from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.compile import backend_of, check_compiled
 from ditkit_core.engine.devices import choose_device, choose_devices
-from ditkit_core.errors import UserError
-from ditkit_core.io.console import doing
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
-from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.plan import check_formats, planned_step
-from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.plan import check_formats
+from ditkit_core.planner.search.fitted import formats_of, task_of, weights_in_words
 from ditkit_core.planner.search.partition_search import Candidate, FitTask
-from ditkit_core.planner.search.update_search import Level
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
-from ditkit_core.training.optim.fused_checks import check_swap
+from ditkit_core.run.plans.levels import Level
+from ditkit_core.run.plans.plan import planned_step
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
 """Device that a name without an index means on a machine with a GPU."""
@@ -64,56 +58,8 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
         UserError: If one of them has no products in the 8 bits of base.compute.
     """
     check_formats(run.config.base.compute, gpus)
-    step, config = planned_step(run, gpus=gpus), run.config
-    stored = run.stored_as
-
-    made: list[Profile] = []
-
-    @functools.cache  # a profile takes seconds, and the search asks for the same one for every split and swap
-    def profile_of(policy: str, quantize: str) -> Profile:
-        doing(f"planning a training step, checkpointing {policy}, {_weights(quantize)}")
-        job = replace(step.job, policy=policy, quantize=stored if quantize == "none" else quantize)
-        made.append(profile(job, like=made[0] if made else None))
-        return made[-1]
-
-    # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
-    eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
-    formats = ("none",) if config.adapter.method == "full" else ("none", *eight_bits, "nf4")
-    if config.base.compute != "dtype":  # products in 8 bits need that format
-        formats = (config.base.quantize,)
-    return FitTask(
-        gpus=gpus,
-        profile_of=profile_of,
-        work=step.work,
-        quantizations=formats,
-        adapts=config.adapter.method != "full",
-        streams_trained=_streams_trained(config),
-        overlaps=not config.optim.fused_backward,
-        schedules=config.adapter.method == "full",
-        accepts=_accepted_by(config),
-    )
-
-
-def _accepted_by(config: RunConfig) -> Callable[[str, str], bool]:
-    """Whether the blocks of a run can have a policy with a format of their weights: compiled ones cannot have all."""
-
-    def accepts(policy: str, quantize: str) -> bool:
-        quantized = config.base.compute == "dtype" and quantize != "none"
-        try:
-            check_compiled(backend_of(config.train.compile), [parse_policy(policy)], quantized=quantized)
-        except UserError:
-            return False
-        return True
-
-    return accepts
-
-
-def _streams_trained(config: RunConfig) -> bool:
-    try:
-        check_swap((1,), "full", config.optim)
-    except UserError:
-        return False
-    return True
+    job, stored = planned_step(run, gpus=gpus).job, run.stored_as
+    return task_of(job, gpus, formats_of(job, configured=run.config.base.quantize, stored=stored), stored)
 
 
 def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
@@ -148,13 +94,9 @@ def in_words(candidate: Candidate, names: Sequence[str]) -> str:
     ]
     order = ", micro-batches overlapping" if setting.pipelined else ""
     return (
-        f"checkpointing {setting.policy}, {_weights(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.seconds:.2g} s a step, "
+        f"checkpointing {setting.policy}, {weights_in_words(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.seconds:.2g} s a step, "
         f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
     )
-
-
-def _weights(quantize: str) -> str:
-    return "exact weights" if quantize == "none" else f"{quantize} weights"
 
 
 def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:

@@ -21,13 +21,13 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import RESERVE_BYTES, default_reserve, gpus_here, keeping_reserves
 from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.plan import make_report, planned_step
-from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import PlanReport, print_measured_plan
-from ditkit_core.planner.search.autotune import SuggestedChange, fit, levers
+from ditkit_core.planner.search.autotune import fit
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
+from ditkit_core.run.plans.changes import SuggestedChange, levers
+from ditkit_core.run.plans.plan import make_report, planned_step
 from ditkit_core.training.optim.optimizers import optimizers_that
 
 UNDER_THE_PLAN = 0.9
@@ -160,7 +160,7 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
         step = planned_step(changed, "cpu")
         found = profile(step.job)
         budget, whole = Budget(name="cpu", total=limit, workspace=0), Partition(devices=(0,) * len(found.blocks))
-        (planned,) = compose(found, whole, [budget], work_of(step.run))
+        (planned,) = compose(found, whole, [budget], step.job.work)
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"
         tried.append((planned.peak, change.words))

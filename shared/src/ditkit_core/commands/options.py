@@ -325,7 +325,7 @@ OPTIONS: dict[str, type] = {
 
 STAGES = {
     ("train", ""): ("train", "train"),
-    ("train", "plan"): ("plan", "plan"),
+    ("train", "plan"): ("plan", "plan_run"),
     ("train", "fit"): ("fit", "fit_run"),
     ("train", "audit_precision"): ("audit", "audit_precision"),
     ("train", "check"): ("check", "run_checks"),

@@ -10,11 +10,11 @@ from pathlib import Path
 from ditkit_core.commands.options import TYPED, TrainOptions, command_line
 from ditkit_core.io.console import say
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.ranks.layout import PlannedLaunch
 from ditkit_core.planner.report import plan_json, print_plan
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.plan import make_report
 
 FITTED = Path("fitted.toml")
 """File that the suggested command writes."""
@@ -22,7 +22,7 @@ DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit."""
 
 
-def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
+def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """Print the plan of a run.
 
     Returns:

@@ -13,7 +13,6 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import reserve_sample_number
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.stages import ExpertWeights, build_with_adapter, denoiser_stages, trained_weights_in
 from ditkit_core.run.checks import check_prompts, check_run
@@ -23,6 +22,7 @@ from ditkit_core.run.encoding import encode_prompts, sample_prompts
 from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.run.experts import check_named
 from ditkit_core.run.model import engine_of, load_model
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 
@@ -64,7 +64,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     if unloaded is None:
         stages, what = _experts(run, options)
     else:
-        prepared = load_model(sampling, unloaded, place(sampling, unloaded))
+        prepared = load_model(sampling, unloaded, place_run(sampling, unloaded))
         stages = single_stage(prepared.model, engine_of(sampling, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = local_path(options.out) if options.out else folder.samples

@@ -32,8 +32,6 @@ from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, check_shared, open_run
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.partition import place
-from ditkit_core.planner.utilisation import utilisation_of
 from ditkit_core.previews.callbacks import QueuedPreviews
 from ditkit_core.previews.class_images import (
     check_class_prompt,
@@ -53,6 +51,7 @@ from ditkit_core.run.encoding import Encoded, encode_all
 from ditkit_core.run.expert_runs import Component, ComponentRuns, components_of, is_joint, resolve_arch, runs_of
 from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, fingerprints_of, load_divided, tracked_run
+from ditkit_core.run.plans.planned_step import place_run, utilisation_of_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.restore import check_same_adapter
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
@@ -290,7 +289,7 @@ def _train_component(
     if is_joint(run):
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     # before hours of encoding: a model that does not fit its devices is reported now
-    placement = place(run, unloaded, training=True)
+    placement = place_run(run, unloaded, training=True)
     _stage(2, "encode")
     data = _encode(run, unloaded, num_images)  # by all ranks at once: each claims what it encodes
     _stage(3, "load the model")
@@ -431,7 +430,7 @@ def _trainer(
         save=config.save,
         log=config.log,
         tracked=tracked_run(run, folder),
-        utilisation=utilisation_of(run, samples.trained),
+        utilisation=utilisation_of_run(run, samples.trained),
     )
     return Trainer(
         model,

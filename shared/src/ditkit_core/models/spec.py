@@ -268,3 +268,9 @@ class ModelSpec:
     def for_arch(self, arch: Any) -> "ModelSpec":
         """The spec of one architecture, with its sizes, frame rate, VAE and adapter rules."""
         return self.variant(self, arch)
+
+
+def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
+    """A model without memory."""
+    with torch.device("meta"):
+        return spec.architecture.build(arch, precision)

@@ -1,4 +1,4 @@
-"""Plans a run before it starts: its memory, its time, and the placement that fits.
+"""Plans a training step before anything is loaded: its memory, its time, and the placement that fits.
 
-It may import the folders from run downwards. Start reading at plan.py.
+It may import the folders from training downwards. Start reading at plan.py.
 """

@@ -1,8 +1,8 @@
 """Split points of a model: chosen so that the device that is fullest during a training step, for its size, is as empty as possible.
 
-Commands call `place`. A run and its plan use the same `Partitioner` with the same profiles, so that the run does what the plan says. The
-memory of a device depends only on its own blocks, so dynamic programming finds the best of all splits. Every device gets at least one
-block; omit a device to leave it unused.
+`place` decides for the devices of this machine, and `plan.py: plan_step` for any. Both use the same `Partitioner` with the same profiles, so
+that a run does what its plan says. The memory of a device depends only on its own blocks, so dynamic programming finds the best of all
+splits. Every device gets at least one block; omit a device to leave it unused.
 """
 
 import time
@@ -20,6 +20,7 @@ from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import choose_streamed
 from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.errors import UserError
+from ditkit_core.execution import Execution
 from ditkit_core.io.console import doing, say
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
@@ -28,11 +29,9 @@ from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves
 from ditkit_core.planner.memory import Budget, DeviceSpan, Partition, Profile, StageCost, mixed, on_host
-from ditkit_core.planner.planned_step import StepJob, as_held, job_of, largest_bucket, work_of
+from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.workload import PLAIN, Workload
-from ditkit_core.run.context import RunContext
-from ditkit_core.run.prepare import MetaModel
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES, free_memory_bytes
 
 _ANY = torch.device("cuda")
@@ -74,7 +73,7 @@ def choose_split_points(
         )
 
     # The cache below is keyed by the profile's index: hashing a profile itself is slow.
-    kinds = [profiles.index(each) for each in profiles]
+    kinds = list(map(profiles.index, profiles))
 
     @cache
     def bytes_held(kind: int, start: int, end: int, count: int, budget: Budget) -> int:
@@ -113,9 +112,9 @@ def least_full(
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for end in [num_blocks] if device == num_devices - 1 else starts:
             options = (
-                (max(fullest, own), (*split_points, end))
+                (max(fullest, share), (*split_points, end))
                 for start, (fullest, split_points) in best.items()
-                if start < end and (own := fullness(device, start, end)) is not None
+                if start < end and (share := fullness(device, start, end)) is not None
             )
             if (least := min(options, default=None)) is not None:
                 following[end] = least
@@ -181,12 +180,12 @@ def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *
 
     def cost(stage: nn.Module) -> StageCost:
         weights = trained = 0
-        seen: set[int] = set()
+        counted: set[int] = set()
         for prefix, module in stage.named_modules(prefix=names[id(stage)]):
             for leaf, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in seen:
+                if parameter is None or id(parameter) in counted:
                     continue
-                seen.add(id(parameter))
+                counted.add(id(parameter))
                 wide = spec.precision.keep_fp32(canonical_name(f"{prefix}.{leaf}"))
                 dtype = final_dtype(module, leaf, torch.float32 if wide else precision.matmul)
                 if parameter.requires_grad:
@@ -217,7 +216,7 @@ class Targets:
     """`cuda` or `cpu`."""
     devices: tuple[torch.device, ...]
     budgets: tuple[Budget, ...] = ()
-    """Budgets of these devices; not needed if train.split_points is set."""
+    """Budgets of these devices; not needed if split points are set."""
     gpus: tuple[GPU, ...] = ()
     """The GPUs with their rates."""
     host: int | None = None
@@ -242,28 +241,31 @@ class Solution:
 
 @dataclass(frozen=True, kw_only=True)
 class Partitioner:
-    """Splits a run's model across devices and chooses each block's policy; the run and its plan use the same."""
+    """Splits a model across devices and chooses each block's policy; a run and its plan use the same."""
 
-    run: RunContext
+    job: StepJob
+    """The training step."""
     model: StagedModel
     """The model with its adapters, also on `meta`."""
     targets: Targets
     work: Workload
+    """Of one rank, if several share the step."""
     profile_of: Callable[[Policy], Profile]
     """The profile of a step in which all blocks have the policy; cached."""
 
-    def solve(self, schedule: ACSchedule) -> Solution:
+    def solve(self) -> Solution:
         """The device and the policy of each block.
 
         Raises:
             UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, or a budget is too small.
         """
+        schedule = self.job.schedule
         if schedule.budget is not None:
             return self._within(schedule.budget)
         count, devices = len(self.model.blocks()), self.targets.devices
         # A policy can be set per device, whose blocks are not known yet. Each device is judged as if all blocks had its policy.
         by_device = [schedule.alone_on(device) if schedule.devices else schedule for device in devices]
-        placement = self._placed(lambda: [self._under(each.policies([None] * count)) for each in by_device])
+        placement = self._placement(lambda: [self._under(alone.policies([None] * count)) for alone in by_device])
         policies = schedule.policies(placement.blocks)
         resolved = ACSchedule.of_blocks(policies) if schedule.devices else schedule
         return Solution(placement=replace(placement, checkpointing=resolved), profile=self._under(policies))
@@ -272,7 +274,7 @@ class Partitioner:
         """Choose policies for a budget. Blocks are split as for full checkpointing, the policy that remains when memory is scarce."""
         targets = self.targets
         limits = limited(targets.budgets, sizes)
-        placement = self._placed(lambda: [self.profile_of(Full())] * len(targets.devices))
+        placement = self._placement(lambda: [self.profile_of(Full())] * len(targets.devices))
         host = targets.host
         # Streamed weights and offloaded activations share the host's memory.
         if host is not None and placement.streamed:
@@ -290,27 +292,27 @@ class Partitioner:
         placement = replace(placement, checkpointing=choice.schedule)
         return Solution(placement=placement, profile=self._under(choice.policies), chosen=choice.described())
 
-    def _placed(self, profiles: Callable[[], Sequence[Profile]]) -> Placement:
+    def _placement(self, profiles: Callable[[], Sequence[Profile]]) -> Placement:
         # CPU devices share one memory, so a step's memory on each need not be compared.
         by_weights = self.targets.kind == "cpu"
-        return _split(self.run, self.model, self.targets, None if by_weights else profiles)
+        return _split(self.model, self.job, self.targets, None if by_weights else profiles)
 
     def _under(self, policies: Sequence[Policy]) -> Profile:
         return mixed([self.profile_of(policy) for policy in policies])
 
 
 def _split(
-    run: RunContext, model: StagedModel, targets: Targets, profiles: Callable[[], Sequence[Profile]] | None = None
+    model: StagedModel, job: StepJob, targets: Targets, profiles: Callable[[], Sequence[Profile]] | None = None
 ) -> Placement:
     """Split as configured, else by these profiles, which take seconds and are made only if they decide; without them by weights."""
-    config, split_points = run.config.train, run.config.train.split_points
+    execution, split_points = job.execution, job.execution.split_points
     if len(targets.devices) > 1 and not split_points:
-        averaged = bool(run.config.ema.decay)
-        costs = profiles() if profiles else weights_profile(model, run.spec, run.precision, averaged=averaged)
-        split_points = choose_split_points(costs, targets.budgets, swap_blocks=config.swap_blocks, work=work_of(run))
-    placed = place_blocks(model, targets.devices, split_points)
+        averaged = bool(job.ema.decay)
+        costs = profiles() if profiles else weights_profile(model, job.spec, job.precision, averaged=averaged)
+        split_points = choose_split_points(costs, targets.budgets, swap_blocks=execution.swap_blocks, work=job.work)
+    placement = place_blocks(model, targets.devices, split_points)
     has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
-    return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
+    return replace(placement, streamed=choose_streamed(placement, execution.swap_blocks, has_weights))
 
 
 def _partition_of(placement: Placement) -> Partition:
@@ -320,54 +322,60 @@ def _partition_of(placement: Placement) -> Partition:
 
 def profiles_of(job: StepJob) -> Callable[[Policy], Profile]:
     """A function from a policy of all blocks to the step's profile; each is made once."""
-    made: list[Profile] = []
+    profiles: list[Profile] = []
 
     @cache
     def profile_of(policy: Policy) -> Profile:
         doing(f"planning a training step, checkpointing {policy}")
-        made.append(profile(replace(job, policy=ACSchedule.everywhere(policy)), like=made[0] if made else None))
-        return made[-1]
+        alone = job.with_execution(checkpointing=ACSchedule.everywhere(policy))
+        profiles.append(profile(alone, like=profiles[0] if profiles else None))
+        return profiles[-1]
 
     return profile_of
 
 
-def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Placement:
-    """The placement of a run's model; every command that loads a model calls it.
+def is_compared(execution: Execution) -> bool:
+    """Whether a training step is split by its memory on each device: only GPUs have memory of their own to compare."""
+    devices = execution.torch_devices
+    return len(devices) > 1 and not execution.split_points and all(device.type == "cuda" for device in devices)
 
-    Training on several GPUs is split by the memory of a whole step on each, activations included, as in the run's plan.
+
+def needs_profile(execution: Execution) -> bool:
+    """Whether `place` runs a training step on fake tensors, and so needs its batch."""
+    return is_compared(execution) or execution.schedule.budget is not None
+
+
+def place(model: StagedModel, job: StepJob, *, training: bool = True) -> Placement:
+    """Which device of this machine runs and holds which block, which blocks are streamed, and the policy of each.
+
+    Training on several GPUs is split by the memory of a whole step on each, activations included, as in its plan. Inference is split by
+    weights.
 
     Args:
-        run: The run.
-        unloaded: Its model, with its adapters.
-        training: Whether it is trained, with the policies of `train.checkpointing`.
+        model: The model with its adapters, also on `meta`.
+        job: The step; its batch may be empty unless `needs_profile`.
+        training: Whether the model is trained.
 
     Raises:
-        UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, the devices cannot be compared, or a budget is
-            too small.
+        UserError: If split points or streamed blocks do not fit the model, the devices cannot be compared, or a budget is too small.
     """
-    config, kind = run.config.train, run.devices[0].type
-    schedule = config.schedule
-    several = len(run.devices) > 1 and not config.split_points
-    # Only GPUs have memory of their own to compare; inference is split by weights.
-    compared = training and several and all(device.type == "cuda" for device in run.devices)
-    planned = compared or (training and schedule.budget is not None)
+    execution = job.execution
+    devices, planned = execution.torch_devices, training and needs_profile(execution)
+    several, on_gpus = len(devices) > 1 and not execution.split_points, planned and devices[0].type == "cuda"
     targets = Targets(
-        kind=kind,
-        devices=run.devices,
-        budgets=budgets_here(run.devices, config.reserve) if several or planned else (),
-        gpus=gpus_here(run.devices) if planned and kind == "cuda" else (),
-        host=host_limit("", here=True) if planned and kind == "cuda" else None,  # a CPU is the host itself
+        kind=devices[0].type,
+        devices=devices,
+        budgets=budgets_here(devices, execution.reserve) if several or planned else (),
+        gpus=gpus_here(devices) if on_gpus else (),
+        host=host_limit("", here=True) if on_gpus else None,  # a CPU is the host itself
     )
     if not planned:
-        return replace(_split(run, unloaded.model, targets), checkpointing=schedule if training else None)
-    # The weights are planned in the format of their file, as they will be loaded.
-    began, held = time.monotonic(), as_held(run)
-    bucket = largest_bucket(held, unloaded.arch)
-    profiles = profiles_of(job_of(held, unloaded.arch, unloaded.adapter, bucket, kind))
-    solver = Partitioner(run=run, model=unloaded.model, targets=targets, work=work_of(run, bucket), profile_of=profiles)
-    solution = solver.solve(schedule)
+        return replace(_split(model, job, targets), checkpointing=execution.schedule if training else None)
+    start = time.monotonic()
+    solver = Partitioner(job=job, model=model, targets=targets, work=job.work, profile_of=profiles_of(job))
+    solution = solver.solve()
     if solution.chosen:
         say(solution.chosen)
-    if compared:
-        say(f"split points chosen by the memory of a step on each device, planned in {time.monotonic() - began:.0f} s")
+    if is_compared(execution):
+        say(f"split points chosen by the memory of a step on each device, planned in {time.monotonic() - start:.0f} s")
     return solution.placement

@@ -1,19 +1,26 @@
-"""`train --plan`: the memory of a run on each device, before anything is loaded or written."""
+"""Memory and time of one training step on given devices, before anything is loaded: your own loop's, or a run's.
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache
+step = plan(WAN, WAN.architecture.presets["ti2v-5b"], Execution(checkpointing="attn_only"), batch, "rtx4090")
+step.fits, step.devices[0].peak, step.seconds, step.placement
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ditkit_core.data.dataset import Sample
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine.ac_policies import Policy
+from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
-from ditkit_core.planner import gpus as hardware
-from ditkit_core.planner.auxiliary_plan import plan_auxiliary
+from ditkit_core.execution import Execution
+from ditkit_core.models.spec import ModelSpec, build_on_meta
+from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.kernel_time import rate_of_codes
-from ditkit_core.planner.memory import Budget, Partition, Profile, compose, on_host, work_as_run
+from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, compose, on_host, work_as_run
 from ditkit_core.planner.partition import (
     Partitioner,
     Solution,
@@ -23,139 +30,146 @@ from ditkit_core.planner.partition import (
     host_limit,
     profiles_of,
 )
-from ditkit_core.planner.planned_step import PlannedStep, StepJob, as_held, work_of
+from ditkit_core.planner.planned_step import StepJob, with_planned_kernels
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
-from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
-from ditkit_core.planner.ranks.links import Route, parse_links
-from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
+from ditkit_core.planner.ranks.layout import RankLayout
 from ditkit_core.planner.reduced_model import reduced_model
-from ditkit_core.planner.report import PlanReport
-from ditkit_core.planner.step_time import assumptions, both_orders, step_seconds
+from ditkit_core.planner.step_time import Comparison, assumptions, both_orders, step_seconds
 from ditkit_core.planner.workload import Workload
-from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
-from ditkit_core.run.context import RunContext
-from ditkit_core.run.expert_runs import largest_expert_run, notes_on
-from ditkit_core.run.prepare import arch_here, build_on_meta
-from ditkit_core.run.read_at_use import bytes_at_use
+from ditkit_core.training.optim.optimizers import OptimConfig
 
 WORTH_CODES = 1.05
 """How many times as fast a step has to be with products in 8 bits, so that a plan does not advise against them."""
-ALONE = PlannedLaunch()
-"""No flags about ranks."""
+_LORA, _ADAMW = AdapterConfig(), OptimConfig()
 
 
-def make_report(run: RunContext, gpus: str = "", host: str = "", launch: PlannedLaunch = ALONE) -> PlanReport:
-    """Plan a run.
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """A training step on its devices; of several ranks, the step of one of them."""
 
-    Args:
-        gpus: The GPUs to plan for, of one machine; empty for the run's devices on this machine.
-        host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
-        launch: The ranks to plan for.
-    """
-    check_plannable(run, here=not gpus)
-    return report_of(run, gpus, host, launch=launch)
+    job: StepJob
+    targets: Targets
+    solution: Solution
+    work: Workload
+    devices: tuple[DevicePlan, ...]
+    """Memory of each device: its peak, by purpose, next to its budget."""
+
+    @property
+    def placement(self) -> Placement:
+        """Device and policy of each block, and the streamed blocks; a loader takes it."""
+        return self.solution.placement
+
+    @property
+    def partition(self) -> Partition:
+        """The same by the index of each device."""
+        return self.solution.division
+
+    @property
+    def profile(self) -> Profile:
+        """Costs of each stage."""
+        return self.solution.profile
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits its devices and the host."""
+        limit = self.targets.host
+        return all(device.fits for device in self.devices) and (limit is None or self.host <= limit)
+
+    @property
+    def streamed(self) -> int:
+        """Bytes of streamed weights in page-locked host memory."""
+        return on_host(self.profile, self.partition.streamed)
+
+    @property
+    def host(self) -> int:
+        """Bytes in page-locked host memory: streamed weights and offloaded activations."""
+        return self.streamed + sum(device.host for device in self.devices)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the step, recomputes included."""
+        stages = self.profile.stages
+        return self.work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages)
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Estimated time of the step, without exchanges between ranks; None on a CPU, whose rates are unknown."""
+        gpus = self.targets.gpus
+        return step_seconds(self.profile, self.partition, gpus, self.work) if gpus else None
+
+    @property
+    def orders(self) -> Comparison | None:
+        """Utilisation of the devices with and without `pipelined`; None where nothing can overlap, or no rate is known."""
+        overlaps = self.targets.gpus and not self.job.optim.fused_backward
+        return both_orders(self.profile, self.partition, self.targets.gpus, self.work) if overlaps else None
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The rates that the time is estimated from, a line for each GPU."""
+        return tuple(assumptions(self.targets.gpus, self.work)) if self.targets.gpus else ()
 
 
-def report_of(
-    run: RunContext,
+def plan(
+    spec: ModelSpec,
+    arch: Any,
+    execution: Execution,
+    batch: Sequence[Mapping[str, Tensor]],
     gpus: str = "",
-    host: str = "",
-    samples: Sequence[Sample] | None = None,
-    class_images: Sequence[Sample] | None = None,
-    launch: PlannedLaunch = ALONE,
-) -> PlanReport:
-    """Plan a run that was checked already.
+    *,
+    adapter: AdapterConfig = _LORA,
+    optim: OptimConfig = _ADAMW,
+    micro_batches: int = 1,
+) -> StepPlan:
+    """Plan a training step: seconds, no weights, and no GPU.
 
     Args:
-        run, gpus, host, launch: As for `make_report`.
-        samples: Its training samples, if known already; None reads the dataset.
-        class_images: The class images of prior preservation, likewise.
+        spec: The family.
+        arch: An architecture of it, such as `spec.architecture.presets[NAME]`.
+        execution: How the step runs. `checkpointing="budget"` is resolved, and split points are chosen where none are set.
+        batch: One micro-batch: training items, whose shapes alone count; `spec.training.empty_item` makes one.
+        gpus: The GPUs to plan for, as `rtx4090,rtx3090` or `2x24GiB`; empty for the devices of `execution` on this machine.
+        adapter: What is trained.
+        optim: The optimizer.
+        micro_batches: Number accumulated in a step, at least 1.
+
+    Raises:
+        UserError: If a GPU is unknown, the execution does not fit the model, or a budget is too small.
     """
-    configured, run = run, as_held(largest_expert_run(run))
-    routes = _routes(run, gpus, launch)
-    layout = routes[0].layout if routes else None
-    targets = _targets(run, gpus, host, layout)
-    # Notes are about the run as configured.
-    notes = (*notes_on(configured), *_notes(configured, targets.gpus))
-    step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
-    run, adapts = step.run, step.run.config.adapter.method != "full"
-    solution, work = _solve(step, targets, layout)
-    found, division = solution.profile, solution.division
-    plans = compose(found, division, targets.budgets, work)
-    streamed = on_host(found, division.streamed)
-    auxiliary = plan_auxiliary(
-        step,
-        plans,
-        division.blocks,
-        gpus=bool(gpus),
-        samples=samples,
-        streamed=streamed,
-        per_machine=1 if layout is None else layout.nproc,
-        host=targets.host,
+    targets = targets_of(execution, gpus)
+    job = StepJob(
+        spec=spec,
+        arch=arch,
+        batch=[{name: tensor.to("meta") for name, tensor in item.items()} for item in batch],
+        execution=with_planned_kernels(execution, targets.kind, targets.gpus),
+        adapter=adapter,
+        optim=optim,
+        micro_batches=micro_batches,
+        kind=targets.kind,
     )
-    sample, is_cuda = run.config.sample, targets.kind == "cuda"
-    return PlanReport(
-        model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
-        policy=str(solution.placement.checkpointing),
-        chosen=solution.chosen,
-        bucket=step.bucket.described(),
-        trains_all=not adapts,
-        tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
-        work=work,
-        devices=plans,
-        auxiliary=auxiliary,
-        previews=bool(sample.every_steps and not sample.device),
-        division=division,
-        host=streamed,
-        host_limit=targets.host,
-        verifying=_verifying(run, sum(stage.adapters for stage in found.stages)) if is_cuda else 0,
-        flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in found.stages),
-        is_cuda=is_cuda,
-        notes=(*notes, *_on_codes(step, solution, targets.gpus, work)),
-        ranks=_plan_of_ranks(run, solution, targets, routes, streamed + sum(plan.host for plan in plans)),
-        **_times(solution, targets.gpus, work, overlaps=not run.config.optim.fused_backward),
-    )
+    return plan_step(job, targets)
 
 
-def _solve(step: PlannedStep, targets: Targets, layout: RankLayout | None) -> tuple[Solution, Workload]:
-    """The device and the policy of each block, with the memory of a step, of one rank if there are several; and what a step is there."""
-    profiles, adapts = profiles_of(step.job), step.run.config.adapter.method != "full"
-    work = step.work if layout is None else work_of_rank(step.work, layout, adapts=adapts)
+def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) -> StepPlan:
+    """Plan a step on its devices.
+
+    Args:
+        job: The step, with all its micro-batches.
+        targets: The devices of one process, from `targets_of`.
+        layout: The ranks that divide the step; None for a process alone.
+    """
+    profiles = profiles_of(job)
+    work = job.work if layout is None else work_of_rank(job.work, layout, adapts=not job.trains_all)
     solution = Partitioner(
-        run=step.run,
-        model=_divisible(step, targets),
+        job=job,
+        model=_divisible(job, targets),
         targets=targets,
         work=work,
-        profile_of=profiles if layout is None else _of_rank(profiles, layout, step.run.precision.reduction),
-    ).solve(step.run.config.train.schedule)
-    return solution, work_as_run(solution.profile, solution.division, targets.gpus, work)
-
-
-def _plan_of_ranks(
-    run: RunContext, solution: Solution, targets: Targets, routes: Sequence[Route], host: int
-) -> RanksPlan | None:
-    """What the ranks of a run send, with `host` bytes of each of them in host memory; None for a process alone."""
-    if not routes:
-        return None
-    step = RankStep(
-        layout=routes[0].layout,
-        profile=solution.profile,
-        division=solution.division,
-        work=work_of(run),
-        gpu=targets.gpus[0] if targets.gpus else None,
-    )
-    return step.plan(routes, host)
-
-
-def _verifying(run: RunContext, adapter_bytes: int) -> int:
-    """Bytes on the host for the process that verifies exports next to a run on GPUs; 0 if nothing does."""
-    adapters, trains_all = run.spec.adapters, run.config.adapter.method == "full"
-    verify = adapters.verify_whole if trains_all or run.config.export.merged else adapters.verify
-    if verify is None:
-        return 0
-    shard = max(1, run.config.ranks.shard)  # it reads the adapter whole, of which a rank trains a part
-    return bytes_at_use(run.spec, run.arch, 0 if trains_all else shard * adapter_bytes)
+        profile_of=profiles if layout is None else _of_rank(profiles, layout, job.precision.reduction),
+    ).solve()
+    work = work_as_run(solution.profile, solution.division, targets.gpus, work)
+    devices = compose(solution.profile, solution.division, targets.budgets, work)
+    return StepPlan(job=job, targets=targets, solution=solution, work=work, devices=devices)
 
 
 def _of_rank(
@@ -168,96 +182,75 @@ def _of_rank(
     return profile_of
 
 
-def num_gpus(run: RunContext, gpus: str) -> int:
-    """GPUs of a machine: as `--gpus` names them, or as there are here; 1 on a CPU."""
-    if gpus:
-        return len(hardware.parse_gpus(gpus))
-    return torch.cuda.device_count() if run.devices[0].type == "cuda" else 1
+def _divisible(job: StepJob, targets: Targets) -> Any:
+    """The model to split: on CPUs with its adapters, because the split by weights counts trained parameters."""
+    if targets.kind == "cuda" or len(targets.budgets) == 1:
+        return build_on_meta(job.spec, job.arch, job.precision)
+    return reduced_model(job, of_each=None).whole
 
 
-def _routes(run: RunContext, gpus: str, launch: PlannedLaunch) -> tuple[Route, ...]:
-    """The links to plan for, with the ranks between them; none for a process alone.
-
-    Raises:
-        UserError: If the flags do not fit, or the run cannot have these ranks.
-    """
-    layout = layout_of(run.config, num_gpus(run, gpus), launch)
-    if layout is None:
-        return ()
-    check_ranks(run, layout.size)
-    return parse_links(launch.link, layout)
-
-
-def _times(solution: Solution, gpus: Sequence[hardware.GPU], work: Workload, *, overlaps: bool) -> dict[str, Any]:
-    """The fields of a report about time; empty without GPUs, whose rates are known. Micro-batches may overlap or not."""
-    if not gpus:
-        return {}
-    return {
-        "seconds": step_seconds(solution.profile, solution.division, gpus, work),
-        "orders": both_orders(solution.profile, solution.division, gpus, work) if overlaps else None,
-        "rates": tuple(assumptions(gpus, work)),
-    }
-
-
-def check_plannable(run: RunContext, *, here: bool) -> None:
-    """Raise the errors that the run itself would, before anything is planned.
+def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None) -> Targets:
+    """The devices of a process, with what is free on them.
 
     Args:
-        here: Whether the plan is for the devices of this machine.
+        execution: Names the devices, and what is kept free on them.
+        gpus: The GPUs to plan for, of one machine; empty for the devices of `execution` on this machine.
+        host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
+        layout: The ranks on the machine; None for a process alone.
+
+    Raises:
+        UserError: If a GPU is unknown or lacks the products of `execution.compute`, or `host` is for a CPU.
     """
-    if here:
-        check_run(run)
-    else:
-        check_settings(run)
-    check_training(run, here=here)
-
-
-def planned_step(run: RunContext, kind: str = "cuda", gpus: Sequence[hardware.GPU] = ()) -> PlannedStep:
-    """A run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
-    return PlannedStep.of(as_held(largest_expert_run(run)), kind, gpus=gpus)
-
-
-def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:
-    config = run.config
-    old = dict.fromkeys(gpu.name for gpu in gpus if gpu.half == "fp16")
-    if config.model.dtype == "bf16" and old:
-        yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'
-    if config.train.attention != "sdpa":
-        yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
-    if config.train.compile:
-        yield f"train.compile = {config.train.compile}: this plan is for eager blocks with the memory of compiled adapters; compiled blocks need other memory and time"
-    if config.base.quantize == "none" and run.stored_as == "fp8":
-        yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
-
-
-def _on_codes(step: PlannedStep, solution: Solution, gpus: Sequence[hardware.GPU], work: Workload) -> Iterator[str]:
-    job = replace(step.job, policy=solution.placement.checkpointing or step.job.policy)
-    yield from notes_on_codes(job, solution.profile, solution.division, gpus, work)
+    per_machine, reserve = 1 if layout is None else layout.nproc, execution.reserve
+    if not gpus and execution.torch_devices[0].type == "cpu":
+        if host:
+            raise UserError(
+                f"--host {host} is memory for weights that are streamed to GPUs, and this run is planned for the CPU; leave it out, "
+                "or name the GPUs to plan for: --gpus 24GiB"
+            )
+        # The device is the host itself, so there is no other memory to limit.
+        devices = execution.torch_devices
+        budgets = budgets_here(devices, reserve)
+        return Targets(kind="cpu", devices=devices, budgets=tuple(_part(budget, per_machine) for budget in budgets))
+    hardware = parse_gpus(gpus) if gpus else gpus_here(execution.torch_devices)
+    check_formats(execution.compute, hardware)
+    if layout is not None:
+        hardware = (weakest(hardware),)
+    devices = _names_for(execution, len(hardware)) if gpus else execution.torch_devices
+    hardware = keeping_reserves(hardware, reserve)
+    limit = host_limit(host, here=not gpus)
+    return Targets(
+        kind="cuda",
+        devices=devices,
+        budgets=tuple(_of_ranks(budget, layout) for budget in budgets_of(hardware)),
+        gpus=hardware,
+        host=None if limit is None else limit // per_machine,
+    )
 
 
 def notes_on_codes(
-    job: StepJob, found: Profile, division: Partition, gpus: Sequence[hardware.GPU], work: Workload
+    job: StepJob, costs: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
 ) -> Iterator[str]:
     """What `base.compute` gains of a step's time, which it pays for with accuracy; nothing without it, or without rates.
 
     Args:
         job: The step.
-        found: Its profile.
+        costs: Its profile.
         division: Device of each block.
         gpus: The devices.
         work: What the step is apart from its model.
     """
     if job.compute == "dtype" or not gpus:
         return
-    exact = profile(replace(job, compute="dtype"), like=found)
+    exact = profile(job.with_execution(compute="dtype"), like=costs)
     gain = step_seconds(exact, division, gpus, replace(work, compute="dtype")) / step_seconds(
-        found, division, gpus, work
+        costs, division, gpus, work
     )
     advice = "" if gain >= WORTH_CODES else ": too little for the accuracy that it costs, so leave it out here"
     yield f"base.compute = {job.compute} makes a step {gain:.2f} times as fast by this estimate{advice}"
 
 
-def check_formats(compute: str, gpus: Sequence[hardware.GPU]) -> None:
+def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
     """Refuse products in 8 bits on a GPU that has none of that format.
 
     Raises:
@@ -268,34 +261,6 @@ def check_formats(compute: str, gpus: Sequence[hardware.GPU]) -> None:
             raise UserError(
                 f"base.compute = {compute}: {gpu.name} has no products of this format; leave base.compute out"
             )
-
-
-def _targets(run: RunContext, gpus: str, host: str, layout: RankLayout | None) -> Targets:
-    """The devices of a process."""
-    per_machine, reserve = 1 if layout is None else layout.nproc, run.config.train.reserve
-    if not gpus and run.devices[0].type == "cpu":
-        if host:
-            raise UserError(
-                f"--host {host} is memory for weights that are streamed to GPUs, and this run is planned for the CPU; leave it out, "
-                "or name the GPUs to plan for: --gpus 24GiB"
-            )
-        # The device is the host itself, so there is no other memory to limit.
-        budgets = budgets_here(run.devices, reserve)
-        return Targets(kind="cpu", devices=run.devices, budgets=tuple(_part(each, per_machine) for each in budgets))
-    found = hardware.parse_gpus(gpus) if gpus else hardware.gpus_here(run.devices)
-    check_formats(run.config.base.compute, found)
-    if layout is not None:
-        found = (hardware.weakest(found),)
-    devices = _named(run, len(found)) if gpus else run.devices
-    found = hardware.keeping_reserves(found, reserve)
-    limit = host_limit(host, here=not gpus)
-    return Targets(
-        kind="cuda",
-        devices=devices,
-        budgets=tuple(_of_ranks(each, layout) for each in budgets_of(found)),
-        gpus=found,
-        host=None if limit is None else limit // per_machine,
-    )
 
 
 def _part(budget: Budget, per_machine: int) -> Budget:
@@ -309,17 +274,9 @@ def _of_ranks(budget: Budget, layout: RankLayout | None) -> Budget:
     return budget if layout is None else replace(budget, name=f"{budget.name} of {layout.size}")
 
 
-def _named(run: RunContext, count: int) -> tuple[torch.device, ...]:
-    """Devices for GPUs that need not exist, with the names in the configuration, because policies can be set per device name."""
-    names = run.config.train.devices
+def _names_for(execution: Execution, count: int) -> tuple[torch.device, ...]:
+    """Devices for GPUs that need not exist, with the configured names, because policies can be set per device name."""
+    names = execution.devices
     if len(names) != count or not all(name.startswith("cuda:") for name in names):
         names = tuple(f"cuda:{index}" for index in range(count))
     return tuple(map(torch.device, names))
-
-
-def _divisible(step: PlannedStep, targets: Targets) -> Any:
-    """The model to split: on CPUs with its adapters, because the split by weights counts trained parameters."""
-    job = step.job
-    if targets.kind == "cuda" or len(targets.budgets) == 1:
-        return build_on_meta(job.spec, job.arch, job.precision)
-    return reduced_model(job, of_each=None).whole

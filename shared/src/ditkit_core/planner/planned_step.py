@@ -1,323 +1,127 @@
-"""The training step that a plan is made for: the largest micro-batch, with the run's adapter and the format of its weights.
-
-A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the configuration.
-"""
+"""A training step as a value, without its weights: what a plan is made for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ditkit_core.adapters.assistant import ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.files.identify import layers_of
-from ditkit_core.adapters.files.merge import parse_merge
-from ditkit_core.adapters.files.read import config_from_file, open_adapter
-from ditkit_core.adapters.inject import chosen_of
-from ditkit_core.data.buckets import resolutions_of
-from ditkit_core.data.dataset import Sample
-from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
-from ditkit_core.encoding.prior_preservation import count_media
-from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
-from ditkit_core.io.files import local_path
+from ditkit_core.engine.ac_schedule import ACSchedule
+from ditkit_core.execution import Execution
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.workload import Workload
-from ditkit_core.run.context import RunContext, with_config
-from ditkit_core.run.prepare import arch_here
-from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.replay import MOST
-from ditkit_core.weights.quantize import check_scaled
 
 Size = tuple[int, int, int]
 """Frames, height and width, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """The micro-batch of a plan."""
-
-    size: Size
-    references: tuple[tuple[int, int], ...]
-    items: list[dict[str, Tensor]]
-    shapes: tuple[Shape, ...]
-    """All shapes of the data."""
-    class_shapes: tuple[Shape, ...]
-    """All shapes of the class images of prior preservation."""
-    source: str
-    """Where the size comes from, for messages."""
-
-    def described(self) -> str:
-        """The bucket in a few words."""
-        frames, height, width = self.size
-        edited = f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}" if self.references else ""
-        what = f"{frames} frames of {height}x{width}" if frames > 1 else f"{height}x{width}"
-        masked = " with loss masks" if LOSS_WEIGHTS in self.items[0] else ""
-        return f"{len(self.items)} x {what}{edited}{masked} ({self.source})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """The input of profiling: a training step, without its weights."""
+    """A training step: the model, one micro-batch, what is trained, and how it runs. A profile is made of it, and a placement."""
 
     spec: ModelSpec
     arch: Any
-    adapter: AdapterConfig
-    precision: Precision
     batch: Sequence[Mapping[str, Tensor]]
-    """One micro-batch: training items on `meta`."""
-    policy: ScheduleLike = "none"
-    """Policy of the blocks; devices are those of `measure`."""
-    kernels: str = "torch"
-    """`train.kernels`, or `compiled` under `train.compile`."""
-    optim: OptimConfig
-    ema: EMAConfig
-    flow: FlowConfig
+    """One micro-batch: training items on `meta`. Empty where nothing is profiled."""
+    execution: Execution = field(default_factory=Execution)
+    """How the step runs; its schedule names no devices where it is profiled."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    flow: FlowConfig = field(default_factory=FlowConfig)
     clip_norm: float = 1.0
     clip_by: ClipBy = "step"
     assistant: Mapping[str, int] = field(default_factory=dict)
     """Rank of an assistant by module, where it is next to a DoRA that is trained."""
-    quantize: str = "none"
-    compute: str = "dtype"
-    """`base.compute`."""
     micro_batches: int = 1
     """Number accumulated in a step; with several, the backward of a later one is also measured."""
-    context: int = 1
-    """Ranks that share the tokens of each sample: the step is that of one of them."""
+    match_base: float = 0.0
+    """Share of the steps with another forward, which keeps nothing, in [0, 1]: `prior.match_base`."""
+    kinds: int = 1
+    """Kinds of micro-batches, mostly their shapes; each has inputs of its own once it is replayed as a CUDA graph."""
+    validates: bool = False
+    """Whether there is a validation, whose forwards are eager."""
     kind: str = "cuda"
     """Kind of device that the step runs on: `cuda` or `cpu`."""
 
-    @cached_property
-    def schedule(self) -> ACSchedule:
-        """`policy`, parsed if it is a text."""
-        return as_schedule(self.policy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStep:
-    """A run's step, to be profiled."""
-
-    run: RunContext
-    """A run of one transformer, from `as_held`."""
-    bucket: Bucket
-    job: StepJob
-
-    @classmethod
-    def of(
-        cls,
-        run: RunContext,
-        kind: str = "cuda",
-        samples: Sequence[Sample] | None = None,
-        class_images: Sequence[Sample] | None = None,
-        gpus: Sequence[GPU] = (),
-    ) -> "PlannedStep":
-        """The step of a run whose model is not built, on a kind of device (`cuda` or `cpu`); samples as for `largest_bucket`.
-
-        The GPUs, if they are known, say what `train.kernels = auto` would be there; without them it is what it is on recent ones.
-        """
-        run = with_planned_kernels(run, kind, gpus)
-        arch = arch_here(run.spec, run.config.model)[1]
-        adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
-        return cls(run=run, bucket=bucket, job=job_of(run, arch, adapter, bucket, kind))
+    @property
+    def precision(self) -> Precision:
+        """The dtype of each group of operations."""
+        return self.execution.precision
 
     @property
+    def schedule(self) -> ACSchedule:
+        """Policy of the blocks."""
+        return self.execution.schedule
+
+    @property
+    def kernels(self) -> str:
+        """Whose memory the step has: `torch`, `triton`, or `compiled` under torch.compile. `auto` is `torch`: `with_planned_kernels` resolves it."""
+        if self.execution.compile:
+            return "compiled"
+        return "torch" if self.execution.kernels == "auto" else self.execution.kernels
+
+    @property
+    def quantize(self) -> str:
+        """Format of the frozen matrices."""
+        return self.execution.quantize
+
+    @property
+    def compute(self) -> str:
+        """Format in which they are multiplied."""
+        return self.execution.compute
+
+    @property
+    def context(self) -> int:
+        """Ranks that share the tokens of each sample: the step is one rank's part."""
+        return self.execution.ranks.context
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained, and not adapters."""
+        return self.adapter.method == "full"
+
+    @cached_property
     def work(self) -> Workload:
-        """What the step is apart from its model."""
-        return work_of(self.run, self.bucket)
+        """The properties of the step apart from its model."""
+        execution, matmul = self.execution, self.execution.precision.matmul
+        return Workload(
+            micro_batches=self.micro_batches,
+            pipelined=execution.pipelined,
+            fp32=matmul == torch.float32,
+            quantize=execution.quantize,
+            compute=execution.compute,
+            kernels=execution.kernels,
+            attention=execution.attention,
+            cuda_graphs="off" if self.optim.fused_backward or not execution.is_replayable else execution.cuda_graphs,
+            kinds=self.kinds,
+            validates=self.validates,
+            match_base=self.match_base,
+            rounding=self.optim.rounding if self.trains_all and matmul == torch.bfloat16 else "",
+        )
+
+    def with_execution(self, **changed: Any) -> "StepJob":
+        """The step with other values of `execution`."""
+        return replace(self, execution=replace(self.execution, **changed))
 
 
-def with_planned_kernels(run: RunContext, kind: str, gpus: Sequence[GPU] = ()) -> RunContext:
-    """The run with what `train.kernels = auto` would be on such devices, where Triton is installed and its kernels pass their check.
-
-    A run has resolved the setting before, so this is for plans of devices that are not at hand.
-    """
-    train = run.config.train
-    if train.kernels != "auto":
-        return run
-    # Triton supports no GPU that is older than those that compute in bf16.
-    runs_triton = kind == "cuda" and not train.compile and all(gpu.half == "bf16" for gpu in gpus)
-    return with_config(run, replace(run.config, train=replace(train, kernels="triton" if runs_triton else "torch")))
-
-
-def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, kind: str) -> StepJob:
-    """A run's step.
+def with_planned_kernels(execution: Execution, kind: str, gpus: Sequence[GPU] = ()) -> Execution:
+    """The execution with what `kernels = auto` would be on such devices, where Triton is installed and its kernels pass their check.
 
     Args:
-        run: A run of one transformer, from `as_held`.
-        adapter: With the settings that an `adapter.init` file decides.
+        execution: How the step runs. A run on its own devices has resolved the setting before.
         kind: Kind of the devices: `cuda` or `cpu`.
+        gpus: The GPUs, if they are known; without them kernels are those of recent ones.
     """
-    config = run.config
-    return StepJob(
-        spec=run.spec,
-        arch=arch,
-        adapter=adapter,
-        precision=run.precision,
-        batch=bucket.items,
-        policy=config.train.checkpointing,
-        kernels="compiled" if config.train.compile else config.train.kernels,
-        optim=config.optim,
-        ema=config.ema,
-        flow=config.flow,
-        clip_norm=config.train.clip_norm,
-        clip_by=config.train.clip_by,
-        assistant=_assistant(run, arch, adapter) if adapter.use_dora else {},
-        quantize=config.base.quantize,
-        compute=config.base.compute,
-        micro_batches=config.micro_batches,
-        context=config.ranks.context,
-        kind=kind,
-    )
-
-
-def work_of(run: RunContext, bucket: Bucket | None = None) -> Workload:
-    """The properties of a run's step apart from its model; of data that are not here, one kind of micro-batch is assumed."""
-    shapes = {*bucket.shapes, *bucket.class_shapes} if bucket is not None and has_data(run) else ()
-    trains_bf16 = run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
-    train, ranks = run.config.train, run.config.ranks
-    is_eager = train.pipelined or train.compile or run.config.optim.fused_backward
-    return Workload(
-        micro_batches=run.config.micro_batches,
-        pipelined=run.config.train.pipelined,
-        fp32=run.precision.matmul == torch.float32,
-        quantize=run.config.base.quantize,
-        compute=run.config.base.compute,
-        kernels=run.config.train.kernels,
-        attention=run.config.train.attention,
-        cuda_graphs="off" if is_eager or ranks.shard > 1 or ranks.context > 1 else train.cuda_graphs,
-        kinds=max(1, min(MOST, len(shapes))),
-        validates=run.config.held_out.clips > 0,
-        match_base=run.config.prior.match_base,
-        rounding=run.config.optim.rounding if trains_bf16 else "",
-    )
-
-
-def as_held(run: RunContext) -> RunContext:
-    """The run with the `base.quantize` that its file implies: matrices stored in scaled 8 bits stay in them unless configured otherwise.
-
-    Raises:
-        UserError: If the run trains such weights.
-    """
-    config = run.config
-    # A configured format wins over the file's: the weights are converted when they are loaded.
-    if config.base.quantize != "none" or run.stored_as == "none":
-        return run
-    check_scaled(str(config.model.here(run.component)), config.adapter.method)
-    return with_config(run, replace(config, base=replace(config.base, quantize="fp8")))
-
-
-def _assistant(run: RunContext, arch: Any, adapter: AdapterConfig) -> dict[str, int]:
-    key, entry = run.config.base.assistants[run.component == "transformer_2"]
-    if not entry:
-        return {}
-    architecture, sets = run.spec.architecture, run.spec.adapters.targets
-    layers, (path, _) = layers_of(architecture.build, arch), parse_merge(entry, key)
-    doras = chosen_of(layers, adapter.targets, sets)
-    return ranks_next_to_dora(open_adapter(path, architecture.names, layers), doras, key)
-
-
-def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
-    adapter = run.config.adapter
-    if not adapter.init or adapter.method == "full":
-        return adapter
-    architecture = run.spec.architecture
-    file = open_adapter(local_path(adapter.init), architecture.names, layers_of(architecture.build, arch))
-    return config_from_file(adapter, file, run.config.base.merge_key(run.component))[0]
-
-
-def largest_bucket(
-    run: RunContext, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
-) -> Bucket:
-    """The micro-batch with the most tokens: from the dataset if it is available, else with the configured size.
-
-    Each micro-batch of the data is followed by as many class images, and those of one shape go through the model together. The
-    largest of all is planned.
-
-    Args:
-        samples: The samples of the dataset, if known already.
-        class_images: The class images of prior preservation, if known already.
-    """
-    if samples is None and has_data(run):
-        samples = run.data.dataset.samples
-    shapes, source = _data_shapes(run, samples)
-    of_class = _class_shapes(run, class_images)
-    masked = bool(run.config.data.masks) or any(sample.mask is not None for sample in samples or ())
-    batches = {shape: _batch(run, arch, shape, masked=masked) for shape in sorted(shapes)}
-    # A micro-batch of class images has at most as many as the data's micro-batch before it.
-    most = max(map(len, batches.values()))
-    batches |= {shape: _batch(run, arch, shape, masked=masked)[:most] for shape in sorted(of_class - shapes)}
-    largest = max(batches, key=lambda shape: sum(map(run.spec.training.num_tokens, batches[shape])))
-    if largest not in shapes:
-        source = "the largest of the class images, which is larger than the data's"
-    return Bucket(
-        size=largest[0],
-        references=largest[1],
-        items=batches[largest],
-        shapes=tuple(sorted(shapes)),
-        source=source,
-        class_shapes=tuple(sorted(of_class)),
-    )
-
-
-def _batch(run: RunContext, arch: Any, shape: Shape, *, masked: bool) -> list[dict[str, Tensor]]:
-    train = run.config.train
-    with torch.device("meta"):
-        item = run.spec.training.empty_item(arch, *shape)
-        if masked:
-            item[LOSS_WEIGHTS] = torch.empty(1, *item["latents"].shape[1:])
-    # The same item repeated: a plan only needs its shapes.
-    return [item] * (
-        max(1, train.batch_tokens // run.spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
-    )
-
-
-def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
-    """The shapes of the data, and where they come from."""
-    data = run.config.data
-    if samples is not None:
-        return _shapes(run, samples), f"the largest in {', '.join(data.folders or (data.folder,))}"
-    largest, *smaller = resolutions_of(data, run.spec.data.size_step)
-    named = "data.frames and resolutions" if data.resolutions else "data.frames, height and width"
-    if largest.kept is not None:  # the others have no more pixels
-        return {((data.frames, *largest.kept), ())}, named
-    source = "the largest bucket of data.height and data.width" if data.buckets else named
-    sizes = [size for resolution in (largest, *smaller) for size in resolution.sizes]
-    return {((data.frames, *size), ()) for size in sizes}, source
-
-
-def _shapes(run: RunContext, samples: Sequence[Sample]) -> set[Shape]:
-    return {shape_of(sample, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples}
-
-
-def _class_shapes(run: RunContext, class_images: Sequence[Sample] | None) -> set[Shape]:
-    """Shapes of the existing class images, and of those that are still to be generated."""
-    if class_images is None:
-        config = run.data.prior_data if run.data.prior_folder.is_dir() else None
-        class_images = [] if config is None else run.data.scanned(config, "prior.folder").samples
-    return {*_shapes(run, class_images), *missing_class_images(run).shapes}
-
-
-class Generated(NamedTuple):
-    """Samples that a run generates."""
-
-    shapes: tuple[Shape, ...]
-    num: int
-
-
-def missing_class_images(run: RunContext) -> Generated:
-    """The class images that are missing, as they will be generated."""
-    prior, data = run.config.prior, run.config.data
-    missing = prior.images - count_media(run.data.prior_folder) if prior.class_prompt else 0
-    return Generated((((1, data.height, data.width), ()),), missing) if missing > 0 else Generated((), 0)
-
-
-def has_data(run: RunContext) -> bool:
-    """Whether the dataset is on this machine."""
-    folders = run.config.data.folders or (run.config.data.folder,)
-    return all(folder and local_path(folder).is_dir() for folder in folders)
+    if execution.kernels != "auto":
+        return execution
+    # Triton supports no GPU that is older than those that compute in bf16.
+    runs_triton = kind == "cuda" and not execution.compile and all(gpu.half == "bf16" for gpu in gpus)
+    return replace(execution, kernels="triton" if runs_triton else "torch")

@@ -54,14 +54,14 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     if job.kind == "cpu":
         schedule = schedule.on_the_host()
     if schedule.uniform is None:
-        alone = {policy: replace(job, policy=ACSchedule.everywhere(policy)) for policy in schedule.distinct}
-        found: dict[Policy, Profile] = {}
-        for policy, each in alone.items():
-            found[policy] = profile(each, of_each=of_each, like=next(iter(found.values()), like))
-        num_blocks = len(next(iter(found.values())).blocks)
-        return mixed([found[policy] for policy in schedule.policies([None] * num_blocks)])
+        profiles: dict[Policy, Profile] = {}
+        for policy in schedule.distinct:
+            alone = job.with_execution(checkpointing=ACSchedule.everywhere(policy))
+            profiles[policy] = profile(alone, of_each=of_each, like=next(iter(profiles.values()), like))
+        num_blocks = len(next(iter(profiles.values())).blocks)
+        return mixed([profiles[policy] for policy in schedule.policies([None] * num_blocks)])
     model = reduced_model(job, of_each=of_each)
-    job = replace(job, policy=schedule)
+    job = job.with_execution(checkpointing=schedule)
     # An optimizer in the backward takes part in its peaks.
     together = measure(job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward)
     # The cost of a split does not depend on other micro-batches, so one is enough.

@@ -20,10 +20,9 @@ from ditkit_core.adapters.inject import (
     trainable_parameters,
 )
 from ditkit_core.models.protocol import Engine, StagedModel, run_plain
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.planned_step import StepJob
-from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.quantize import check_quantize, compute_in_8_bits, convert
 

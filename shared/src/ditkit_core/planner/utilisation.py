@@ -7,14 +7,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.io.console import doing
-from ditkit_core.planner.gpus import gpus_here
+from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory_tracker import flops_in
-from ditkit_core.planner.planned_step import PlannedStep, StepJob, as_held
+from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import measure
 from ditkit_core.planner.reduced_model import reduced_model
-from ditkit_core.run.context import RunContext
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class Utilisation:
     def flops(self, tokens: int) -> float:
         """Floating-point operations of a sample with so many tokens, by Lagrange's polynomial through the counted sizes."""
         total = 0.0
-        for own, flops in self._counted.items():
+        for size, flops in self._counted.items():
             for other in self._counted:
-                flops *= (tokens - other) / (own - other) if other != own else 1
+                flops *= (tokens - other) / (size - other) if other != size else 1
             total += flops
         return total
 
@@ -52,35 +50,40 @@ class Utilisation:
         return {tokens: self.count(item) for tokens, item in self.sizes.items()}
 
 
-def utilisation_of(run: RunContext, samples: Sequence[EncodedSample]) -> Utilisation | None:
-    """The utilisation of a run's steps; None on a CPU, whose peak rate is unknown."""
-    if any(device.type != "cuda" for device in run.devices):
-        return None
-    gpus = gpus_here(run.devices)
-    rates = [gpu.fp32_flops if run.precision.matmul == torch.float32 else gpu.bf16_flops for gpu in gpus]
-    job = PlannedStep.of(as_held(run), "cuda", run.data.dataset.samples, []).job
-    made = Utilisation(_sizes(run, samples), lambda item: flops_of(job, item), run.spec.training.num_tokens, sum(rates))
+def utilisation_of(job: StepJob, items: Iterable[Mapping[str, Tensor]], gpus: Sequence[GPU]) -> Utilisation:
+    """The utilisation of steps of such a job.
+
+    Args:
+        job: The step; its batch and policies do not count.
+        items: Training items on `meta`, of all sizes of the data, at least one.
+        gpus: All GPUs that share the step.
+    """
+    rates = [gpu.fp32_flops if job.precision.matmul == torch.float32 else gpu.bf16_flops for gpu in gpus]
+    num_tokens = job.spec.training.num_tokens
+    utilisation = Utilisation(_sizes(items, num_tokens), lambda item: flops_of(job, item), num_tokens, sum(rates))
     doing("counting the arithmetic of a step")
-    made.flops(next(iter(made.sizes)))  # now, and not in the first step, which would seem to hang
-    return made
+    utilisation.flops(next(iter(utilisation.sizes)))  # now, and not in the first step, which would seem to hang
+    return utilisation
 
 
-def _sizes(run: RunContext, samples: Sequence[EncodedSample]) -> dict[int, Mapping[str, Tensor]]:
+def _sizes(
+    items: Iterable[Mapping[str, Tensor]], num_tokens: Callable[[Mapping[str, Tensor]], int]
+) -> dict[int, Mapping[str, Tensor]]:
     """The items with the fewest, the median and the most tokens of the data."""
-    items = {run.spec.training.num_tokens(item): item for item in (sample.outline() for sample in samples)}
-    sizes = sorted(items)
-    chosen = dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1]))
-    return {tokens: items[tokens] for tokens in chosen}
+    by_tokens = {num_tokens(item): item for item in items}
+    sizes = sorted(by_tokens)
+    return {tokens: by_tokens[tokens] for tokens in dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1]))}
 
 
 def flops_of(job: StepJob, item: Mapping[str, Tensor]) -> float:
     """Floating-point operations of an item's forward and backward, without recomputes; of all its tokens, also where ranks share them."""
     optim = replace(job.optim, fused_backward=False)
-    job = replace(job, batch=[item], policy="none", micro_batches=1, context=1, optim=optim)
+    alone = job.with_execution(checkpointing="none", ranks=replace(job.execution.ranks, context=1))
+    job = replace(alone, batch=[item], micro_batches=1, optim=optim)
     model = reduced_model(job)
     # Arithmetic needs neither updates nor a measurement of each stage on a device of its own, which take most of the time of a profile.
-    found = measure(job, model, [0] * len(model.stages()), updates=False)
-    counted = [flops_in(moment.kernels.items()) for moment in found.forward]
-    for stage, moment in found.backward.items():
+    step = measure(job, model, [0] * len(model.stages()), updates=False)
+    counted = [flops_in(moment.kernels.items()) for moment in step.forward]
+    for stage, moment in step.backward.items():
         counted[stage] += flops_in(moment.kernels.items())
-    return sum(counted[stage] for stage in (0, *(1 + place for place in model.stands_for), len(found.static) - 1))
+    return sum(counted[stage] for stage in (0, *(1 + index for index in model.stands_for), len(step.static) - 1))

@@ -16,13 +16,13 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.spec import Expert
 from ditkit_core.nn.parameters import copy_values
-from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.queue import read_weights
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.expert_runs import config_of, runs_of, saved_step
 from ditkit_core.run.model import build_model, engine_of, load_divided
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
@@ -63,7 +63,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
         sampling, unloaded = build_with_adapter(alone, trained.file)
-        prepared = load_divided(sampling, unloaded, place(sampling, unloaded), current_ranks())
+        prepared = load_divided(sampling, unloaded, place_run(sampling, unloaded), current_ranks())
         origin = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)

@@ -18,7 +18,6 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.worker_process import work
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.queue import GENERATES, Preview, queued, read_preview
 from ditkit_core.previews.stages import ExpertWeights, denoiser_stages, load_preview_weights
@@ -28,6 +27,7 @@ from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.expert_runs import folder_of, resolve_arch
 from ditkit_core.run.gpus import with_kernels
 from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.prompts import SamplePrompt
@@ -108,7 +108,7 @@ def _generate(
     else:
         if prepared is None:
             unloaded = build_model(run)
-            prepared = load_model(run, unloaded, place(run, unloaded))
+            prepared = load_model(run, unloaded, place_run(run, unloaded))
         load_preview_weights(prepared, file)
         stages = single_stage(prepared.model, engine_of(run, prepared))
     generate_samples(run, stages, prompts, folder_of(run, expert).samples, f"step-{preview.step:06d}")

@@ -32,7 +32,7 @@ from ditkit_core.models.other_models import looks_like, wrong_config
 from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.run.quantized_cache import find_cache
@@ -334,12 +334,6 @@ def _hold_as_stored(
         f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
     )
     return line + "; those that a merged adapter changes are rounded to 8 bits once more" * merges
-
-
-def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
-    """The model without memory."""
-    with torch.device("meta"):
-        return spec.architecture.build(arch, precision)
 
 
 def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSource) -> tuple[str, Any]:

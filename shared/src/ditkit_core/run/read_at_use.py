@@ -14,9 +14,9 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.adapters.inject import adapter_layers, canonical_name, initialise, trainable_parameters
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.weight_at_use import make_at_use
-from ditkit_core.run.prepare import LoadedModel, build_meta_model, build_on_meta
+from ditkit_core.run.prepare import LoadedModel, build_meta_model
 from ditkit_core.weights.load import load_into
 
 _HOST = torch.device("cpu")

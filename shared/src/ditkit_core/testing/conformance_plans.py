@@ -45,7 +45,7 @@ class KeptBytesConformance:
 
     def _check_kept(self, policy: str, method: Any) -> None:
         step = step_of(self.spec, self.arch, self.size, AdapterConfig(method=method, rank=4))
-        check_kept(replace(step, policy=policy))
+        check_kept(step.with_execution(checkpointing=policy))
 
     def test_blocks_keep_what_is_planned(self, policy: str) -> None:
         self._check_kept(policy, "lora")
@@ -67,7 +67,7 @@ class KeptBytesConformance:
     def test_blocks_send_what_is_planned(self, policy: str) -> None:
         step = step_of(self.spec, replace(self.arch, **self.wider), self.larger, AdapterConfig(rank=4))
         # In fp32: products in bf16 of this size take minutes on a CPU without instructions for them.
-        check_sent(replace(step, policy=policy, precision=Precision(matmul=torch.float32)))
+        check_sent(step.with_execution(checkpointing=policy, precision=Precision(matmul=torch.float32)))
 
 
 class FullSizePlanConformance:
@@ -88,5 +88,5 @@ class FullSizePlanConformance:
     @pytest.mark.parametrize(("policy", "is_cut"), [("none", False), ("full", True), ("attn_only", False)])
     def test_the_plan_is_what_all_blocks_hold(self, policy: str, is_cut: bool) -> None:
         step = step_of(self.spec, self.spec.architecture.presets[self.preset], self.size, AdapterConfig(rank=32))
-        job = replace(step, policy=policy)
+        job = step.with_execution(checkpointing=policy)
         check_plan(profile(job), job, (self.cut,) if is_cut else (), rel=1e-3)

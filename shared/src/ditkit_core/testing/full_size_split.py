@@ -17,13 +17,12 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.context import as_on
 from ditkit_core.planner.memory import Budget
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.partition import choose_split_points, weights_profile
 from ditkit_core.planner.reduced_model import materialise
-from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.observer import Observer
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.clipping import Clipping, total_norm

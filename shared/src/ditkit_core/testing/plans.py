@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.execution import Execution
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, compose
@@ -21,8 +22,6 @@ from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.workload import PLAIN, Workload
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
-from ditkit_core.training.config import EMAConfig, FlowConfig
-from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
@@ -38,11 +37,9 @@ def step_of(spec: ModelSpec, arch: Any, size: tuple[int, int, int], adapter: Ada
     """
     with torch.device("meta"):
         item = spec.training.empty_item(arch, size, [])
-    return Job(
-        spec=spec, arch=arch, adapter=adapter, batch=[item],
-        precision=Precision(matmul=torch.float32 if adapter.method == "full" else torch.bfloat16),
-        optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(),
-    )  # fmt: skip
+    precision = Precision(matmul=torch.float32 if adapter.method == "full" else torch.bfloat16)
+    execution = Execution(kernels="torch", precision=precision)
+    return Job(spec=spec, arch=arch, batch=[item], execution=execution, adapter=adapter)
 
 
 def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()) -> Partition:
@@ -137,14 +134,13 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
         )  # of which an operation may return a view
         watch = _Watch(ledger)
         accumulate_gradients(
-            TrainModel(model, BlockEngine(policy=job.policy, hooks=(watch,)), job.spec),
+            TrainModel(model, BlockEngine(policy=job.schedule, hooks=(watch,)), job.spec),
             [Batch(ids=["a"], items=items)],
             StepContext(step=1, seed=0, flow=job.flow),
         )
     assert watch.before is not None
-    step_profile = profile(job)
-    planned_bytes = sum(block.kept for block in step_profile.blocks)
-    assert watch.after - watch.before == pytest.approx(planned_bytes, rel=rel), job.policy
+    planned_bytes = sum(block.kept for block in profile(job).blocks)
+    assert watch.after - watch.before == pytest.approx(planned_bytes, rel=rel), str(job.schedule)
 
 
 def check_sent(job: Job, *, rel: float = 0.001) -> None:
@@ -156,7 +152,7 @@ def check_sent(job: Job, *, rel: float = 0.001) -> None:
     """
     model, items = _real(job)
     divide(model, [torch.device("cpu", 1)] * (len(model.blocks()) + 2))
-    engine = BlockEngine(policy=job.policy)
+    engine = BlockEngine(policy=job.schedule)
     with PretendDevices():
         accumulate_gradients(
             TrainModel(model, engine, job.spec),
@@ -165,7 +161,7 @@ def check_sent(job: Job, *, rel: float = 0.001) -> None:
         )
     planned_bytes = sum(block.on_host for block in profile(job).blocks)
     assert engine.host.num_bytes > 0
-    assert engine.host.num_bytes == pytest.approx(planned_bytes, rel=rel), job.policy
+    assert engine.host.num_bytes == pytest.approx(planned_bytes, rel=rel), str(job.schedule)
 
 
 def _real(job: Job) -> tuple[Any, list[dict[str, Tensor]]]:

@@ -20,9 +20,9 @@ from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import build_on_meta
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.weight_at_use import weights_at_use
-from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items

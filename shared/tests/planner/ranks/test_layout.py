@@ -10,7 +10,8 @@ from ditkit_core.run.config import RunConfig
 
 def layout(num_gpus: int = 1, *, nproc: int = 0, nodes: int = 1, link: str = "", **flags) -> RankLayout | None:
     config = resolve(RunConfig, flags={name.replace("_", ".", 1): value for name, value in flags.items()})
-    return layout_of(config, num_gpus, PlannedLaunch(nproc=nproc, nodes=nodes, link=link))
+    launch = PlannedLaunch(nproc=nproc, nodes=nodes, link=link)
+    return layout_of(config.ranks, num_gpus, launch, devices=config.train.devices)
 
 
 def test_without_flags_a_plan_is_of_one_process():

@@ -22,7 +22,6 @@ from ditkit_core.planner.search.autotune import (
     SMALLEST,
     fit,
     least_missing,
-    levers,
     shortest_seconds,
 )
 from ditkit_core.planner.search.partition_search import PRICE, FitTask
@@ -30,6 +29,7 @@ from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
+from ditkit_core.run.plans.changes import levers
 from ditkit_core.testing.toy import TOY
 
 

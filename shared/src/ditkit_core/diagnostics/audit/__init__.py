@@ -1,4 +1,4 @@
 """The precision audit: one batch with one group of operations lowered at a time.
 
-It may import the folders from planner downwards. Start reading at audit.py.
+It may import the folders from run downwards. Start reading at audit.py.
 """

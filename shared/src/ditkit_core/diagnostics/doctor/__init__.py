@@ -1,4 +1,4 @@
 """The dataset doctor: findings about data, conditions, memory and two trial steps.
 
-It may import the folders from planner downwards. Start reading at findings.py, then dataset.py.
+It may import the folders from run downwards. Start reading at findings.py, then dataset.py.
 """

@@ -6,9 +6,9 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.findings import DeviceRow, Finding, MemoryPlan
 from ditkit_core.errors import UserError
-from ditkit_core.planner.plan import report_of
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.plans.plan import report_of
 
 _REMEDY = "--fit finds settings that fit, and --plan prints the memory of each device"
 

@@ -24,12 +24,12 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_components
 from ditkit_core.run.context import RunContext, with_arch
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
 from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.prepare import MetaModel
 from ditkit_core.run.train_data import check_item, check_items
 from ditkit_core.training.checkpoint import latest, load_state, save_state
@@ -88,7 +88,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     run = with_arch(run, unloaded.arch)
     if is_joint(run):
         raise UserError("the weights show that this model has several experts; name it with model.preset")
-    placement = place(run, unloaded, training=True)
+    placement = place_run(run, unloaded, training=True)
     encoded = _encoded(run, unloaded, examined)
     prepared = load_model(run, unloaded, placement)
     data = TrainDataLoader(

@@ -5,10 +5,11 @@ A run file does not say how many ranks there are, since torchrun starts them. So
 A plan with none of these is of one process, and several GPUs divide its model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ditkit_core.errors import UserError
-from ditkit_core.run.config import RunConfig
+from ditkit_core.io.ranks import RanksConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +66,21 @@ class RankLayout:
         return ", ".join(parts)
 
 
-def layout_of(config: RunConfig, num_gpus: int, launch: PlannedLaunch) -> RankLayout | None:
+def layout_of(
+    ranks: RanksConfig, num_gpus: int, launch: PlannedLaunch, *, devices: Sequence[str] = ()
+) -> RankLayout | None:
     """The ranks of a plan; None for a process alone.
 
     Args:
+        ranks: How many divide the weights, and the tokens of a sample.
         num_gpus: GPUs of a machine, as `--gpus` names them or as there are here; 1 without any.
+        launch: Processes and machines.
+        devices: `train.devices`, which ranks cannot have.
 
     Raises:
         UserError: If the numbers do not fit each other.
     """
-    shard, context = config.ranks.shard, config.ranks.context
+    shard, context = ranks.shard, ranks.context
     if not launch.nproc and launch.nodes == 1 and shard == context == 1:
         if launch.link:
             raise UserError(
@@ -83,9 +89,9 @@ def layout_of(config: RunConfig, num_gpus: int, launch: PlannedLaunch) -> RankLa
         return None
     if launch.nproc < 0 or launch.nodes < 1:
         raise UserError(f"--nproc {launch.nproc} and --nodes {launch.nodes} must be at least 1")
-    if config.train.devices:
+    if devices:
         raise UserError(
-            f"train.devices = {list(config.train.devices)} divides the model over the GPUs of one process, and this plan has several; "
+            f"train.devices = {list(devices)} divides the model over the GPUs of one process, and this plan has several; "
             "leave one of them out"
         )
     nproc = launch.nproc or num_gpus

@@ -10,9 +10,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.search.autotune import HARDLY_LONGER, candidates, fit, scheduled
 from ditkit_core.planner.search.partition_search import FitTask
-from ditkit_core.planner.search.update_search import COSTS, levels, search, state_bytes
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.plans.levels import COSTS, levels, search, state_bytes
 
 FULL = {"adapter.method": "full", "model.dtype": "fp32", "train.accumulation": 4}
 

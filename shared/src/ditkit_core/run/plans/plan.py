@@ -1,0 +1,175 @@
+"""`train --plan`: the memory of a run on each device, before anything is loaded or written."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ditkit_core.data.dataset import Sample
+from ditkit_core.planner.gpus import GPU, parse_gpus
+from ditkit_core.planner.plan import StepPlan, notes_on_codes, plan_step, targets_of
+from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of
+from ditkit_core.planner.ranks.links import Route, parse_links
+from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
+from ditkit_core.planner.report import PlanReport
+from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.expert_runs import largest_expert_run, notes_on
+from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
+from ditkit_core.run.plans.planned_step import PlannedStep, stored_execution
+from ditkit_core.run.prepare import arch_here
+from ditkit_core.run.read_at_use import bytes_at_use
+
+ALONE = PlannedLaunch()
+"""No flags about ranks."""
+
+
+def make_report(run: RunContext, gpus: str = "", host: str = "", launch: PlannedLaunch = ALONE) -> PlanReport:
+    """Plan a run.
+
+    Args:
+        gpus: The GPUs to plan for, of one machine; empty for the run's devices on this machine.
+        host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
+        launch: The ranks to plan for.
+    """
+    check_plannable(run, here=not gpus)
+    return report_of(run, gpus, host, launch=launch)
+
+
+def report_of(
+    run: RunContext,
+    gpus: str = "",
+    host: str = "",
+    samples: Sequence[Sample] | None = None,
+    class_images: Sequence[Sample] | None = None,
+    launch: PlannedLaunch = ALONE,
+) -> PlanReport:
+    """Plan a run that was checked already.
+
+    Args:
+        run, gpus, host, launch: As for `make_report`.
+        samples: Its training samples, if known already; None reads the dataset.
+        class_images: The class images of prior preservation, likewise.
+    """
+    configured, run = run, largest_expert_run(run)
+    execution, routes = stored_execution(run), _routes(run, gpus, launch)
+    layout = routes[0].layout if routes else None
+    targets = targets_of(execution, gpus, host, layout)
+    # Notes are about the run as configured.
+    notes = (*notes_on(configured), *_notes(configured, targets.gpus))
+    step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
+    plan = plan_step(step.job, targets, layout)
+    auxiliary = plan_auxiliary(
+        step,
+        plan.devices,
+        plan.partition.blocks,
+        gpus=bool(gpus),
+        samples=samples,
+        streamed=plan.streamed,
+        per_machine=1 if layout is None else layout.nproc,
+        host=targets.host,
+    )
+    sample, is_cuda = run.config.sample, targets.kind == "cuda"
+    return PlanReport(
+        model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
+        policy=str(plan.placement.checkpointing),
+        chosen=plan.solution.chosen,
+        bucket=step.bucket.described(),
+        trains_all=step.job.trains_all,
+        tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
+        work=plan.work,
+        devices=plan.devices,
+        auxiliary=auxiliary,
+        previews=bool(sample.every_steps and not sample.device),
+        division=plan.partition,
+        host=plan.streamed,
+        host_limit=targets.host,
+        verifying=_verifying(run, sum(stage.adapters for stage in plan.profile.stages)) if is_cuda else 0,
+        flops=plan.flops,
+        is_cuda=is_cuda,
+        notes=(*notes, *_on_codes(plan)),
+        ranks=_plan_of_ranks(plan, routes),
+        seconds=plan.seconds,
+        orders=plan.orders,
+        rates=plan.rates,
+    )
+
+
+def _on_codes(plan: StepPlan) -> Iterator[str]:
+    job = plan.job.with_execution(checkpointing=plan.placement.checkpointing or plan.job.schedule)
+    yield from notes_on_codes(job, plan.profile, plan.partition, plan.targets.gpus, plan.work)
+
+
+def _plan_of_ranks(plan: StepPlan, routes: Sequence[Route]) -> RanksPlan | None:
+    """The exchanges of the ranks of a run; None for a process alone."""
+    if not routes:
+        return None
+    gpus = plan.targets.gpus
+    step = RankStep(
+        layout=routes[0].layout,
+        profile=plan.profile,
+        division=plan.partition,
+        work=plan.job.work,
+        gpu=gpus[0] if gpus else None,
+    )
+    return step.plan(routes, plan.host)
+
+
+def _verifying(run: RunContext, adapter_bytes: int) -> int:
+    """Bytes on the host for the process that verifies exports next to a run on GPUs; 0 if nothing does."""
+    adapters, trains_all = run.spec.adapters, run.config.adapter.method == "full"
+    verify = adapters.verify_whole if trains_all or run.config.export.merged else adapters.verify
+    if verify is None:
+        return 0
+    shard = max(1, run.config.ranks.shard)  # it reads the adapter whole, of which a rank trains a part
+    return bytes_at_use(run.spec, run.arch, 0 if trains_all else shard * adapter_bytes)
+
+
+def num_gpus(run: RunContext, gpus: str) -> int:
+    """GPUs of a machine: as `--gpus` names them, or as there are here; 1 on a CPU."""
+    if gpus:
+        return len(parse_gpus(gpus))
+    return torch.cuda.device_count() if run.devices[0].type == "cuda" else 1
+
+
+def _routes(run: RunContext, gpus: str, launch: PlannedLaunch) -> tuple[Route, ...]:
+    """The links to plan for, with the ranks between them; none for a process alone.
+
+    Raises:
+        UserError: If the flags do not fit, or the run cannot have these ranks.
+    """
+    layout = layout_of(run.config.ranks, num_gpus(run, gpus), launch, devices=run.config.train.devices)
+    if layout is None:
+        return ()
+    check_ranks(run, layout.size)
+    return parse_links(launch.link, layout)
+
+
+def check_plannable(run: RunContext, *, here: bool) -> None:
+    """Raise the errors that the run itself would, before anything is planned.
+
+    Args:
+        here: Whether the plan is for the devices of this machine.
+    """
+    if here:
+        check_run(run)
+    else:
+        check_settings(run)
+    check_training(run, here=here)
+
+
+def planned_step(run: RunContext, kind: str = "cuda", gpus: Sequence[GPU] = ()) -> PlannedStep:
+    """A run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
+    return PlannedStep.of(largest_expert_run(run), kind, gpus=gpus)
+
+
+def _notes(run: RunContext, gpus: Sequence[GPU]) -> Iterator[str]:
+    config = run.config
+    old = dict.fromkeys(gpu.name for gpu in gpus if gpu.half == "fp16")
+    if config.model.dtype == "bf16" and old:
+        yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'
+    if config.train.attention != "sdpa":
+        yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
+    if config.train.compile:
+        yield f"train.compile = {config.train.compile}: this plan is for eager blocks with the memory of compiled adapters; compiled blocks need other memory and time"
+    if config.base.quantize == "none" and run.stored_as == "fp8":
+        yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"

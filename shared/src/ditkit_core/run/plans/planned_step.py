@@ -1,0 +1,279 @@
+"""The training step of a run: the largest micro-batch, with the run's adapter and the format of its weights.
+
+A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the configuration.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ditkit_core.adapters.assistant import ranks_next_to_dora
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.files.identify import layers_of
+from ditkit_core.adapters.files.merge import parse_merge
+from ditkit_core.adapters.files.read import config_from_file, open_adapter
+from ditkit_core.adapters.inject import chosen_of
+from ditkit_core.data.buckets import resolutions_of
+from ditkit_core.data.dataset import Sample
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
+from ditkit_core.encoding.prior_preservation import count_media
+from ditkit_core.engine.placement import Placement
+from ditkit_core.execution import Execution
+from ditkit_core.io.files import local_path
+from ditkit_core.planner.gpus import GPU, gpus_here
+from ditkit_core.planner.partition import needs_profile, place
+from ditkit_core.planner.planned_step import Size, StepJob, with_planned_kernels
+from ditkit_core.planner.utilisation import Utilisation, utilisation_of
+from ditkit_core.run.context import RunContext, execution_of
+from ditkit_core.run.prepare import MetaModel, arch_here
+from ditkit_core.sampling.prompts import Shape, shape_of
+from ditkit_core.training.replay import MOST
+from ditkit_core.weights.quantize import check_scaled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The micro-batch of a plan."""
+
+    size: Size
+    references: tuple[tuple[int, int], ...]
+    items: list[dict[str, Tensor]]
+    shapes: tuple[Shape, ...]
+    """All shapes of the data."""
+    class_shapes: tuple[Shape, ...]
+    """All shapes of the class images of prior preservation."""
+    source: str
+    """Where the size comes from, for messages."""
+
+    def described(self) -> str:
+        """The bucket in a few words."""
+        frames, height, width = self.size
+        edited = f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}" if self.references else ""
+        size = f"{frames} frames of {height}x{width}" if frames > 1 else f"{height}x{width}"
+        masked = " with loss masks" if LOSS_WEIGHTS in self.items[0] else ""
+        return f"{len(self.items)} x {size}{edited}{masked} ({self.source})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A run's step, to be profiled."""
+
+    run: RunContext
+    """A run of one transformer."""
+    bucket: Bucket
+    job: StepJob
+
+    @classmethod
+    def of(
+        cls,
+        run: RunContext,
+        kind: str = "cuda",
+        samples: Sequence[Sample] | None = None,
+        class_images: Sequence[Sample] | None = None,
+        gpus: Sequence[GPU] = (),
+    ) -> "PlannedStep":
+        """The step of a run whose model is not built.
+
+        Args:
+            run: A run of one transformer.
+            kind: Kind of device: `cuda` or `cpu`.
+            samples: As for `largest_bucket`.
+            class_images: As for `largest_bucket`.
+            gpus: The GPUs, if they are known: they say what `train.kernels = auto` would be there.
+        """
+        arch = arch_here(run.spec, run.config.model)[1]
+        adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
+        job = job_of(run, arch, adapter, bucket, kind)
+        return cls(run=run, bucket=bucket, job=replace(job, execution=with_planned_kernels(job.execution, kind, gpus)))
+
+
+def place_run(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Placement:
+    """The placement of a run's model; every command that loads a model calls it.
+
+    Args:
+        run: The run.
+        unloaded: Its model, with its adapters.
+        training: Whether it is trained, with the policies of `train.checkpointing`; in training as the run's plan says.
+
+    Raises:
+        UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, the devices cannot be compared, or a budget is
+            too small.
+    """
+    arch, planned = unloaded.arch, training and needs_profile(execution_of(run))
+    bucket = largest_bucket(run, arch) if planned else None
+    job = job_of(run, arch, unloaded.adapter, bucket, run.devices[0].type)
+    return place(unloaded.model, job, training=training)
+
+
+def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | None, kind: str) -> StepJob:
+    """A run's step.
+
+    Args:
+        run: A run of one transformer.
+        arch: Its architecture.
+        adapter: With the settings that an `adapter.init` file decides.
+        bucket: Its micro-batch; None where nothing is profiled.
+        kind: Kind of the devices: `cuda` or `cpu`.
+    """
+    config = run.config
+    return StepJob(
+        spec=run.spec,
+        arch=arch,
+        batch=() if bucket is None else bucket.items,
+        execution=stored_execution(run),
+        adapter=adapter,
+        optim=config.optim,
+        ema=config.ema,
+        flow=config.flow,
+        clip_norm=config.train.clip_norm,
+        clip_by=config.train.clip_by,
+        assistant=_assistant(run, arch, adapter) if bucket is not None and adapter.use_dora else {},
+        micro_batches=config.micro_batches,
+        match_base=config.prior.match_base,
+        kinds=1 if bucket is None else num_kinds(run, bucket),
+        validates=config.held_out.clips > 0,
+        kind=kind,
+    )
+
+
+def num_kinds(run: RunContext, bucket: Bucket) -> int:
+    """Kinds of micro-batches that may be replayed, by the shapes of the data; of data that are not here, one kind is assumed."""
+    shapes = {*bucket.shapes, *bucket.class_shapes} if has_data(run) else set()
+    return max(1, min(MOST, len(shapes)))
+
+
+def stored_execution(run: RunContext) -> Execution:
+    """How a run's model runs, in the format of its file: matrices stored in scaled 8 bits stay in them unless configured otherwise.
+
+    Raises:
+        UserError: If the run trains such weights.
+    """
+    execution = execution_of(run)
+    # A configured format wins over the file's: the weights are converted when they are loaded.
+    if execution.quantize != "none" or run.stored_as == "none":
+        return execution
+    check_scaled(str(run.config.model.here(run.component)), run.config.adapter.method)
+    return replace(execution, quantize="fp8")
+
+
+def _assistant(run: RunContext, arch: Any, adapter: AdapterConfig) -> dict[str, int]:
+    key, entry = run.config.base.assistants[run.component == "transformer_2"]
+    if not entry:
+        return {}
+    architecture, sets = run.spec.architecture, run.spec.adapters.targets
+    layers, (path, _) = layers_of(architecture.build, arch), parse_merge(entry, key)
+    doras = chosen_of(layers, adapter.targets, sets)
+    return ranks_next_to_dora(open_adapter(path, architecture.names, layers), doras, key)
+
+
+def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
+    adapter = run.config.adapter
+    if not adapter.init or adapter.method == "full":
+        return adapter
+    architecture = run.spec.architecture
+    file = open_adapter(local_path(adapter.init), architecture.names, layers_of(architecture.build, arch))
+    return config_from_file(adapter, file, run.config.base.merge_key(run.component))[0]
+
+
+def largest_bucket(
+    run: RunContext, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+) -> Bucket:
+    """The micro-batch with the most tokens: from the dataset if it is available, else with the configured size.
+
+    Each micro-batch of the data is followed by as many class images, and those of one shape go through the model together. The
+    largest of all is planned.
+
+    Args:
+        samples: The samples of the dataset, if known already.
+        class_images: The class images of prior preservation, if known already.
+    """
+    if samples is None and has_data(run):
+        samples = run.data.dataset.samples
+    shapes, source = _data_shapes(run, samples)
+    of_class = _class_shapes(run, class_images)
+    masked = bool(run.config.data.masks) or any(sample.mask is not None for sample in samples or ())
+    batches = {shape: _batch(run, arch, shape, masked=masked) for shape in sorted(shapes)}
+    # A micro-batch of class images has at most as many as the data's micro-batch before it.
+    most = max(map(len, batches.values()))
+    batches |= {shape: _batch(run, arch, shape, masked=masked)[:most] for shape in sorted(of_class - shapes)}
+    largest = max(batches, key=lambda shape: sum(map(run.spec.training.num_tokens, batches[shape])))
+    if largest not in shapes:
+        source = "the largest of the class images, which is larger than the data's"
+    return Bucket(
+        size=largest[0],
+        references=largest[1],
+        items=batches[largest],
+        shapes=tuple(sorted(shapes)),
+        source=source,
+        class_shapes=tuple(sorted(of_class)),
+    )
+
+
+def _batch(run: RunContext, arch: Any, shape: Shape, *, masked: bool) -> list[dict[str, Tensor]]:
+    train = run.config.train
+    with torch.device("meta"):
+        item = run.spec.training.empty_item(arch, *shape)
+        if masked:
+            item[LOSS_WEIGHTS] = torch.empty(1, *item["latents"].shape[1:])
+    # The same item repeated: a plan only needs its shapes.
+    return [item] * (
+        max(1, train.batch_tokens // run.spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
+    )
+
+
+def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
+    """The shapes of the data, and where they come from."""
+    data = run.config.data
+    if samples is not None:
+        return _shapes(run, samples), f"the largest in {', '.join(data.folders or (data.folder,))}"
+    largest, *smaller = resolutions_of(data, run.spec.data.size_step)
+    named = "data.frames and resolutions" if data.resolutions else "data.frames, height and width"
+    if largest.kept is not None:  # the others have no more pixels
+        return {((data.frames, *largest.kept), ())}, named
+    source = "the largest bucket of data.height and data.width" if data.buckets else named
+    sizes = [size for resolution in (largest, *smaller) for size in resolution.sizes]
+    return {((data.frames, *size), ()) for size in sizes}, source
+
+
+def _shapes(run: RunContext, samples: Sequence[Sample]) -> set[Shape]:
+    return {shape_of(sample, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples}
+
+
+def _class_shapes(run: RunContext, class_images: Sequence[Sample] | None) -> set[Shape]:
+    """Shapes of the existing class images, and of those that are still to be generated."""
+    if class_images is None:
+        config = run.data.prior_data if run.data.prior_folder.is_dir() else None
+        class_images = [] if config is None else run.data.scanned(config, "prior.folder").samples
+    return {*_shapes(run, class_images), *missing_class_images(run).shapes}
+
+
+class Generated(NamedTuple):
+    """Samples that a run generates."""
+
+    shapes: tuple[Shape, ...]
+    num: int
+
+
+def missing_class_images(run: RunContext) -> Generated:
+    """The class images that are missing, as they will be generated."""
+    prior, data = run.config.prior, run.config.data
+    missing = prior.images - count_media(run.data.prior_folder) if prior.class_prompt else 0
+    return Generated((((1, data.height, data.width), ()),), missing) if missing > 0 else Generated((), 0)
+
+
+def has_data(run: RunContext) -> bool:
+    """Whether the dataset is on this machine."""
+    folders = run.config.data.folders or (run.config.data.folder,)
+    return all(folder and local_path(folder).is_dir() for folder in folders)
+
+
+def utilisation_of_run(run: RunContext, samples: Sequence[EncodedSample]) -> Utilisation | None:
+    """The utilisation of a run's steps; None on a CPU, whose peak rate is unknown."""
+    if any(device.type != "cuda" for device in run.devices):
+        return None
+    job = PlannedStep.of(run, "cuda", run.data.dataset.samples, []).job
+    return utilisation_of(job, [sample.outline() for sample in samples], gpus_here(run.devices))
