@@ -97,8 +97,8 @@ def choose(task: BudgetTask) -> Choice:
         UserError: If nothing fits.
     """
     for policies in _menus(task):
-        for found in _within(task, policies):
-            return found
+        for best in _within(task, policies):
+            return best
     smallest = (Full(offload=task.can_offload),) * len(task.division.devices)
     plans = task.plan(smallest)
     lacking = [f"{plan.budget.name} lacks {gib(plan.missing)} GiB" for plan in plans if plan.missing]
@@ -117,9 +117,9 @@ def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ..
     Raises:
         UserError: As `check_sizes`.
     """
-    if not (given := check_sizes(sizes, len(budgets))):
+    if not (limits := check_sizes(sizes, len(budgets))):
         return tuple(budgets)
-    pairs = zip(budgets, given, strict=True)
+    pairs = zip(budgets, limits, strict=True)
     return tuple(replace(budget, total=min(size, budget.available), reserve=0) for budget, size in pairs)
 
 
@@ -146,10 +146,10 @@ def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
     while True:
         for device in range(len(task.division.blocks)):
             if device not in policies:
-                found = _Device(task, menu, device, allowed[device]).best()
-                if found is None:
+                best = _Device(task, menu, device, allowed[device]).best()
+                if best is None:
                     return
-                policies[device] = found
+                policies[device] = best
         chosen = tuple(policy for device in range(len(task.division.blocks)) for policy in policies[device])
         plans = task.plan(chosen)
         for device, plan in enumerate(plans):
@@ -195,8 +195,8 @@ class _Device:
     """The search for one device."""
 
     def __init__(self, task: BudgetTask, menu: tuple[Policy, ...], device: int, allowed: int):
-        own = task.division.blocks[device]
-        start, end = own.start, own.stop
+        span = task.division.blocks[device]
+        start, end = span.start, span.stop
         self._menu, self._allowed = menu, allowed
         waiting = task.work.waiting
         self._waiting = (waiting, waiting - 1) if waiting else ()
@@ -205,29 +205,29 @@ class _Device:
         self._before = max(span.receives + span.targets for span in spans)
         by_policy = [_variants(span, task.work, task.budgets[device], task.price_on(device)) for span in spans]
         self._stages = [_priced(stage) for stage in zip(*by_policy, strict=True)]
-        for place in set(range(len(self._stages))) - set(self._blocks):
+        for stage_index in set(range(len(self._stages))) - set(self._blocks):
             # Embedding and head have no policy. Their costs differ between profiles, because some blocks share their tensors: take the highest.
-            self._stages[place] = [_most(self._stages[place])]
+            self._stages[stage_index] = [_most(self._stages[stage_index])]
 
     def best(self) -> tuple[Policy, ...] | None:
         """The choice with the least recompute that never exceeds the budget; of equals the one that keeps least. None if none fits."""
         ways = [_Way(self._before, 0, (0,) * len(self._waiting), ())]
-        for place, variants in enumerate(self._stages):
+        for stage_index, variants in enumerate(self._stages):
             by_last: list[list[_Way]] = [[] for _ in variants]
             for way in ways:
                 for number, variant in enumerate(variants):
-                    if (following := self._with(way, place, number, variant)) is not None:
+                    if (following := self._with(way, stage_index, number, variant)) is not None:
                         by_last[number].append(following)
-            ways = [way for found in by_last for way in _undominated(found, self._allowed)]
-        found = min(filter(self._fits, ways), key=lambda way: (way.price, way.live, way.chosen), default=None)
-        return None if found is None else tuple(self._menu[number] for number in found.chosen)
+            ways = [way for choices in by_last for way in _undominated(choices, self._allowed)]
+        cheapest = min(filter(self._fits, ways), key=lambda way: (way.price, way.live, way.chosen), default=None)
+        return None if cheapest is None else tuple(self._menu[number] for number in cheapest.chosen)
 
-    def _with(self, way: _Way, place: int, number: int, variant: _Variant) -> _Way | None:
+    def _with(self, way: _Way, stage_index: int, number: int, variant: _Variant) -> _Way | None:
         """Add a stage to a choice; None if a peak exceeds the budget."""
-        is_block, not_sent = place in self._blocks, 0
+        is_block, not_sent = stage_index in self._blocks, 0
         if is_block and way.chosen:
             # A block's offloaded bytes leave the device while the next block runs. The figures assume that both have one policy.
-            before = self._stages[place - 1]
+            before = self._stages[stage_index - 1]
             not_sent = before[number].sent - before[way.chosen[-1]].sent
         live = way.live + variant.kept + not_sent
         moments = [
@@ -257,17 +257,17 @@ def _variants(span: DeviceSpan, work: Workload, budget: Budget, price: Callable[
     before = span.receives + span.targets
     kept = list(accumulate((stage.kept for stage in span.stages), initial=before))
     count = len(span.stages)
-    moments = [[always + sum(moment) for moment in span.moments(each, waiting=0)] for each in rounds]
+    peaks = [[always + sum(moment) for moment in span.moments(micro_batch, waiting=0)] for micro_batch in rounds]
     return [
         _Variant(
             kept=stage.kept,
-            forward=tuple(each[place] - kept[place] for each in moments),
-            backward=tuple(each[2 * count - 1 - place] - kept[place + 1] for each in moments),
+            forward=tuple(moments[stage_index] - kept[stage_index] for moments in peaks),
+            backward=tuple(moments[2 * count - 1 - stage_index] - kept[stage_index + 1] for moments in peaks),
             sent=stage.on_host,
             freed_at_cut=stage.freed_at_cut,
             price=price(stage),
         )
-        for place, stage in enumerate(span.stages)
+        for stage_index, stage in enumerate(span.stages)
     ]
 
 
@@ -280,9 +280,9 @@ def _priced(stage: Sequence[_Variant]) -> list[_Variant]:
 def _most(variants: Sequence[_Variant]) -> _Variant:
     first = variants[0]
     return first._replace(
-        kept=max(each.kept for each in variants),
-        forward=tuple(map(max, zip(*(each.forward for each in variants), strict=True))),
-        backward=tuple(map(max, zip(*(each.backward for each in variants), strict=True))),
+        kept=max(variant.kept for variant in variants),
+        forward=tuple(map(max, zip(*(variant.forward for variant in variants), strict=True))),
+        backward=tuple(map(max, zip(*(variant.backward for variant in variants), strict=True))),
         price=0,
     )
 
@@ -299,8 +299,8 @@ def _undominated(ways: list[_Way], allowed: int) -> list[_Way]:
         # Sorted by kept bytes, prices fall, so the last one is the cheapest. With peaks all have to be compared.
         others = kept if way.highest else kept[-1:]
         if not any(
-            each.price <= way.price and all(a <= b for a, b in zip(each.highest, way.highest, strict=True))
-            for each in others
+            rival.price <= way.price and all(a <= b for a, b in zip(rival.highest, way.highest, strict=True))
+            for rival in others
         ):
             kept.append(way)
     return kept

@@ -63,7 +63,7 @@ class AuxiliaryRow:
     weights: int
     """Bytes of its own weights."""
     in_use: int
-    """Bytes that training occupies on the device meanwhile, `Room.in_use`, and those of the adapters of [sample]."""
+    """Bytes that training occupies on the device meanwhile, `Room.in_use`, and the bytes of the adapters of [sample]."""
     peak: int
     """Bytes in total."""
     available: int | None
@@ -197,8 +197,8 @@ class AuxiliaryPlanner:
             sizes: Sizes of all clips and references that are encoded.
             room: Their device.
         """
-        chosen = [each for each in self.models if each.stage == "encode" and sizes]
-        return [self._encoder_row(each, sizes, room) for each in chosen]
+        chosen = [model for model in self.models if model.stage == "encode" and sizes]
+        return [self._encoder_row(model, sizes, room) for model in chosen]
 
     def _encoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
         if model.tiles is None:
@@ -232,8 +232,8 @@ class AuxiliaryPlanner:
         for model in self.models:
             if model.stage == "sample" and sizes:
                 decoder = self._decoder_row(model, sizes, rooms[0])
-                for place, room in enumerate(rooms):
-                    kept = decoder.weights if num_samples > 1 and not place else 0
+                for index, room in enumerate(rooms):
+                    kept = decoder.weights if num_samples > 1 and not index else 0
                     peak = room.in_use + kept + denoising
                     rows.append(
                         replace(

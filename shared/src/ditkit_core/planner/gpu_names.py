@@ -52,6 +52,6 @@ def unknown_gpu(name: str, names: Iterable[str]) -> str:
         return "is no GPU of NVIDIA, and ditkit trains on those alone, and slowly on CPUs"
     # Another number is another product: a 3070 is not a mistyped 4070.
     number = re.search(r"\d+", name)
-    similar = [each for each in (*names, *SOLD_GB) if number and number[0] in re.findall(r"\d+", each)]
+    similar = [other for other in (*names, *SOLD_GB) if number and number[0] in re.findall(r"\d+", other)]
     near = nearest_word(name, similar, 0.6)
     return f"is not known; {f'did you mean {near}? Or ' if near else ''}write its memory, as in 2x24GiB,1x16GiB"

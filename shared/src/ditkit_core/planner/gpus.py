@@ -70,7 +70,7 @@ _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
 # name, other names, GiB that torch reports, TFLOP/s in bf16 (fp16 before Ampere) and in fp32, GB/s of memory, PCIe, source.
 # GeForce GPUs multiply 16 bits with fp32 sums at half their fp16 rate; rates that are published "with sparsity" are halved here. The
 # whitepapers give the rates of a generation per multiprocessor and clock; a GPU's own are its published boost clock times those.
-# Products of int8 are published at 4 times that 16-bit rate for GeForce GPUs, and at twice for others; those of fp8 at twice for both.
+# Products of int8 are published at 4 times that 16-bit rate for GeForce GPUs, and at twice for others; products of fp8 at twice for both.
 # The memory is the least that is common on Linux: "GPU 0 has a total capacity of ..." in torch's messages, or `total_memory` of its device
 # properties. Windows shows up to 0.5 GiB more. A figure goes by the GPU's name in pytorch/torchchat#1341 (4090: 23.52, elsewhere 23.49),
 # Wan-Video/Wan2.1#465 (5090: 31.37, elsewhere 31.34), vllm-project/vllm#27508 (H100), hpcaitech/Open-Sora#697 (T4: 14.75, elsewhere 14.56),
@@ -109,7 +109,7 @@ _TABLE = (
 
 
 def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
-    known = []
+    gpus = []
     for name, others, memory, bf16, fp32, bandwidth, link, source in _TABLE:
         total = int(memory * GIB)
         gpu = GPU(
@@ -126,8 +126,8 @@ def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
             half="fp16" if source in _FP16_ONLY else "bf16",
             is_hopper=source in (*_H100, _H200),
         )
-        known.append((gpu, frozenset(_plain(each) for each in (name, *others.split("|")) if each)))
-    return tuple(known)
+        gpus.append((gpu, frozenset(_plain(alias) for alias in (name, *others.split("|")) if alias)))
+    return tuple(gpus)
 
 
 def _plain(name: str) -> str:
@@ -144,7 +144,7 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
     """The GPUs that a text names, in order.
 
     A size is read as GPUs are sold: 24GB or 24GiB is a GPU of 24 GiB, of which torch reports less (`as_sold`). A size has no speed, so the
-    rates are those of the slowest known GPU with as much memory.
+    rates are as on the slowest known GPU with as much memory.
 
     Args:
         text: Entries separated by commas, each a size (`24GiB`) or a known GPU (`rtx4090`), with `2x` before it for two.
@@ -154,13 +154,13 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
     """
     gpus: list[GPU] = []
     for entry in text.lower().split(","):
-        found = _ENTRY.fullmatch(entry.strip())
-        if not found:
+        match = _ENTRY.fullmatch(entry.strip())
+        if not match:
             raise UserError(f"--gpus {text!r} names no GPU before or after a comma; {_EXAMPLES}")
-        count = int(found[1] or 1)
-        gpu = _gpu_called(found[2])
+        count = int(match[1] or 1)
+        gpu = _gpu_called(match[2])
         if gpu is None:
-            remedy = unknown_gpu(found[2], (gpu.name for gpu, _ in KNOWN_GPUS))
+            remedy = unknown_gpu(match[2], (gpu.name for gpu, _ in KNOWN_GPUS))
             raise UserError(f"--gpus {text!r}: {entry.strip()!r} {remedy}")
         if not 1 <= count <= _MOST_GPUS - len(gpus):
             raise UserError(f"--gpus {text!r}: a plan can have 1 to {_MOST_GPUS} GPUs; {_EXAMPLES}")
@@ -195,26 +195,26 @@ def _with_rates_of(gpu: GPU, known: str) -> GPU:
 
 
 def as_sold(size: float) -> GPU:
-    """A GPU that is sold with `size` GiB (GB in advertisements), of which torch reports what the driver leaves."""
+    """A GPU that is sold with `size` GiB (GB in advertisements); torch reports what the driver leaves."""
     return of_size(int(size * GIB * (1 - DRIVER_SHARE)) - DRIVER_BYTES, f"{size:g}GiB")
 
 
 def of_size(total: int, name: str) -> GPU:
-    """A GPU of which torch reports `total` bytes and nothing else is known: it gets the rates of the slowest known one with as much
+    """A GPU with `total` bytes as torch reports them, and nothing else is known: it gets the rates of the slowest known one with as much
     memory, or of the largest.
 
     GPUs without bf16 are left out, since it is what runs compute in unless they say otherwise.
     """
-    known = sorted((gpu for gpu, _ in KNOWN_GPUS if gpu.half == "bf16"), key=lambda gpu: gpu.total)
+    with_bf16 = sorted((gpu for gpu, _ in KNOWN_GPUS if gpu.half == "bf16"), key=lambda gpu: gpu.total)
     # GPUs that are sold with one size differ in what torch reports, most of all those with ECC, hence the tolerance.
-    as_large = [gpu for gpu in known if gpu.total * 1.1 >= total] or known[-1:]
+    as_large = [gpu for gpu in with_bf16 if gpu.total * 1.1 >= total] or with_bf16[-1:]
     like = min(as_large, key=lambda gpu: gpu.bf16_flops)
     source = f"rates assumed as of {like.name}, the slowest known with as much memory ({like.source})"
     return replace(like, name=name, total=total, reserve=default_reserve(total), source=source)
 
 
 def weakest(gpus: Sequence[GPU]) -> GPU:
-    """A GPU with the least memory and the lowest rates of several, each of which does the same work."""
+    """A GPU with the least memory and the lowest rates of several that do the same work."""
     names = dict.fromkeys(gpu.name for gpu in gpus)
     if len(names) == 1:
         return gpus[0]
@@ -275,5 +275,5 @@ def gpu_named(name: str, total: int) -> GPU:
     fitting = [gpu for gpu in fitting if abs(gpu.total - total) < total / 10]
     if not fitting:
         return of_size(total, name)
-    known = max(fitting, key=lambda gpu: len(_plain(gpu.name)))
-    return replace(known, name=name, total=total, reserve=default_reserve(total))
+    longest = max(fitting, key=lambda gpu: len(_plain(gpu.name)))
+    return replace(longest, name=name, total=total, reserve=default_reserve(total))

@@ -118,7 +118,7 @@ def with_planned_kernels(execution: Execution, kind: str, gpus: Sequence[GPU] = 
     Args:
         execution: How the step runs. A run on its own devices has resolved the setting before.
         kind: Kind of the devices: `cuda` or `cpu`.
-        gpus: The GPUs, if they are known; without them kernels are those of recent ones.
+        gpus: The GPUs, if they are known; without them kernels are as on recent ones.
     """
     if execution.kernels != "auto":
         return execution

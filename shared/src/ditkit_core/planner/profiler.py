@@ -115,7 +115,7 @@ class MeasuredStep:
     backward: dict[int, StageMoment] = field(default_factory=dict)
     """By stage, in the order of the backward; stages without a backward are missing."""
     again: dict[int, StageMoment] = field(default_factory=dict)
-    """The same for a second micro-batch, whose gradients are added to those of the first."""
+    """The same for a second micro-batch, whose gradients are added to the first one's."""
     end: StageMoment | None = None
     """After the backward."""
     update: StageMoment | None = None

@@ -99,7 +99,7 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
 
 
 def _kinds(model: StagedModel, targets: Mapping[str, tuple[int, int]], *, whole: bool) -> list[tuple[Any, ...]]:
-    """The kind of each block: class, parameters, adapters with their ranks and those of an assistant, and whether a trained parameter comes before it, so that it has a backward."""
+    """The kind of each block: class, parameters, adapters with their ranks and an assistant's, and whether a trained parameter comes before it, so that it has a backward."""
     names = {id(module): name for name, module in model.named_modules()}
     started = whole or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
     kinds = []
@@ -151,7 +151,9 @@ def give_memory(
     device: torch.device,
     *,
     name: str = "",
-    dtype_of: Callable[[nn.Module, str, str, nn.Parameter], torch.dtype] = lambda owner, prefix, leaf, own: own.dtype,
+    dtype_of: Callable[[nn.Module, str, str, nn.Parameter], torch.dtype] = lambda owner, prefix, leaf, parameter: (
+        parameter.dtype
+    ),
 ) -> None:
     """Under `FakeTensorMode`, replace parameters and buffers on `meta` by ones on a device; shared tensors stay shared.
 
@@ -162,16 +164,18 @@ def give_memory(
         name: Its name in its model.
         dtype_of: Dtype of a parameter, from its module, the module's name, its own name and itself.
     """
-    given: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
     for prefix, owner in module.named_modules(prefix=name):
         for tensors in (owner._parameters, owner._buffers):
             for leaf, tensor in tensors.items():
                 if tensor is None:
                     continue
                 # Tied parameters share one tensor, and so must their memory.
-                if id(tensor) not in given:
+                if id(tensor) not in replacements:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     dtype = dtype_of(owner, prefix, leaf, tensor) if is_parameter else tensor.dtype
                     fake = torch.empty(tensor.shape, dtype=dtype, device=device)
-                    given[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
-                tensors[leaf] = given[id(tensor)]
+                    replacements[id(tensor)] = (
+                        nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+                    )
+                tensors[leaf] = replacements[id(tensor)]

@@ -56,7 +56,7 @@ class PlanReport:
     trains_all: bool = False
     """Whether all weights are trained, so that what the purpose `adapters` counts are these."""
     ranks: RanksPlan | None = None
-    """For several ranks: what they exchange. All other figures are those of one rank."""
+    """For several ranks: what they exchange. All other figures are one rank's."""
 
     @property
     def fits(self) -> bool:
@@ -157,12 +157,12 @@ def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: 
     """
     _headline(report)
     rows = _rows(report)
-    place = next(i for i, row in enumerate(rows) if row[0] == "peak") + 1
+    row_index = next(i for i, row in enumerate(rows) if row[0] == "peak") + 1
     names = "measured peak" if report.is_cuda else "measured peak of the process", "measured peak with gaps"
     for peaks, name in zip((allocated, reserved), names, strict=True):
         if peaks:
-            rows.insert(place, [name, *map(gib, peaks), *[""] * (len(report.devices) - len(peaks))])
-            place += 1
+            rows.insert(row_index, [name, *map(gib, peaks), *[""] * (len(report.devices) - len(peaks))])
+            row_index += 1
     _show_devices(report, rows)
 
 

@@ -19,7 +19,7 @@ from ditkit_core.planner.reduced_model import reduced_model
 class Utilisation:
     """From the training items of a step and its seconds to the share of the GPUs' peak rate, in [0, 1].
 
-    The arithmetic is that of matmuls and attention in one forward and backward without recomputes. A frozen weight has no gradient, and
+    Counted are matmuls and attention in one forward and backward without recomputes. A frozen weight has no gradient, and
     none is counted. A sample's arithmetic is a quadratic function of its tokens (attention is quadratic, everything else linear); it goes
     through the counts at three sizes of the data, and is exact at these.
     """

@@ -16,19 +16,19 @@ from ditkit_core.planner.ranks.replicas import replica_sums
 from ditkit_core.planner.workload import RankGradients, Round, Workload
 
 
-def profile_of_rank(whole: Profile, layout: RankLayout, reduction: torch.dtype = torch.float32) -> Profile:
+def profile_of_rank(undivided: Profile, layout: RankLayout, reduction: torch.dtype = torch.float32) -> Profile:
     """The costs of one rank's stages.
 
     Args:
-        whole: The profile of a rank with the whole model.
+        undivided: The profile of a rank with the whole model.
         reduction: Dtype in which gradients are added up over ranks.
     """
     if layout.shard == 1:
-        return whole
+        return undivided
     ratio = reduction.itemsize / torch.float32.itemsize
-    made = {stage: _dividing_weights(stage, layout.shard, ratio) for stage in dict.fromkeys(whole.stages)}
-    blocks = tuple(made[block] for block in whole.blocks)
-    return replace(whole, embed=made[whole.embed], blocks=blocks, head=made[whole.head])
+    stages = {stage: _dividing_weights(stage, layout.shard, ratio) for stage in dict.fromkeys(undivided.stages)}
+    blocks = tuple(stages[block] for block in undivided.blocks)
+    return replace(undivided, embed=stages[undivided.embed], blocks=blocks, head=stages[undivided.head])
 
 
 def work_of_rank(work: Workload, layout: RankLayout, *, adapts: bool) -> Workload:
@@ -37,12 +37,12 @@ def work_of_rank(work: Workload, layout: RankLayout, *, adapts: bool) -> Workloa
     Args:
         adapts: Whether adapters are trained.
     """
-    own = layout.micro_batches(work.micro_batches)
+    micro_batches = layout.micro_batches(work.micro_batches)
     if layout.shard > 1:
-        gradients = gradients_of_rank(own, adapts=adapts)
+        gradients = gradients_of_rank(micro_batches, adapts=adapts)
     else:
         gradients = replica_sums(work.micro_batches, layout.size, adapts=adapts, context=layout.context).gradients
-    return replace(work, micro_batches=own, ranks=gradients)
+    return replace(work, micro_batches=micro_batches, ranks=gradients)
 
 
 def gradients_of_rank(micro_batches: int, *, adapts: bool) -> RankGradients:
@@ -65,9 +65,9 @@ def gradients_of_rank(micro_batches: int, *, adapts: bool) -> RankGradients:
 
 
 def _dividing_weights(stage: StageCost, shard: int, reduction: float) -> StageCost:
-    frozen, trained = ([rows for rows in stage.rows if rows.is_trained is each] for each in (False, True))
-    own, all_trained = _of_rank(trained, shard), sum(rows.number * rows.bytes_each for rows in trained)
-    share = own / all_trained if all_trained else 0.0
+    frozen, trained = ([rows for rows in stage.rows if rows.is_trained is is_trained] for is_trained in (False, True))
+    trained_bytes, all_trained = _of_rank(trained, shard), sum(rows.number * rows.bytes_each for rows in trained)
+    share = trained_bytes / all_trained if all_trained else 0.0
     padded = shard * share
     return replace(
         stage,
@@ -78,7 +78,7 @@ def _dividing_weights(stage: StageCost, shard: int, reduction: float) -> StageCo
         optimizer=int(stage.optimizer * share),
         average=int(stage.average * share),
         update_extra=int(stage.update_extra * share),
-        gathered=shard * (own + _of_rank(frozen, shard)),
+        gathered=shard * (trained_bytes + _of_rank(frozen, shard)),
         reduced=int(stage.gradients * padded * reduction),
         whole_gradients=stage.gradients,
     )

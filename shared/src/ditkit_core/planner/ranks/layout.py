@@ -48,7 +48,7 @@ class RankLayout:
         return self.size // self.context
 
     def micro_batches(self, of_step: int) -> int:
-        """Micro-batches of the rank that has most, of those of a step."""
+        """Micro-batches of the rank that has most in a step."""
         return -(-of_step // self.data_ranks)
 
     def __str__(self) -> str:

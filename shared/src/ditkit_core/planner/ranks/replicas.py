@@ -64,13 +64,13 @@ def replica_sums(micro_batches: int, size: int, *, adapts: bool, context: int = 
         context: Ranks that share each sample.
     """
     ranks = [RecordedRanks(rank, size, context=context) for rank in range(size)]
-    found = [_of_rank(each, micro_batches, adapts=adapts) for each in ranks]
-    rounds = {each for own, _, _ in found for each in own}
-    chosen = [max((each for each in rounds if each.again is again), default=None) for again in (False, True)]
+    sums_by_rank = [_of_rank(recorded, micro_batches, adapts=adapts) for recorded in ranks]
+    rounds = {entry for rounds_of_rank, _, _ in sums_by_rank for entry in rounds_of_rank}
+    chosen = [max((entry for entry in rounds if entry.again is again), default=None) for again in (False, True)]
     gradients = RankGradients(
-        rounds=tuple(each for each in chosen if each is not None), exchanged=max(sets for _, sets, _ in found)
+        rounds=tuple(entry for entry in chosen if entry is not None), exchanged=max(sets for _, sets, _ in sums_by_rank)
     )
-    return ReplicaSums(gradients=gradients, moves=tuple(moves for _, _, moves in found))
+    return ReplicaSums(gradients=gradients, moves=tuple(moves for _, _, moves in sums_by_rank))
 
 
 def _of_rank(

@@ -98,8 +98,8 @@ class RankStep:
         """A copy of what a rank writes: its rows of weights, optimizer state and average, which it shares with their replicas."""
         if self.layout.shard == 1 or self._adapts:
             return 0
-        own = sum(stage.adapters + stage.optimizer + stage.average for stage in self.profile.stages)
-        return own * self.layout.shard // self.layout.size
+        trained = sum(stage.adapters + stage.optimizer + stage.average for stage in self.profile.stages)
+        return trained * self.layout.shard // self.layout.size
 
     @property
     def _adapts(self) -> bool:
@@ -107,18 +107,22 @@ class RankStep:
 
     def _time(self, route: Route) -> RouteTime:
         exchanges = self._exchanges(route).values()
-        exposed, step, efficiency = sum(each.exposed for each in exchanges), None, None
+        exposed, step, efficiency = sum(exchange.exposed for exchange in exchanges), None, None
         if self.gpu is not None:
             work = self.own_work
-            own = step_seconds(self.profile, self.division, [self.gpu], work)
-            step = own + exposed
+            computing = step_seconds(self.profile, self.division, [self.gpu], work)
+            step = computing + exposed
             # Of a step's samples each rank computes a part; those that share one compute a part of it.
             efficiency = (
-                own / work.micro_batches * self.work.micro_batches * self.layout.context / (step * self.layout.size)
+                computing
+                / work.micro_batches
+                * self.work.micro_batches
+                * self.layout.context
+                / (step * self.layout.size)
             )
         return RouteTime(
             name=route.name,
-            exchanges=tuple(each.seconds for each in exchanges),
+            exchanges=tuple(exchange.seconds for exchange in exchanges),
             exposed=exposed,
             step=step,
             efficiency=efficiency,
@@ -126,24 +130,24 @@ class RankStep:
         )
 
     def _exchanges(self, route: Route) -> dict[str, _Traffic]:
-        found = self._of_shards(route) if self.layout.shard > 1 else self._of_replicas(route)
-        return found | self._of_tokens(route)
+        traffic = self._of_shards(route) if self.layout.shard > 1 else self._of_replicas(route)
+        return traffic | self._of_tokens(route)
 
     def _of_replicas(self, route: Route) -> dict[str, _Traffic]:
         """Whole gradients, after the last backward: first of the ranks that share samples, then of all."""
         context, size = self.layout.context, self.layout.size
-        num_bytes, found = sum(stage.gradients for stage in self.profile.stages), dict[str, _Traffic]()
+        num_bytes, traffic = sum(stage.gradients for stage in self.profile.stages), dict[str, _Traffic]()
         if context > 1:
             sent = 2 * num_bytes * (context - 1) // context
             seconds = sent / route.gathered(context)
-            found["gradients, of shared samples"] = _Traffic(sent, seconds, seconds)
+            traffic["gradients, of shared samples"] = _Traffic(sent, seconds, seconds)
         sums = replica_sums(self.work.micro_batches, size, adapts=self._adapts, context=context)
         if size > 1:
             seconds = sums.seconds(
                 lambda rank, other: num_bytes / route.between_two(rank, other), num_bytes / route.gathered(size)
             )
-            found["gradients, in a tree"] = _Traffic(sums.most_sent * num_bytes, seconds, seconds)
-        return found
+            traffic["gradients, in a tree"] = _Traffic(sums.most_sent * num_bytes, seconds, seconds)
+        return traffic
 
     def _of_shards(self, route: Route) -> dict[str, _Traffic]:
         """Weights, gathered for the forward and again for the backward of each block, and gradients, added up behind each block."""
@@ -166,9 +170,11 @@ class RankStep:
         forward = self._exposed(True, [block.gathered * part / rate for block in blocks])
         gather = [block.gathered * part / rate for block in blocks]
         backward = self._exposed(False, gather)
-        with_sums = self._exposed(False, [each + summed([block]) for each, block in zip(gather, blocks, strict=True)])
+        with_sums = self._exposed(
+            False, [gathering + summed([block]) for gathering, block in zip(gather, blocks, strict=True)]
+        )
         tail = summed([*ends, blocks[0]])
-        found = {
+        traffic = {
             "weights, gathered": _Traffic(
                 int(gathers), gathers / rate, micro_batches * (gathered_ends * part / rate + forward + backward)
             ),
@@ -179,11 +185,11 @@ class RankStep:
         if repeated > 1:
             sent = reduced * twice * sums
             # The time that nothing hides is in the row before.
-            found["gradients, of repeated ranks"] = _Traffic(int(sent), sent / across, 0.0)
-        return found
+            traffic["gradients, of repeated ranks"] = _Traffic(int(sent), sent / across, 0.0)
+        return traffic
 
     def _of_tokens(self, route: Route) -> dict[str, _Traffic]:
-        """Tokens of ranks that share samples: those of attention, and all of them before the head. Nothing hides them."""
+        """Tokens of ranks that share samples: for attention, and all of them before the head. Nothing hides them."""
         if self.layout.context == 1:
             return {}
         sent = self.own_work.micro_batches * sum(
@@ -197,6 +203,6 @@ class RankStep:
         if self.gpu is None:
             return sum(exchanges)
         computed = [compute_time(block, self.gpu, self.work, backward=not is_forward) for block in self.profile.blocks]
-        stages = [(compute, int(each * 1e9)) for compute, each in zip(computed, exchanges, strict=True)]
+        stages = [(compute, int(exchange * 1e9)) for compute, exchange in zip(computed, exchanges, strict=True)]
         taken = streaming_time(stages if is_forward else stages[::-1], ahead=False)
         return (taken - sum(computed)) / 1e9

@@ -48,45 +48,52 @@ class Fit:
 
 def fit(task: FitTask) -> Fit:
     """Find the settings that fit and slow the run down least, prices of quantization included."""
-    found: list[Candidate] = []
+    fitting_settings: list[Candidate] = []
     for quantize in task.quantizations:
         # No quantized setting is faster than its arithmetic alone. If that loses with its price, skip its profiles, which take seconds each.
-        if found and min(each.score for each in found) <= shortest_seconds(task) * PRICE[quantize]:
+        if (
+            fitting_settings
+            and min(candidate.score for candidate in fitting_settings) <= shortest_seconds(task) * PRICE[quantize]
+        ):
             continue
         for policy in _policies(task, quantize):
             # Sorted by memory, so if this policy does not fit, no later one does.
             if not (fitting := list(candidates(task, policy, quantize))):
                 break
-            found += fitting
+            fitting_settings += fitting
     if task.schedules:
-        found += scheduled(task, found)
-    if not found:
+        fitting_settings += scheduled(task, fitting_settings)
+    if not fitting_settings:
         # Now everything is tried, whatever its price.
         # Sorted from exact to coarse, so the first quantization that fits is the most exact.
-        found = next(filter(None, ([*candidates(task, SMALLEST, quantize)] for quantize in task.quantizations)), [])
-    if not found:
+        fitting_settings = next(
+            filter(None, ([*candidates(task, SMALLEST, quantize)] for quantize in task.quantizations)), []
+        )
+    if not fitting_settings:
         return Fit(chosen=None, others={})
-    fastest = min(found, key=_rank)
+    fastest = min(fitting_settings, key=_rank)
     limit = fastest.score * (1 + HARDLY_LONGER)
-    about_as_fast = [each for each in found if each.score <= limit]
+    about_as_fast = [candidate for candidate in fitting_settings if candidate.score <= limit]
     # A plan may be off by a few percent, so settings with room to spare win over equally fast full ones.
     roomy = [
-        each for each in (like.within(1 - ROOM) for like in about_as_fast) if each is not None and each.score <= limit
+        candidate
+        for candidate in (like.within(1 - ROOM) for like in about_as_fast)
+        if candidate is not None and candidate.score <= limit
     ]
     chosen = _evened_out(_least_effort(roomy or about_as_fast), limit)
-    exact = [each for each in found if each.setting.quantize == "none"]
+    exact = [candidate for candidate in fitting_settings if candidate.setting.quantize == "none"]
     others = {
         **({"fastest with exact weights": min(exact, key=_rank)} if exact else {}),
-        "least memory": _smallest(found),
-        "fastest": min(found, key=lambda each: (each.seconds, *_rank(each))),
+        "least memory": _smallest(fitting_settings),
+        "fastest": min(fitting_settings, key=lambda candidate: (candidate.seconds, *_rank(candidate))),
     }
     # Others are printed for comparison: one that differs only in its split points is no choice.
-    known = {(chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap)}
-    for name, each in list(others.items()):
-        key = (each.setting.policy, each.setting.quantize, each.setting.swap)
-        if key in known or each.setting == fastest.setting:
+    shown = {(chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap)}
+    for name, candidate in list(others.items()):
+        key = (candidate.setting.policy, candidate.setting.quantize, candidate.setting.swap)
+        if key in shown or candidate.setting == fastest.setting:
             del others[name]
-        known.add(key)
+        shown.add(key)
     return Fit(chosen=chosen, others=others)
 
 
@@ -97,15 +104,15 @@ def _policies(task: FitTask, quantize: str) -> tuple[str, ...]:
     return tuple(policy for policy in policies if task.accepts(policy, quantize))
 
 
-def scheduled(task: FitTask, found: Sequence[Candidate]) -> list[Candidate]:
-    """The best schedule for each division of these candidates, where blocks of different policies recompute less than those of one."""
+def scheduled(task: FitTask, uniform: Sequence[Candidate]) -> list[Candidate]:
+    """The best schedule for each division of these candidates, where blocks of different policies recompute less than blocks with the same policy."""
     tried: dict[Any, Candidate] = {}
-    for each in found:
-        key = (each.setting.gpus, each.division, each.setting.pipelined, each.setting.quantize)
-        if key not in tried or each.seconds < tried[key].seconds:
-            tried[key] = each
-    made = [(each, fastest_schedule(task, each)) for each in tried.values()]
-    return [each for like, each in made if each is not None and each.seconds < like.seconds]
+    for candidate in uniform:
+        key = (candidate.setting.gpus, candidate.division, candidate.setting.pipelined, candidate.setting.quantize)
+        if key not in tried or candidate.seconds < tried[key].seconds:
+            tried[key] = candidate
+    schedules = [(candidate, fastest_schedule(task, candidate)) for candidate in tried.values()]
+    return [candidate for like, candidate in schedules if candidate is not None and candidate.seconds < like.seconds]
 
 
 def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Candidate | None:
@@ -120,7 +127,7 @@ def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Cand
     budgets = [gpu.budget for gpu in gpus]
     work = replace(task.work, pipelined=setting.pipelined, quantize=setting.quantize)
     profile_of = cache(lambda policy: task.profile_of(str(policy), setting.quantize))
-    limits = tuple(replace(each, total=int(each.available * share), reserve=0) for each in budgets)
+    limits = tuple(replace(budget, total=int(budget.available * share), reserve=0) for budget in budgets)
     problem = BudgetTask(
         profile_of=profile_of, division=like.division, budgets=limits, work=work, can_offload=False, gpus=tuple(gpus)
     )
@@ -129,14 +136,14 @@ def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Cand
     except UserError:
         return None
     profile = mixed([profile_of(policy) for policy in choice.policies])
-    found = replace(
+    schedule = replace(
         like,
         setting=replace(setting, policy=str(choice.schedule)),
         plan=compose(profile, like.division, budgets, work),
         seconds=step_seconds(profile, like.division, gpus, work),
         within=partial(fastest_schedule, task, like),
     )
-    return found if task.host is None or found.host <= task.host else None
+    return schedule if task.host is None or schedule.host <= task.host else None
 
 
 def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
@@ -144,8 +151,8 @@ def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]
     for pipelined in (False, True) if task.work.micro_batches > 1 and task.overlaps else (False,):
         search = Search(task, policy, quantize, pipelined=pipelined)
         for chosen in _choices(task.gpus):
-            if (len(chosen) > 1 or not pipelined) and (found := search.fastest(chosen)) is not None:
-                yield found
+            if (len(chosen) > 1 or not pipelined) and (candidate := search.fastest(chosen)) is not None:
+                yield candidate
 
 
 def least_missing(task: FitTask) -> int:
@@ -162,8 +169,8 @@ def least_host(task: FitTask) -> int | None:
     """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if they do not."""
     # Of the two policies the first has less on the host where it fits.
     searches = [_smallest_search(task, policy) for policy in (POLICIES[0], SMALLEST)]
-    each = [search.least_host(chosen) for search in searches for chosen in _choices(task.gpus)]
-    return min((needed for needed in each if needed is not None), default=None)
+    needs = [search.least_host(chosen) for search in searches for chosen in _choices(task.gpus)]
+    return min((needed for needed in needs if needed is not None), default=None)
 
 
 def _smallest_search(task: FitTask, policy: str) -> Search:
@@ -179,24 +186,29 @@ def shortest_seconds(task: FitTask) -> float:
         return replace(stage, kernels_backward=frozenset(left.items()))
 
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
-    whole = Partition(devices=(0,) * len(profile.blocks))
+    undivided = Partition(devices=(0,) * len(profile.blocks))
     work = replace(task.work, pipelined=False, quantize="none")
     if work.is_replayed:  # where the GPU does not wait for launches, no step is shorter
         work = replace(work, cuda_graphs="on")
-    fastest = min(step_seconds(profile, whole, [gpu], work) for gpu in task.gpus)
+    fastest = min(step_seconds(profile, undivided, [gpu], work) for gpu in task.gpus)
     return fastest / (len(task.gpus) if task.work.micro_batches > 1 else 1)
 
 
 def _evened_out(best: Candidate, limit: float) -> Candidate:
     """Settings that stream no more and score no worse than `limit`, with the fullest GPU as empty as possible."""
-    return _emptiest(best, lambda each: each.score <= limit and each.host <= best.host)
+    return _emptiest(best, lambda candidate: candidate.score <= limit and candidate.host <= best.host)
 
 
-def _smallest(found: Sequence[Candidate]) -> Candidate:
+def _smallest(candidates: Sequence[Candidate]) -> Candidate:
     """Settings with the fullest GPU as empty as possible, however slow, and with the most exact weights that fit."""
-    policies = [each for each in found if each.setting.policy in (POLICIES[0], SMALLEST) and not each.setting.pipelined]
+    policies = [
+        candidate
+        for candidate in candidates
+        if candidate.setting.policy in (POLICIES[0], SMALLEST) and not candidate.setting.pipelined
+    ]
     return _emptiest(
-        min(policies, key=lambda each: (PRICE[each.setting.quantize], -len(each.setting.gpus))), lambda each: True
+        min(policies, key=lambda candidate: (PRICE[candidate.setting.quantize], -len(candidate.setting.gpus))),
+        lambda candidate: True,
     )
 
 
@@ -205,9 +217,9 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
     low = 0.0
     for _ in range(8):
         share = (low + best.fullness) / 2
-        found = best.within(share)
-        if found is not None and accepted(found):
-            best = found
+        emptier = best.within(share)
+        if emptier is not None and accepted(emptier):
+            best = emptier
         else:
             low = share
     return best
@@ -216,11 +228,11 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
 def _least_effort(candidates: Sequence[Candidate]) -> Candidate:
     """Of about equally fast candidates the one with fewest GPUs, then least host memory. More GPUs are used if that saves a quarter of
     the host memory."""
-    ordered = sorted(candidates, key=lambda each: (len(each.setting.gpus), *_effort(each)))
+    ordered = sorted(candidates, key=lambda candidate: (len(candidate.setting.gpus), *_effort(candidate)))
     best = ordered[0]
-    for each in ordered:
-        if each.host <= 0.75 * best.host and each.host < best.host:
-            best = each
+    for candidate in ordered:
+        if candidate.host <= 0.75 * best.host and candidate.host < best.host:
+            best = candidate
     return best
 
 
@@ -237,8 +249,8 @@ def _effort(candidate: Candidate) -> tuple[Any, ...]:
 
 def _choices(gpus: Sequence[GPU]) -> list[tuple[int, ...]]:
     """All choices of GPUs, in their order; of choices with equal GPUs only the first."""
-    found: dict[tuple[GPU, ...], tuple[int, ...]] = {}
+    distinct: dict[tuple[GPU, ...], tuple[int, ...]] = {}
     for count in range(1, len(gpus) + 1):
         for chosen in combinations(range(len(gpus)), count):
-            found.setdefault(tuple(gpus[i] for i in chosen), chosen)
-    return list(found.values())
+            distinct.setdefault(tuple(gpus[i] for i in chosen), chosen)
+    return list(distinct.values())

@@ -7,6 +7,7 @@ execution = step.job.execution if step.fits else fitted(step)
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from ditkit_core.config.sizes import gib
 from ditkit_core.engine.ac_schedule import parse_policy
@@ -46,6 +47,7 @@ def fitted(step: StepPlan) -> Execution:
             f"nothing fits: the fullest GPU, or the host, still lacks {gib(least_missing(task))} GiB; use a smaller batch, or larger GPUs"
         )
     setting = chosen.setting
+    quantize: Any = setting.quantize  # one of the formats of `formats_of`
     return replace(
         job.execution,
         devices=tuple(str(targets.devices[index]) for index in setting.gpus),
@@ -53,7 +55,7 @@ def fitted(step: StepPlan) -> Execution:
         swap_blocks=setting.swap if any(setting.swap) else (),
         checkpointing=setting.policy,
         pipelined=setting.pipelined,
-        quantize=setting.quantize,
+        quantize=quantize,
     )
 
 

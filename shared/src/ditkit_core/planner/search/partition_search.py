@@ -194,13 +194,13 @@ class Search:
 
     def _fastest_spans(self, gpus: Sequence[GPU], share: float) -> tuple[SearchedSpan, ...] | None:
         judge, host = self._judge(share), self._task.host
-        found = self._divide(gpus, judge, host)
-        if not found or not self._work.pipelined:
-            return found[0] if found else None
+        divisions = self._divide(gpus, judge, host)
+        if not divisions or not self._work.pipelined:
+            return divisions[0] if divisions else None
         # With overlap the slowest device decides, which is not a sum: search again with ever tighter bounds on it.
-        times = [span.time.forward + span.time.backward for span in found[0]]
+        times = [span.time.forward + span.time.backward for span in divisions[0]]
         slowest, least = max(times), sum(times) / len(times)
-        ways = found
+        ways = divisions
         # Bounds between the slowest device so far and a perfectly even split.
         for step in range(_CAPS):
             ways = [*ways, *self._divide(gpus, judge, host, least * (slowest / least) ** (step / _CAPS))]
@@ -236,11 +236,11 @@ class Search:
         count = 1 if self._work.pipelined else self._work.micro_batches
         # best[k]: ways of the GPUs so far to hold the first k blocks
         best: dict[int, list[_Way]] = {0: [_Way(0, 0, ())]}
-        for place, gpu in enumerate(gpus):
+        for index, gpu in enumerate(gpus):
             following: dict[int, list[_Way]] = {}
             for start, ways in best.items():
-                sent = sum(crossing_time(self._profile, start, (gpus[place - 1], gpu))) if place else 0
-                for end in [self._num_blocks] if place == len(gpus) - 1 else self._starts:
+                sent = sum(crossing_time(self._profile, start, (gpus[index - 1], gpu))) if index else 0
+                for end in [self._num_blocks] if index == len(gpus) - 1 else self._starts:
                     if end <= start:
                         continue
                     span = judge(gpu, start, end)

@@ -42,7 +42,7 @@ def layouts(ranks: RankLayout) -> Iterator[list[RankLayout]]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout, link: str) -> RankFit | int | None:
@@ -56,12 +56,13 @@ def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout
     missing = []
     for group in layouts(ranks):
         tasks = [(layout, task) for layout in group if (task := task_of(layout)) is not None]
-        found = [each for layout, task in tasks if (each := _fitted(layout, task, link)) is not None]
-        if found:
+        fits = [candidate for layout, task in tasks if (candidate := _fitted(layout, task, link)) is not None]
+        if fits:
             # Of about equally fast ways the one that divides least: replicas change no bit, and need no gathers.
-            limit = min(each.score for each in found) * (1 + HARDLY_LONGER)
+            limit = min(candidate.score for candidate in fits) * (1 + HARDLY_LONGER)
             return min(
-                (each for each in found if each.score <= limit), key=lambda each: (each.layout.shard, each.score)
+                (candidate for candidate in fits if candidate.score <= limit),
+                key=lambda candidate: (candidate.layout.shard, candidate.score),
             )
         missing += [least_missing(_of_rank(layout, task)) for layout, task in tasks]
     return min(missing, default=None)

@@ -68,7 +68,7 @@ def plan_auxiliary(
     encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
-    found, added = planner.encode_rows(_encoded_sizes(step.bucket), encoders), _added_on(run, step.job.arch, blocks)
+    rows, added = planner.encode_rows(_encoded_sizes(step.bucket), encoders), _added_on(run, step.job.arch, blocks)
 
     def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
         if not generated.shapes:
@@ -78,19 +78,19 @@ def plan_auxiliary(
         sizes = [size for size, _ in generated.shapes]
         return planner.sample_rows(sizes, on, denoising=denoising, num_samples=generated.num, added=more)
 
-    found += sampled(to_be_generated(run, shapes, samples), rooms)
+    rows += sampled(to_be_generated(run, shapes, samples), rooms)
     if config.sample.device and config.sample.every_steps:
         room = _preview_room(run, rooms[0], devices, gpus=gpus, streamed=streamed)
-        found += [replace(row, stage="preview") for row in sampled(_samples(run, shapes, samples), [room])]
+        rows += [replace(row, stage="preview") for row in sampled(_samples(run, shapes, samples), [room])]
     if exchanges and kind == "cuda":
-        found.append(_exchanged(devices, streamed, host))
-    return tuple(found)
+        rows.append(_exchanged(devices, streamed, host))
+    return tuple(rows)
 
 
 def _rooms(run: RunContext, devices: Sequence[DevicePlan], kind: str, *, exchanges: bool) -> list[Room]:
     """The devices of the training step, and what is in use there while it generates samples."""
     averages = run.config.optim.kind.averages
-    # A CPU has both experts, of which a GPU has one at a time.
+    # A CPU has both experts; a GPU has one at a time.
     both = exchanges and kind == "cpu"
     return [
         Room(
@@ -137,11 +137,11 @@ def _added_on(run: RunContext, arch: Any, blocks: Sequence[range]) -> list[int]:
     if not any(adapters):
         return [0] * len(blocks)
     devices = [torch.device("meta", index) for index in range(len(blocks))]
-    of_blocks = tuple(device for device, own in zip(devices, blocks, strict=True) for _ in own)
+    of_blocks = tuple(device for device, span in zip(devices, blocks, strict=True) for _ in span)
     device_of = Placement(embed=devices[0], blocks=of_blocks, head=devices[-1]).device_of(model)
     shapes, dtype_of = layers_of(run.spec.architecture.build, arch), loaded_dtype(run.spec, run.precision)
     on = [{name for name in shapes if device_of(name) == device} for device in devices]
-    return [max(added_bytes(each, shapes, dtype_of, own) for each in adapters) for own in on]
+    return [max(added_bytes(adapter, shapes, dtype_of, span) for adapter in adapters) for span in on]
 
 
 def _encoded_sizes(bucket: Bucket) -> list[Size]:
@@ -170,8 +170,10 @@ def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample]
         samples = run.data.dataset.samples
     if config.prompts or samples is not None:
         prompts = sample_prompts(run, [] if config.prompts or samples is None else samples)
-        found = [shape_of(prompt, run.auxiliary.columns, run.spec.data.reference_size) for prompt in prompts]
-        return Generated(tuple(found), len(prompts) * config.images)
+        shapes_of_prompts = [
+            shape_of(prompt, run.auxiliary.columns, run.spec.data.reference_size) for prompt in prompts
+        ]
+        return Generated(tuple(shapes_of_prompts), len(prompts) * config.images)
     sizes = {
         ((config.frames or frames, config.height or height, config.width or width), references)
         for (frames, height, width), references in shapes
@@ -179,30 +181,32 @@ def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample]
     return Generated(tuple(sorted(sizes)), config.captions * config.images)
 
 
-def _room_of(name: str, key: str, run: RunContext, own: Room, *, gpus: bool) -> Room:
+def _room_of(name: str, key: str, run: RunContext, training_room: Room, *, gpus: bool) -> Room:
     """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device."""
-    own = own._replace(in_use=0)
+    training_room = training_room._replace(in_use=0)
     if gpus and name != "cpu":  # the GPUs are not in this machine; all are assumed to be like the first
-        return own
+        return training_room
     device = choose_device(name, key)
     if device.type == "cpu":
         # the host memory of another machine is unknown
         return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
     if device == run.devices[0]:
-        return own
-    (found,) = gpus_here([device])
-    return Room(f"{device}: {found.name}", found.total - found.reserve)
+        return training_room
+    (gpu,) = gpus_here([device])
+    return Room(f"{device}: {gpu.name}", gpu.total - gpu.reserve)
 
 
-def _preview_room(run: RunContext, own: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> Room:
+def _preview_room(
+    run: RunContext, training_room: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int
+) -> Room:
     """The device that generates previews, with a copy of the model."""
     name = run.config.sample.device
-    room = _room_of(name, "sample.device", run, own, gpus=gpus)
+    room = _room_of(name, "sample.device", run, training_room, gpus=gpus)
     weights = sum(map(weights_on, devices))
     if room.kind == "cuda":
         return room._replace(device=f"sample.device {name}" if gpus else room.device, in_use=weights)
     if room.available is not None:  # the steps will use the same memory, and have not begun
-        steps = sum(each.host + (each.peak if own.kind == "cpu" else 0) for each in devices)
+        steps = sum(device.host + (device.peak if training_room.kind == "cpu" else 0) for device in devices)
         room = room._replace(available=max(0, room.available - streamed - steps))
     return room._replace(in_use=weights + streamed)  # the copy streams nothing
 

@@ -70,14 +70,14 @@ class Level:
     @property
     def short(self) -> str:
         """The changed values alone."""
-        return ", ".join(f"{each.key} = {each.value}" for each in self.changed)
+        return ", ".join(f"{change.key} = {change.value}" for change in self.changed)
 
     def then(self, section: str, **values: Any) -> "Level":
         """The next level: these values of a section too. A key that was changed before counts once."""
         old: Any = getattr(self.config, section)
         sections: dict[str, Any] = {section: replace(old, **values)}
-        first = {each.key: each.before for each in self.changed}
-        kept = [each for each in self.changed if each.key not in {f"{section}.{name}" for name in values}]
+        first = {change.key: change.before for change in self.changed}
+        kept = [change for change in self.changed if change.key not in {f"{section}.{name}" for name in values}]
         more = [
             Changed(
                 key=(key := f"{section}.{name}"), value=_text(value), before=first.get(key, _text(getattr(old, name)))
@@ -174,7 +174,7 @@ def search(config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, later:
     best = tried[-1]
     if best.fit.chosen is None or not later:
         return best
-    chosen, passed = best.fit.chosen, {each.level for each in tried}
+    chosen, passed = best.fit.chosen, {attempt.level for attempt in tried}
     updates = (level for level in levels(config) if level not in passed and level.config.precision == config.precision)
     offered = [*_better(chosen, _accepted(updates, task_of), [_QUICK])]
     if policies := _with_less_memory(chosen, best.task):
@@ -200,9 +200,11 @@ def _better(
 ) -> Iterator[tuple[Level, Candidate]]:
     """The first of other levels that is faster or needs less host memory under one of these policies: those behind it are not planned."""
     for level, task in others:
-        formats = [each for each in task.quantizations if each in ("none", best.setting.quantize)]
-        every = (each for policy in policies for quantize in formats for each in candidates(task, policy, quantize))
-        one = min(every, key=lambda each: each.score, default=None)
+        formats = [quantize for quantize in task.quantizations if quantize in ("none", best.setting.quantize)]
+        every = (
+            candidate for policy in policies for quantize in formats for candidate in candidates(task, policy, quantize)
+        )
+        one = min(every, key=lambda candidate: candidate.score, default=None)
         if one is not None and (one.score <= _FASTER * best.score or one.host < _LESS_HOST * best.host):
             yield level, one
             return
@@ -212,10 +214,10 @@ def _with_less_memory(best: Candidate, task: FitTask) -> Sequence[str]:
     """The policies with which blocks that keep less could be better: the present one if something is streamed or quantized, and the next
     faster one. None if no step of this run can be that much faster."""
     setting = best.setting
-    place = POLICIES.index(setting.policy) if setting.policy in POLICIES else 0
+    index = POLICIES.index(setting.policy) if setting.policy in POLICIES else 0
     if best.host or setting.quantize != "none":
-        return POLICIES[place : place + 2]
-    return POLICIES[place + 1 : place + 2] if shortest_seconds(task) <= _FASTER * best.score else ()
+        return POLICIES[index : index + 2]
+    return POLICIES[index + 1 : index + 2] if shortest_seconds(task) <= _FASTER * best.score else ()
 
 
 def _cannot_fit(task: FitTask) -> bool:
@@ -227,4 +229,6 @@ def _cannot_fit(task: FitTask) -> bool:
 
 def state_bytes(profile: Profile) -> int:
     """Bytes of what a full fine-tune keeps of its weights: values, gradients, optimizer state and average."""
-    return sum(each.weights + each.adapters + each.gradients + each.optimizer + each.average for each in profile.stages)
+    return sum(
+        stage.weights + stage.adapters + stage.gradients + stage.optimizer + stage.average for stage in profile.stages
+    )

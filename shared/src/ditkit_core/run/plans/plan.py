@@ -120,7 +120,7 @@ def _verifying(run: RunContext, adapter_bytes: int) -> int:
     verify = adapters.verify_whole if trains_all or run.config.export.merged else adapters.verify
     if verify is None:
         return 0
-    shard = max(1, run.config.ranks.shard)  # it reads the adapter whole, of which a rank trains a part
+    shard = max(1, run.config.ranks.shard)  # it reads all of the adapter, and a rank trains a part
     return bytes_at_use(run.spec, run.arch, 0 if trains_all else shard * adapter_bytes)
 
 

@@ -184,7 +184,7 @@ def largest_bucket(
 ) -> Bucket:
     """The micro-batch with the most tokens: from the dataset if it is available, else with the configured size.
 
-    Each micro-batch of the data is followed by as many class images, and those of one shape go through the model together. The
+    Each micro-batch of the data is followed by as many class images, and class images of one shape go through the model together. The
     largest of all is planned.
 
     Args:
