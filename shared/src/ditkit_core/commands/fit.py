@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ditkit_core.commands.fit_ranks import fit_over_ranks
-from ditkit_core.commands.fit_task import Found, apply, gpus_to_fit, in_words, task_for
+from ditkit_core.commands.fit_task import FitResult, apply, gpus_to_fit, in_words, task_for
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.config.sizes import GIB
@@ -55,33 +55,37 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     check_plannable(run, here=False)  # the configured devices are not checked: the search chooses among all
     gpus, names = gpus_to_fit(run.config, options.gpus)
     host = host_limit(options.host, here=not options.gpus)
-    found = (
+    result = (
         _fit_process(run, gpus, names, host) if ranks is None else fit_over_ranks(run, gpus, ranks, launch.link, host)
     )
-    if found.chosen is None:
-        _warn(found.lines)
+    if result.chosen is None:
+        _warn(result.lines)
         return DOES_NOT_FIT
     if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
-        check_preview_device(create_run(spec, found.config))
+        check_preview_device(create_run(spec, result.config))
 
     def planned(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
-        assert found.chosen is not None
+        assert result.chosen is not None
         per_machine = 1 if ranks is None else ranks.nproc
-        own, on_gpus = None if host is None else host // per_machine, bool(options.gpus)
-        return auxiliary_of(create_run(spec, config), found.chosen, gpus=on_gpus, per_machine=per_machine, host=own)
+        host_of_rank, on_gpus = None if host is None else host // per_machine, bool(options.gpus)
+        return auxiliary_of(
+            create_run(spec, config), result.chosen, gpus=on_gpus, per_machine=per_machine, host=host_of_rank
+        )
 
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
-    changes_so_far = found.level.changed if found.level else ()
-    level, auxiliary = _with_encoding(Level(config=found.config, changed=changes_so_far), planned)
-    lines = [*found.lines]
-    lines += [f"encoding does not fit as configured; changed: {each}" for each in level.changed[len(changes_so_far) :]]
+    changes_so_far = result.level.changed if result.level else ()
+    level, auxiliary = _with_encoding(Level(config=result.config, changed=changes_so_far), planned)
+    lines = [*result.lines]
+    lines += [
+        f"encoding does not fit as configured; changed: {change}" for change in level.changed[len(changes_so_far) :]
+    ]
     fitted, lacking = level.config, [row for row in auxiliary if row.fits is False]
     previews_here = bool(fitted.sample.every_steps and not fitted.sample.device)
     lines += [describe_shortfall(row, previews_here) for row in lacking]
     if lacking:
         lines.append("training fits, but the rows above do not; correct the settings for them before you train")
-    changed = "".join(f"# changed: {each}\n" for each in level.changed)
-    text = f"# {found.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n{changed}\n{to_toml(fitted)}"
+    changed = "".join(f"# changed: {change}\n" for change in level.changed)
+    text = f"# {result.title}\n# for {', '.join(gpu.name for gpu in gpus)}\n{changed}\n{to_toml(fitted)}"
     if out is None:
         say(text.rstrip("\n"))  # before the lines: these hundreds would push them off a terminal
     else:
@@ -96,7 +100,7 @@ def _warn(lines: Sequence[str]) -> None:
         warn(line)
 
 
-def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> Found:
+def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> FitResult:
     """The settings of a process alone."""
     spec = run.given.spec
     tasks: dict[RunConfig, FitTask] = {}
@@ -109,20 +113,22 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
         return tasks[config]
 
     searched = search(run.config, task_of)
-    found, task, level = searched.fit, searched.task, searched.level
-    changed = [f"changed: {each}" for each in level.changed]
-    if found.chosen is None:
-        return Found(config=run.config, lines=[*changed, *_nothing_fits(spec, level.config, task)])
-    config, lines = apply(level.config, found.chosen, names), list(explained(found, task, names))
+    fit_of_level, task, level = searched.fit, searched.task, searched.level
+    changed = [f"changed: {change}" for change in level.changed]
+    if fit_of_level.chosen is None:
+        return FitResult(config=run.config, lines=[*changed, *_nothing_fits(spec, level.config, task)])
+    config, lines = apply(level.config, fit_of_level.chosen, names), list(explained(fit_of_level, task, names))
     for later, candidate in searched.later:
         host_gib = f", {candidate.host / GIB:.1f} GiB in host memory" if candidate.host else ""
         cost = "; ".join(change.cost for change in later.changed if change not in level.changed)
         lines.append(
             f"not chosen, because it changes more: {later.short}: {in_words(candidate, names)}{host_gib}; price: {cost}"
         )
-    lines += _on_codes(with_config(run, level.config), task, found.chosen)
-    title = in_words(found.chosen, names)
-    return Found(config=config, lines=[*_levers(level, task), *lines], chosen=found.chosen, title=title, level=level)
+    lines += _on_codes(with_config(run, level.config), task, fit_of_level.chosen)
+    title = in_words(fit_of_level.chosen, names)
+    return FitResult(
+        config=config, lines=[*_levers(level, task), *lines], chosen=fit_of_level.chosen, title=title, level=level
+    )
 
 
 def _on_codes(run: RunContext, task: FitTask, chosen: Candidate) -> Iterator[str]:
@@ -143,10 +149,10 @@ def _with_encoding(
     for values in changes:
         if not (lacking := _lacking_encoders(rows)):
             break
-        tried = level.then("encode", **values)
-        found = planned(tried.config)
-        if _lacking_encoders(found) < lacking:
-            level, rows = tried, found
+        attempt = level.then("encode", **values)
+        rows_of_attempt = planned(attempt.config)
+        if _lacking_encoders(rows_of_attempt) < lacking:
+            level, rows = attempt, rows_of_attempt
     return level, rows
 
 
@@ -162,7 +168,7 @@ def _levers(level: Level, task: FitTask) -> Iterator[str]:
             "nothing fits as configured, so these settings are changed too, from what changes numbers least; weights, gradients and "
             f"optimizer state are {state:.1f} GiB with them"
         )
-        yield from (f"changed: {each}" for each in level.changed)
+        yield from (f"changed: {change}" for change in level.changed)
 
 
 def auxiliary_of(
@@ -180,9 +186,9 @@ def auxiliary_of(
     )
 
 
-def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
+def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
     """The lines about the choice: the memory of each GPU, alternatives that would fit too, and the assumptions."""
-    chosen = found.chosen
+    chosen = result.chosen
     assert chosen is not None
     yield f"fits: {in_words(chosen, names)}"
     for index, plan in zip(chosen.setting.gpus, chosen.plan, strict=True):
@@ -194,11 +200,11 @@ def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
     limit = "; --host sets a limit" if task.host is None else f", of {task.host / GIB:.1f} GiB that are available"
     if any(chosen.setting.swap):
         weights = chosen.weights_on_host
-        what = "weights" if task.adapts else "weights and of what the optimizer keeps of them"
-        yield f"{weights / GIB:.1f} GiB of {what} stay in host memory, page-locked{limit}; a GPU has buffers for {BUFFERS} blocks"
+        streamed = "weights" if task.adapts else "weights and of what the optimizer keeps of them"
+        yield f"{weights / GIB:.1f} GiB of {streamed} stay in host memory, page-locked{limit}; a GPU has buffers for {BUFFERS} blocks"
     if sent := chosen.host - chosen.weights_on_host:
         yield f"{sent / GIB:.1f} GiB of activations are offloaded to host memory until the backward, page-locked{limit}"
-    for name, other in found.others.items():
+    for name, other in result.others.items():
         yield f"{name}: {in_words(other, names)}"
     prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
     if prices:
@@ -218,15 +224,15 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
     else:
         yield f"nothing fits: {smallest}, all streamed, the fullest GPU still lacks {least_missing(task) / GIB:.2f} GiB"
     planned = changes(spec, config, task)
-    for each in planned:
-        state = "fits" if not each.missing else f"still lacks {each.missing / GIB:.2f} GiB"
-        yield f"{each.change.words}: {state}"
+    for plan in planned:
+        state = "fits" if not plan.missing else f"still lacks {plan.missing / GIB:.2f} GiB"
+        yield f"{plan.change.words}: {state}"
     if planned and not planned[0].missing:
         best = planned[0].change
-        found = fit(_after(best, spec, config, task))
-        assert found.chosen is not None
+        fit_after = fit(_after(best, spec, config, task))
+        assert fit_after.chosen is not None
         names = [f"cuda:{i}" for i in range(len(best.gpus))]
-        yield f"the single change that helps most: {best.words}; then {in_words(found.chosen, names)}"
+        yield f"the single change that helps most: {best.words}; then {in_words(fit_after.chosen, names)}"
     elif planned:
         yield f"no single change is enough; this one helps most: {planned[0].change.words}"
 

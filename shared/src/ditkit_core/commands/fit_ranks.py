@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from ditkit_core.commands.fit_task import Found, apply, in_words, task_for
+from ditkit_core.commands.fit_task import FitResult, apply, in_words, task_for
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import GPU, weakest
@@ -24,39 +24,39 @@ from ditkit_core.run.plans.plan import check_plannable
 from ditkit_core.run.plans.planned_step import job_of
 
 
-def fit_over_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, link: str, host: int | None) -> Found:
+def fit_over_ranks(run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, link: str, host: int | None) -> FitResult:
     """The division over ranks, and the settings of each."""
     gpu = weakest(gpus)
-    level, found = _first_that_fits(run, gpu, ranks, link, None if host is None else host // ranks.nproc)
-    changed = [f"changed: {each}" for each in level.changed]
-    if isinstance(found, int):
-        words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {found / GIB:.2f} GiB"
-        return Found(config=run.config, lines=[*changed, words])
+    level, division = _first_that_fits(run, gpu, ranks, link, None if host is None else host // ranks.nproc)
+    changed = [f"changed: {change}" for change in level.changed]
+    if isinstance(division, int):
+        words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {division / GIB:.2f} GiB"
+        return FitResult(config=run.config, lines=[*changed, words])
     if changed:
         changed.insert(
             0, "nothing fits as configured, so these settings are changed too, from what changes numbers least"
         )
-    layout, before, time = found.layout, run.config.ranks, found.plan.times[0]
-    config = apply(level.config, found.chosen, ("cuda:0",))
+    layout, before, time = division.layout, run.config.ranks, division.plan.times[0]
+    config = apply(level.config, division.chosen, ("cuda:0",))
     config = replace(
         config,
         ranks=replace(before, shard=layout.shard, context=layout.context),
         train=replace(config.train, device="auto"),  # each rank takes its own
     )
     title = f"{layout}: ranks.shard = {layout.shard}, ranks.context = {layout.context}"
-    (plan,) = found.chosen.plan
+    (plan,) = division.chosen.plan
     job = job_of(run, run.arch, run.config.adapter, None, "cuda")
     work = replace(job, execution=with_planned_kernels(job.execution, "cuda", (gpu,))).work
-    own = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
+    memory = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
     lines = [
         *changed,
-        f"fits: {title} (were {before.shard} and {before.context}), {in_words(found.chosen, ('each rank',))}",
-        f"each rank ({plan.budget.name}): {own}; page-locked host memory of a machine: {found.plan.host_of_machine / GIB:.1f} GiB",
-        f"about {found.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are not hidden; efficiency {time.efficiency or 0:.0%}",
+        f"fits: {title} (were {before.shard} and {before.context}), {in_words(division.chosen, ('each rank',))}",
+        f"each rank ({plan.budget.name}): {memory}; page-locked host memory of a machine: {division.plan.host_of_machine / GIB:.1f} GiB",
+        f"about {division.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are not hidden; efficiency {time.efficiency or 0:.0%}",
         f"exchanges are an estimate: {time.rates}",
         *(f"the time is an estimate: {line}" for line in assumptions([gpu], work)),
     ]
-    return Found(config=config, lines=lines, chosen=found.chosen, title=title, level=level)
+    return FitResult(config=config, lines=lines, chosen=division.chosen, title=title, level=level)
 
 
 def _first_that_fits(
@@ -68,15 +68,15 @@ def _first_that_fits(
         changed = with_config(run, level.config)
         try:
             check_plannable(changed, here=False)
-            found = division_of(changed, tasks_of(changed, gpu, host), ranks, link)
+            division = division_of(changed, tasks_of(changed, gpu, host), ranks, link)
         except UserError:
             if not level.changed:
                 raise
             continue  # it contradicts another setting
-        if isinstance(found, RankFit):
-            return level, found
-        lacking.append((found, level))
-    missing, level = min(lacking, key=lambda each: each[0])
+        if isinstance(division, RankFit):
+            return level, division
+        lacking.append((division, level))
+    missing, level = min(lacking, key=lambda pair: pair[0])
     return level, missing
 
 
@@ -85,7 +85,7 @@ def tasks_of(run: RunContext, gpu: GPU, host: int | None = None) -> Callable[[in
 
     Args:
         run: The run.
-        gpu: That of each rank.
+        gpu: The GPU of a rank.
         host: Page-locked memory of each rank in bytes; None for no limit.
     """
 
@@ -123,10 +123,10 @@ def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLay
 
         return replace(task, profile_of=profile_of, streams=layout.shard == 1)
 
-    found = fit_ranks(task_of, ranks, link)
-    if found is None:
+    division = fit_ranks(task_of, ranks, link)
+    if division is None:
         raise UserError(refused[0])
-    return found
+    return division
 
 
 def _divided(run: RunContext, layout: RankLayout) -> RunContext:

@@ -22,7 +22,7 @@ _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FitResult:
     """The result of a search; without a choice, the lines say what lacks."""
 
     config: RunConfig
@@ -41,14 +41,14 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
         gpus: The `--gpus` flag; empty for the GPUs of this machine.
     """
     if gpus:
-        found = parse_gpus(gpus)
+        candidates = parse_gpus(gpus)
         # One name more than GPUs: the device that generates previews is skipped.
-        named = [f"cuda:{i}" for i in range(len(found) + 1) if not _samples_on(config, i)]
-        names = tuple(named[: len(found)])
+        free = [f"cuda:{i}" for i in range(len(candidates) + 1) if not _samples_on(config, i)]
+        names = tuple(free[: len(candidates)])
     else:
         devices = _devices_here(config)
-        found, names = gpus_here(devices), tuple(map(str, devices))
-    return keeping_reserves(found, config.train.reserve), names
+        candidates, names = gpus_here(devices), tuple(map(str, devices))
+    return keeping_reserves(candidates, config.train.reserve), names
 
 
 def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
@@ -103,9 +103,9 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
     if config.train.devices:
         return choose_devices(config.train.devices)
     if config.train.device == "auto":
-        found = choose_devices(("all",)) if torch.cuda.is_available() else (choose_device("auto", "train.device"),)
-        training = [device for device in found if device.type == "cpu" or not _samples_on(config, device.index)]
-        return tuple(training) or found
+        devices = choose_devices(("all",)) if torch.cuda.is_available() else (choose_device("auto", "train.device"),)
+        training = [device for device in devices if device.type == "cpu" or not _samples_on(config, device.index)]
+        return tuple(training) or devices
     return choose_devices((config.train.device,))
 
 

@@ -101,7 +101,7 @@ def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: Measured
     run = create_run(spec, config)
     say("out of memory; planning the memory of this run and of changes to it ...")
     report = make_report(run)
-    measured = [[each[d.index] for d in run.devices] if report.is_cuda else list(each) for each in peaks if each]
+    measured = [[sizes[d.index] for d in run.devices] if report.is_cuda else list(sizes) for sizes in peaks if sizes]
     print_measured_plan(report, *measured)
     on_host = report.is_cuda and is_of_the_host(failure)
     if on_host:
@@ -118,8 +118,8 @@ def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
     """The settings that `--fit` would choose for the devices of the run, with the memory that is free now."""
     spec, config = run.spec, run.config
     gpus = []
-    own = keeping_reserves(gpus_here(run.devices), config.train.reserve)
-    for device, gpu, plan in zip(run.devices, own, report.devices, strict=True):
+    present = keeping_reserves(gpus_here(run.devices), config.train.reserve)
+    for device, gpu, plan in zip(run.devices, present, report.devices, strict=True):
         free, total = torch.cuda.mem_get_info(device)
         others = max(0, total - free - RESERVE_BYTES)  # minus the CUDA context of this process
         available = min(
@@ -138,7 +138,7 @@ def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
         if not settings:
             return "no setting that --fit searches needs less memory"
         return f"{settings} fits: {_of(fullest.peak, fullest.budget.available)}"
-    single = [each for each in changes(spec, config, task) if each.change.gpus == task.gpus]
+    single = [plan for plan in changes(spec, config, task) if plan.change.gpus == task.gpus]
     if not single:
         return f"no settings that --fit searches fit; {_NOTHING_LEFT}, so it needs more memory or a smaller model"
     best = single[0]
@@ -158,9 +158,9 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
     for change in _single(run):
         changed = with_config(run, change.config)
         step = planned_step(changed, "cpu")
-        found = profile(step.job)
-        budget, whole = Budget(name="cpu", total=limit, workspace=0), Partition(devices=(0,) * len(found.blocks))
-        (planned,) = compose(found, whole, [budget], step.job.work)
+        costs = profile(step.job)
+        budget, undivided = Budget(name="cpu", total=limit, workspace=0), Partition(devices=(0,) * len(costs.blocks))
+        (planned,) = compose(costs, undivided, [budget], step.job.work)
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"
         tried.append((planned.peak, change.words))
