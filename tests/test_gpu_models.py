@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from workspace import ROOT
 
@@ -52,7 +52,7 @@ def test_a_step_is_that_of_the_loop(models: Any) -> None:
     case = models.small(models.CASES["klein4b"][0])
     torch.manual_seed(0)
     model = models.build(case, CPU, True)
-    plain = TrainModel(model.module, models.BlockEngine(policy="full"), model.spec, model.trained.optimizer.parameters)
+    plain = Model(model.module, models.BlockEngine(policy="full"), model.spec, model.trained.optimizer.parameters)
     context = StepContext(step=0, seed=0, flow=FlowConfig())
     expected = training_step(plain, [model.batch], model.trained.optimizer, context, lr=0.0, clip_norm=1.0).loss
     with models.step_of(model, models.Mode(policy="full", kernels="torch")) as step:

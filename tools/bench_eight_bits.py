@@ -24,6 +24,7 @@ from demo_runs import run_demo
 from ditkit_core.config.resolve import resolve
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.model import Model
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_all
@@ -31,7 +32,6 @@ from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.run.train_data import training_data
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_wan.spec import WAN
 
@@ -90,7 +90,7 @@ def gradients(folder: Path, flags: Mapping[str, Any]) -> dict[str, Tensor]:
     load_trained(prepared, RunFolder(folder))
     data = training_data(run, encode_all(run)[0], [])
     batches = [batch for index in range(MICRO_BATCHES) for batch in data.micro_batches(index)[:1]]
-    model = TrainModel(prepared.model.eval(), BlockEngine(), run.spec)
+    model = Model(prepared.module.eval(), BlockEngine(), run.spec)
     accumulate_gradients(model, batches, StepContext(step=0, seed=1, flow=run.config.flow))
     return {name: value.grad.double() for name, value in prepared.trainable.items() if value.grad is not None}
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import tiny_vae, write_qwen
 
 from ditkit_core.errors import UserError
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.run.prepare import arch_here
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_flux2.encoders.text import TextEncoder as Flux2TextEncoder
 from ditkit_flux2.encoders.vae import VaeEncoder as Flux2VaeEncoder

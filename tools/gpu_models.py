@@ -30,6 +30,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.execution import Execution
 from ditkit_core.io.memory import release_memory
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision, set_precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import GPU, gpus_here, parse_gpus
@@ -42,7 +43,6 @@ from ditkit_core.training.config import EMAConfig, FlowConfig, TrainConfig
 from ditkit_core.training.flow_matching import prepare
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import replays_of
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from gpu_cases import CASES, Case, Mode, described, small
@@ -118,7 +118,7 @@ def plan_of(case: Case, mode: Mode, gpu: GPU, kind: str, tiny: bool) -> Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class TrainedModel:
     """A model with its optimizer, and inputs of its steps."""
 
     spec: ModelSpec
@@ -127,7 +127,7 @@ class Model:
     batch: Batch
 
 
-def build(case: Case, device: torch.device, tiny: bool) -> Model:
+def build(case: Case, device: torch.device, tiny: bool) -> TrainedModel:
     """Our model with random weights, in the dtypes that loading gives, and a batch of random latents and conditions."""
     spec, arch, adapter, outline = described(case, tiny)
     precision = Precision(matmul=torch.bfloat16)
@@ -137,7 +137,7 @@ def build(case: Case, device: torch.device, tiny: bool) -> Model:
     kernels = "triton" if device.type == "cuda" else "torch"
     trained = TrainState(module, trainable_parameters(module), OptimConfig(), EMAConfig(), kernels=kernels)
     module.train()
-    return Model(spec=spec, module=module, trained=trained, batch=random_batch(outline))
+    return TrainedModel(spec=spec, module=module, trained=trained, batch=random_batch(outline))
 
 
 def random_batch(outline: Mapping[str, Tensor]) -> Batch:
@@ -153,14 +153,14 @@ def _note(line: str) -> None:
 
 
 @contextmanager
-def step_of(model: Model, mode: Mode) -> Iterator[Step]:
+def step_of(model: TrainedModel, mode: Mode) -> Iterator[Step]:
     """A training step as the loop takes it: the batch is prepared, and page-locked, before. Graphs are freed behind the block.
 
     The only function that knows how a step is replayed.
     """
     set_precision(model.module, mode.precision)
     engine = BlockEngine(policy=mode.policy, kernels=mode.kernels)
-    there = TrainModel(model.module, engine, model.spec, model.trained.optimizer.parameters)
+    there = Model(model.module, engine, model.spec, model.trained.optimizer.parameters)
     batch = prepare(model.spec, FlowConfig(), [model.batch], 0, seed=0, step=0)
     if next(model.module.parameters()).is_cuda:
         batch = batch.pinned()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from device_clock import attempted, of_published, seconds
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
@@ -27,7 +28,6 @@ from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import prepare
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 
 Rows = Iterator[dict[str, Any]]
@@ -184,7 +184,7 @@ def _places(name: str, found: Counter[str]) -> dict[str, Any]:
 def _waits_in_a_step(device: torch.device, spec: Any, arch: Any, items: Any, kernels: str) -> Counter[str]:
     model: Any = make_model(spec, arch, dtype=NARROW, adapter=ADAPTERS["lora"]).to(device)
     trained, batches, found = trainable_parameters(model), micro_batches(items), Counter[str]()
-    there = TrainModel(model, BlockEngine(policy="full", kernels=kernels), spec, trained)
+    there = Model(model, BlockEngine(policy="full", kernels=kernels), spec, trained)
     optimizer = NamedOptimizer(trained, OptimConfig())
     for step in range(3):  # the last counts: in the first a kernel's compiler may wait
         ready = [prepare(spec, FlowConfig(), batches, i, seed=1, step=step).pinned() for i in range(len(batches))]

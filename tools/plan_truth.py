@@ -126,11 +126,11 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     from ditkit_core.engine.devices import make_current
     from ditkit_core.engine.engine import BlockEngine
     from ditkit_core.engine.placement import Placement
+    from ditkit_core.loading.model import Model
     from ditkit_core.models.precision import Precision, compute_fp32_in_fp32, parse_dtype
     from ditkit_core.models.spec import build_on_meta
     from ditkit_core.training.config import EMAConfig, FlowConfig
     from ditkit_core.training.optim.optimizers import OptimConfig
-    from ditkit_core.training.train_model import TrainModel
     from ditkit_core.training.train_state import TrainState
     from ditkit_core.training.train_step import StepContext, training_step
 
@@ -161,7 +161,7 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
         items = shapes[step % len(shapes)]
         batch = Batch(ids=[str(i) for i in range(len(items))], items=items)
         training_step(
-            TrainModel(model, BlockEngine(policy=case.policy, hooks=hooks), spec),
+            Model(model, BlockEngine(policy=case.policy, hooks=hooks), spec),
             [batch],
             trained.optimizer,
             StepContext(step=step, seed=0, flow=FlowConfig()),

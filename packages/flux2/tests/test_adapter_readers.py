@@ -16,8 +16,8 @@ from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.run.prepare import arch_here
 from ditkit_flux2.adapters import RULES
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.state_dict import NAMES

@@ -19,11 +19,13 @@ from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
+from ditkit_core.loading.architecture import arch_here
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import arch_here, build_meta_model, load_weights
 from ditkit_wan.adapters import RULES, fillers
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
@@ -42,7 +44,9 @@ class Trained:
         adapter = AdapterConfig(rank=4, alpha=alpha, targets=targets)
         precision = Precision(matmul=torch.float32)
         unloaded = build_meta_model(WAN, self.components, adapter, BaseConfig(), precision=precision)
-        self.model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
+        self.model = load_weights(
+            unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0
+        ).module
         self.layers = layers_of(WAN.architecture.build, unloaded.arch)
         for name, layer in adapter_layers(self.model).items():
             up = layer.lora_B["default"].weight

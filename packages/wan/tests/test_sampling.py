@@ -17,12 +17,13 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import build_on_meta
-from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.sampling import WanSampler
@@ -37,7 +38,7 @@ def model(checkpoint: Path) -> Any:
     components = ModelPaths(base=str(checkpoint), dtype="fp32")
     precision = Precision(matmul=torch.float32)
     unloaded = build_meta_model(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0).model
+    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0).module
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def adapted(checkpoint: Path, rank: int, *, use_dora: bool = False) -> Any:
     components, precision = ModelPaths(base=str(checkpoint), dtype="fp32"), Precision(matmul=torch.float32)
     adapter = AdapterConfig(rank=rank, use_dora=use_dora)
     unloaded = build_meta_model(WAN, components, adapter, BaseConfig(), precision=precision)
-    model = load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=rank).model
+    model = load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=rank).module
     for name, layer in adapter_layers(model).items():
         up = layer.lora_B["default"].weight
         up.data = torch.randn(up.shape, generator=generator("up", name, rank)) / 4

@@ -15,11 +15,12 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.data.media.clip import read_clip, write_video
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.rng import generator
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.encoders import GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_wan.conditioning.columns import conditioners
 from ditkit_wan.demo.write import write_checkpoint
@@ -45,7 +46,7 @@ class Sampled:
         precision = Precision(matmul=torch.float32)
         made = build_meta_model(WAN, self.components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
         self.arch = made.model.embed.arch
-        self.model = load_weights(made, placement=place_blocks(made.model, [CPU]), seed=0).model
+        self.model = load_weights(made, placement=place_blocks(made.model, [CPU]), seed=0).module
         self.sampler = WanSampler(self.components, CPU, arch=self.arch)
 
     def latents(self, files: dict[str, str], **changes: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -13,10 +13,11 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_wan.spec import WAN
 from ditkit_wan.verify import DIFFUSERS
 
@@ -41,7 +42,9 @@ class World:
         unloaded = build_meta_model(
             WAN, self.components, AdapterConfig(**{"rank": 4, **config}), base, precision=precision
         )
-        self.model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
+        self.model = load_weights(
+            unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0
+        ).module
         self.folder, self.form = folder, form
         with torch.no_grad():
             for name, parameter in trainable_parameters(self.model).items():

@@ -142,7 +142,7 @@ for layers in (1, 12):
     spec = altered(WAN, presets={"it": arch})
     paths = ModelPaths(transformer=str(path), preset="it")
     model = read_at_use(spec, paths, AdapterConfig(method="full"), BaseConfig())
-    DIFFUSERS.verify_whole(path, "official", model.model, run_plain)
+    DIFFUSERS.verify_whole(path, "official", model.module, run_plain)
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     size = sum(file.stat().st_size for file in path.iterdir())
 print(json.dumps([peaks[1] - peaks[0], size]))

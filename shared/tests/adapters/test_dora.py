@@ -13,9 +13,10 @@ from ditkit_core.adapters.dora import DORA_METADATA
 from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.placement import place_blocks
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, official_name
 
@@ -49,7 +50,7 @@ def trained(base: Path, quantize: str = "none"):
 
 def export(result, folder: Path, form: str) -> Path:
     config = ExportConfig(forms=(form,), dtype="fp32")
-    (file,) = export_adapter(result.model, SPEC, folder, "adapter", config, metadata={})
+    (file,) = export_adapter(result.module, SPEC, folder, "adapter", config, metadata={})
     return file
 
 
@@ -76,7 +77,7 @@ def test_comfyui_makes_of_the_official_file_what_peft_makes_of_the_model(base: P
     result = trained(base)
     file = export(result, tmp_path, "official")
     tensors = load_file(file)
-    for name, layer in adapter_layers(result.model).items():
+    for name, layer in adapter_layers(result.module).items():
         weight = layer.base_layer.weight.data.clone()
         expected = merged_by_peft(layer)
         found = merged_by_comfyui(
@@ -104,9 +105,9 @@ def test_training_goes_on_from_either_file_where_it_stopped(
 def test_either_file_merged_into_the_base_is_what_peft_merges(base: Path, tmp_path: Path, form: str) -> None:
     result = trained(base)
     again = prepared(base, AdapterConfig(targets=("out",)), merge=(str(export(result, tmp_path, form)),))
-    merged = {name: parameter for name, parameter in again.model.named_parameters() if name.endswith("qkv.weight")}
+    merged = {name: parameter for name, parameter in again.module.named_parameters() if name.endswith("qkv.weight")}
     for name, weight in merged.items():
-        expected = merged_by_peft(adapter_layers(result.model)[name.removesuffix(".weight")])
+        expected = merged_by_peft(adapter_layers(result.module)[name.removesuffix(".weight")])
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6, msg=name)
     assert merged
 
@@ -117,7 +118,7 @@ def test_a_row_of_zeros_in_the_base_is_exact_too(base: Path, tmp_path: Path) -> 
     weights[name][3] = 0
     save_file(weights, tmp_path / "zero.safetensors")
     result = trained(tmp_path / "zero.safetensors")
-    layer = adapter_layers(result.model)["layers.0.qkv"]
+    layer = adapter_layers(result.module)["layers.0.qkv"]
     tensors = load_file(export(result, tmp_path, "official"))
     found = merged_by_comfyui(layer.base_layer.weight.data.clone(), tensors, "diffusion_model.blocks.0.qkv")
     torch.testing.assert_close(found, merged_by_peft(layer), rtol=1e-5, atol=1e-6)

@@ -5,13 +5,13 @@ import torch
 from toy_world import World, equal
 
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training import micro_batch
 from ditkit_core.training import train_step as step_module
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 DIVIDED = ("--train.devices", '["cpu:1", "cpu:2"]')
@@ -57,7 +57,7 @@ def losses(pipelined, num):
     model = make_model(TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS["lora with dropout"])
     batches = micro_batches(toy_items(2), num)
     made = accumulate_gradients(
-        TrainModel(model, BlockEngine(), TOY),
+        Model(model, BlockEngine(), TOY),
         batches,
         StepContext(step=2, seed=1, flow=FlowConfig(), pipelined=pipelined),
     )

@@ -17,9 +17,9 @@ from toy_world import equal
 from two_experts import BOUNDARY, EXPERTS, TwoExperts
 
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.run import model as run
 from ditkit_core.run.context import RunContext
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.training import trainer as train
 
 NAMES = tuple(expert.name for expert in EXPERTS)
@@ -38,7 +38,7 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     loaded: list[str] = []
     original = run.load_weights
 
-    def load(unloaded: Any, **arguments: Any) -> LoadedModel:
+    def load(unloaded: Any, **arguments: Any) -> Model:
         gc.collect()
         left = [reference for reference in alive if reference() is not None]
         assert not left, (
@@ -46,7 +46,7 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         )
         prepared = original(unloaded, **arguments)
         loaded.append(unloaded.stored.source.path.stem.removeprefix("toy_"))
-        alive.extend(weakref.ref(parameter) for parameter in prepared.model.parameters())
+        alive.extend(weakref.ref(parameter) for parameter in prepared.module.parameters())
         return prepared
 
     with monkeypatch.context() as patched:

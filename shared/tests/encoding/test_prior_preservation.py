@@ -22,6 +22,7 @@ from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader
 from ditkit_core.encoding.prior_preservation import PriorDataLoader, count_media
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.testing.specs import altered
@@ -31,7 +32,6 @@ from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import LossMask, NoisedBatch, matching_base, sample_noise, velocity_errors
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 
 
@@ -100,7 +100,7 @@ def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_pr
     made = [batch for index in range(2) for batch in data.micro_batches(index)]
     model, trainable = toy_model()
     result = training_step(
-        TrainModel(model, BlockEngine(), TOY),
+        Model(model, BlockEngine(), TOY),
         made,
         NamedOptimizer(trainable, OptimConfig()),
         StepContext(step=3, seed=1, flow=FlowConfig()),
@@ -340,13 +340,13 @@ def test_the_target_is_what_peft_computes_with_its_adapter_switched_off():
     items = toy_items(2)
     noise = [torch.randn(item["latents"].shape) for item in items]
     batch = NoisedBatch(items, torch.tensor([0.3, 0.8]), noise, masks=[LossMask(None, torch.zeros(1))] * 2)
-    found = matching_base(TrainModel(model, BlockEngine(), TOY), batch, 1.0)
+    found = matching_base(Model(model, BlockEngine(), TOY), batch, 1.0)
     assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
-    errors = velocity_errors(TrainModel(model, BlockEngine(), TOY), found, 1.0)
+    errors = velocity_errors(Model(model, BlockEngine(), TOY), found, 1.0)
     for layer in model.modules():
         if hasattr(layer, "enable_adapters"):
             layer.enable_adapters(False)
-    assert velocity_errors(TrainModel(model, BlockEngine(), TOY), found, 1.0).tolist() == [0, 0]
+    assert velocity_errors(Model(model, BlockEngine(), TOY), found, 1.0).tolist() == [0, 0]
     assert errors.min() > 1e-4, "everywhere, whatever a mask of the subject weighs"
     assert torch.equal(found.targets[0], found.targets[0].detach())
 
@@ -361,7 +361,7 @@ def test_an_adapter_that_does_nothing_yet_has_no_loss_and_no_gradient():
     optimizer = NamedOptimizer(trained, OptimConfig())
     context = StepContext(step=0, seed=1, flow=FlowConfig())
     found = training_step(
-        TrainModel(model, BlockEngine(policy="full"), TOY), [batch], optimizer, context, lr=1.0, clip_norm=1.0
+        Model(model, BlockEngine(policy="full"), TOY), [batch], optimizer, context, lr=1.0, clip_norm=1.0
     )
     assert found == (0, 0)
 

@@ -16,6 +16,7 @@ from ditkit_core.engine import activation_offload, block_hooks
 from ditkit_core.engine.activation_offload import SMALLEST, HostMemory, HostStore
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.op_names import kept_results_reach_hooks
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing import conformance_swap
@@ -27,7 +28,6 @@ from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, 
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, offloadable, outcome
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 HOST, ONE, TWO = torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:2")
@@ -235,7 +235,7 @@ def test_several_forwards_wait_for_one_backward():
     ):
         model = on(devices)
         with PretendDevices(), CountCrossings() as crossings:
-            accumulate_gradients(TrainModel(model, run, TOY), batches, at(step=2, pipelined=True))
+            accumulate_gradients(Model(model, run, TOY), batches, at(step=2, pipelined=True))
         made.append((gradients(model), crossings))
     assert same(made[0][0], made[1][0]) and same(made[0][0], made[2][0])
     assert made[1][1].copies[ONE, HOST] > made[0][1].copies[ONE, HOST]
@@ -246,7 +246,7 @@ def test_accumulation_uses_the_same_memory_again():
     for num in (2, 4):  # a sample alone, then both, and so on
         model, run = on(whole()), engine("none")
         with PretendDevices():
-            accumulate_gradients(TrainModel(model, run, TOY), batches[:num], at(step=2))
+            accumulate_gradients(Model(model, run, TOY), batches[:num], at(step=2))
         found.append(run.host.num_bytes)
     assert found[0] == found[1] > 0
 
@@ -444,6 +444,6 @@ def test_a_gpu_offloads_several_forwards_before_one_backward(gpu):
         run = BlockEngine(policy=policy, host=HostMemory(smallest=smallest))
         with sdpa_kernel(SDPBackend.MATH):
             for step in range(gpu.size(3, 2)):
-                accumulate_gradients(TrainModel(model, run, TOY), batches, at(step=step, pipelined=True))
+                accumulate_gradients(Model(model, run, TOY), batches, at(step=step, pipelined=True))
         made.append(gradients(model))
     assert same(*made)

@@ -20,6 +20,7 @@ from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.pinned_memory import CopyLane
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.testing.combinations import daily
 from ditkit_core.testing.conformance_streams import place_model
@@ -31,7 +32,6 @@ from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, Sa
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.fused_checks import check_swap
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 
@@ -112,7 +112,7 @@ def run(folder, steps, one_of=None, **given):
         **given,
     }
     trainable, flow = trainable_parameters(model), FlowConfig(weighting="bell")
-    toy = TrainModel(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY, trainable, swap)
+    toy = Model(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY, trainable, swap)
     return train(toy, ToyData(), folder=folder, flow=flow, **arguments)
 
 
@@ -140,7 +140,7 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
             out.forward = partial(F.linear, weight=out.weight, bias=out.bias if step else None)
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                TrainModel(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY),
+                Model(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY),
                 [batch],
                 trained.optimizer,
                 StepContext(step=step, seed=1, flow=FlowConfig()),
@@ -249,7 +249,7 @@ def test_no_more_than_two_blocks_are_there(policy):
         with Live(swap, trained.optimizer) as live:
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                TrainModel(model, BlockEngine(policy=policy, hooks=() if swap is None else (swap,)), TOY),
+                Model(model, BlockEngine(policy=policy, hooks=() if swap is None else (swap,)), TOY),
                 [batch],
                 trained.optimizer,
                 StepContext(step=step, seed=1, flow=FlowConfig()),

@@ -9,14 +9,13 @@ from torch import nn
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.parked_weights import parked, parked_bytes, parked_tensors
-from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.conformance_streams import ONE, place_model
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, micro_batches
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss
@@ -64,8 +63,8 @@ def test_memory_of_streamed_weights_stays_with_their_stream(depth: int) -> None:
     with StandIn() as stand_in:
         model: Any = make_model(TOY, ToyArch(depth=depth, dim=8))
         swap = place_model(model, [ONE] * depth, range(depth), trained=True)
-        loaded = LoadedModel(model=model, built=None, trainable={}, config_json=None, streamer=swap)  # type: ignore[arg-type]
-        there = TrainModel(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
+        loaded = Model(model, BlockEngine(), TOY, streamer=swap)
+        there = Model(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
         optim, flow, (batch,) = OptimConfig(fused_backward=True), FlowConfig(), micro_batches(toy_items(1), 1)
         optimizer = TrainState(model, trainable_parameters(model), optim, EMAConfig(), swap).optimizer
         for step in range(2):

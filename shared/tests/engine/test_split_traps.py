@@ -16,6 +16,7 @@ from ditkit_core.commands import cli
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine, move_carry
 from ditkit_core.engine.placement import place_blocks
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.conformance_split import layouts
@@ -27,7 +28,6 @@ from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 
 ONE, TWO, THREE = (torch.device("cpu", index) for index in (1, 2, 3))
@@ -231,7 +231,7 @@ def train_toy(folder, steps, way, method, name):
     averages_itself = name == "schedulefree_adamw"
     with PretendDevices():
         result = train(
-            TrainModel(model, BlockEngine(policy=policy), TOY, trainable_parameters(model)), ToyData(ragged=True), folder=folder,
+            Model(model, BlockEngine(policy=policy), TOY, trainable_parameters(model)), ToyData(ragged=True), folder=folder,
             config=TrainConfig(steps=steps, batch_size=2, accumulation=2, clip_norm=0.1),
             flow=FlowConfig(weighting="bell"), save=SaveConfig(), held_out=HeldOutConfig(sigmas=(0.5,)),
             optim=OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=2),

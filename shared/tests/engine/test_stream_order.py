@@ -7,6 +7,7 @@ import pytest
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.activation_offload import HostStore, _DeviceStore
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.conformance_streams import ONE, StreamCase, place_model, unordered
 from ditkit_core.testing.stand_in import StandIn
 from ditkit_core.testing.stream_faults import StreamFaultChecks, nothing
@@ -14,7 +15,6 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, micro_batches
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss
@@ -43,7 +43,7 @@ def test_weights_are_exchanged_for_their_average_when_no_copy_reads_them() -> No
     with StandIn() as stand_in:
         model: Any = make_model(TOY, ToyArch(depth=3, dim=8))
         swap = place_model(model, [ONE] * 3, range(3), trained=True)
-        there = TrainModel(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
+        there = Model(model, BlockEngine(policy="full", hooks=(swap,)), TOY)
         state = TrainState(
             model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(decay=0.9), swap
         )

@@ -11,11 +11,11 @@ from ditkit_core.engine.block_hooks import BlockHooks, timed
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io import step_clock
 from ditkit_core.io.step_clock import PARTS, StepClock
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, micro_batches, outcome
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 CPU, FIRST, LAST = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
@@ -179,7 +179,7 @@ def test_a_device_waits_while_another_one_works(times: Times, pipelined: bool) -
     clock.begin()
     with PretendDevices():
         context = StepContext(step=0, seed=1, flow=FlowConfig(), pipelined=pipelined, clock=clock)
-        accumulate_gradients(TrainModel(model, engine, TOY), micro_batches(toy_items(2)), context)
+        accumulate_gradients(Model(model, engine, TOY), micro_batches(toy_items(2)), context)
     clock.end()
     found, none = clock.read(), dict.fromkeys(PARTS, 0)
     alone = {"forward": 2 * 1, "recompute": 2 * 1, "copies": 2 * (4 + 8)}

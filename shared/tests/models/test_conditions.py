@@ -22,6 +22,7 @@ from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
+from ditkit_core.loading.model import Model
 from ditkit_core.models.conditions import ClipInputs, Column
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -32,7 +33,6 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import NoisedBatch, velocity_errors
-from ditkit_core.training.train_model import TrainModel
 
 COLUMNS = (
     Column(name="start", kind="image", aliases=("input_image",)),
@@ -190,7 +190,7 @@ def test_velocity_is_learnt_where_the_mask_is() -> None:
     model = make_model(TOY, TOY.architecture.presets["tiny"])
     items = toy_items(2)
     sigma, noise = torch.tensor([0.3, 0.6]), [torch.randn_like(item["latents"]) for item in items]
-    toy, batch = TrainModel(model, BlockEngine(), TOY), NoisedBatch(items, sigma, noise)
+    toy, batch = Model(model, BlockEngine(), TOY), NoisedBatch(items, sigma, noise)
     plain = velocity_errors(toy, batch, 1.0)
     halves = []
     for part in (slice(None, None, 2), slice(1, None, 2)):

@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub import errors
 
 from ditkit_core.errors import UserError
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id
-from ditkit_core.run.prepare import arch_here
 from ditkit_core.testing.toy import TOY
 
 HUB = "huggingface_hub.snapshot_download"

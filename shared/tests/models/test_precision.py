@@ -14,6 +14,7 @@ from ditkit_core.adapters.inject import initialise, inject
 from ditkit_core.config.resume import compare
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import (
     PLACES,
     Precision,
@@ -34,7 +35,6 @@ from ditkit_core.testing.world import make_model, outcome
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OPTIMIZERS, OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step
 
@@ -198,7 +198,7 @@ def accumulated(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     model, trainable = toy_model()
     optimizer = NamedOptimizer(trainable, OptimConfig(), accumulation=dtype)
     accumulate_gradients(
-        TrainModel(model, BlockEngine(), TOY), micro_batches(), StepContext(step=0, seed=1, flow=FlowConfig())
+        Model(model, BlockEngine(), TOY), micro_batches(), StepContext(step=0, seed=1, flow=FlowConfig())
     )
     return dict(optimizer.gradients())
 
@@ -233,7 +233,7 @@ def test_a_step_is_made_from_gradients_of_any_dtype_and_the_next_sums_in_it_agai
     before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     for step in range(2):
         training_step(
-            TrainModel(model, BlockEngine(), TOY),
+            Model(model, BlockEngine(), TOY),
             micro_batches(),
             optimizer,
             StepContext(step=step, seed=1, flow=FlowConfig()),

@@ -13,6 +13,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.stochastic_rounding import joined, random_bits, write_split, write_stochastic
 from ditkit_core.testing.conformance_swap import stream
@@ -23,7 +24,6 @@ from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, Sa
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 
@@ -122,7 +122,7 @@ def run(folder, steps, rounding, *, name="adamw", fused=False, one_of=None, dtyp
     config = TrainConfig(steps=steps, batch_size=2, accumulation=1 if fused else 2, clip_norm=0.0, seed=5)
     optim = OptimConfig(name=name, lr=1e-4, warmup_steps=3, fused_backward=fused, rounding=rounding)
     engine = BlockEngine(hooks=() if swap is None else (swap,))
-    toy = TrainModel(model, engine, TOY, trainable_parameters(model), swap)
+    toy = Model(model, engine, TOY, trainable_parameters(model), swap)
     return train(toy, ToyData(), config=config, optim=optim, folder=folder, **RUN)
 
 
@@ -169,7 +169,7 @@ def training(rounding, *, fused=False, one_of=None, seed=1):
     engine, reported = BlockEngine(hooks=() if swap is None else (swap,)), []
     for number in range(3):
         reported.append(
-            training_step(TrainModel(model, engine, TOY), [ToyBatch(["one", "two"], toy_items(2))], trained.optimizer, StepContext(step=number, seed=seed, flow=RUN["flow"]), lr=1e-4, clip_norm=0.0)
+            training_step(Model(model, engine, TOY), [ToyBatch(["one", "two"], toy_items(2))], trained.optimizer, StepContext(step=number, seed=seed, flow=RUN["flow"]), lr=1e-4, clip_norm=0.0)
         )  # fmt: skip
         trained.average.update(number + 1)
     trained.optimizer.zero_grad()

@@ -9,6 +9,7 @@ from toy_jobs import ARCH, toy_job
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.planner.memory import Budget, DevicePlan, Profile, StageCost
 from ditkit_core.planner.memory_tracker import MemoryTracker, flops_in
 from ditkit_core.planner.profiler import profile
@@ -18,7 +19,6 @@ from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import EMAConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 
@@ -162,7 +162,7 @@ def real_peak(of, micro_batches: int = 1) -> int:
 
     def step(number: int) -> None:
         training_step(
-            TrainModel(model, BlockEngine(policy=of.schedule), TOY, parameters),
+            Model(model, BlockEngine(policy=of.schedule), TOY, parameters),
             [Batch(ids=["a"], items=[item])] * micro_batches,
             trained.optimizer,
             StepContext(step=number, seed=0, flow=of.flow),

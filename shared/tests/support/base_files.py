@@ -8,10 +8,12 @@ from safetensors.torch import save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.engine.placement import place_blocks
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import quantized_weights
-from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 FP32 = Precision(matmul=torch.float32)
@@ -35,7 +37,7 @@ def write(folder: Path, state: State, header: dict[str, str] | None = None) -> P
 def prepared(
     path: Path, quantize: str = "none", *, adapter: AdapterConfig | None = None, merge: tuple[str, ...] = (),
     precision: Precision = FP32, say: Callable[[str], None] = lambda line: None, compute: str = "dtype",
-) -> LoadedModel:  # fmt: skip
+) -> Model:  # fmt: skip
     unloaded = build_meta_model(
         TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
         BaseConfig(quantize=quantize, compute=compute, merge=merge), precision=precision, say=say,

@@ -27,8 +27,8 @@ from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import probe, read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.paths import ModelPaths, nothing_fetched
-from ditkit_core.run.prepare import arch_here
 from ditkit_core.testing.toy import TOY
 
 VALUES: tuple[Any, ...] = (

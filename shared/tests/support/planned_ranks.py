@@ -22,6 +22,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks, RanksConfig
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.memory_tracker import MemoryTracker
@@ -37,7 +38,6 @@ from ditkit_core.testing.replicas import forked
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.optim.optimizer import NamedOptimizer
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 
 _HOST = torch.device("cpu")
@@ -136,7 +136,7 @@ def measured(job: StepJob, case: RankCase, ranks: Ranks) -> RankBytes:
             shards = Shards(model, trainable, precision, ranks, _HOST)
             trainable = shards.local
         tracker.track([*model.parameters(), *model.buffers(), item], "weights")
-        trained = TrainModel(model, engine, job.spec, trainable, shards=shards)
+        trained = Model(model, engine, job.spec, trainable, shards=shards)
         optimizer = NamedOptimizer(trainable, job.optim)
         for step in range(2):
             tracker.restart_peak()

@@ -1,4 +1,4 @@
-"""What the ranks do for `run/test_divided_loading.py`: each reads its rows of a model, and compares them with those of a whole one."""
+"""What the ranks do for `loading/test_divided_loading.py`: each reads its rows of a model, and compares them with those of a whole one."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,11 +24,13 @@ from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.meta_model import MetaModel, build_meta_model, loaded_dtype
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.model import give_dtypes
-from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights, loaded_dtype
 from ditkit_core.run.restore import load_trained
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.replicas import forked
@@ -118,20 +120,20 @@ def built(folder: Path, name: str, cache: str = "") -> MetaModel:
     )  # fmt: skip
 
 
-def loaded(folder: Path, whole: Mapping[str, LoadedModel], ranks: Ranks) -> dict[str, Any]:
+def loaded(folder: Path, whole: Mapping[str, Model], ranks: Ranks) -> dict[str, Any]:
     ranks.shard = ranks.size
     log_gathered(lambda alive, size: GATHERED.append((alive, size)))
     return {name: compared(folder, name, expected, ranks) for name, expected in whole.items()}
 
 
-def exported(whole: LoadedModel, divided: LoadedModel, folder: Path) -> dict[str, Any]:
+def exported(whole: Model, divided: Model, folder: Path) -> dict[str, Any]:
     """The adapter, over the norm of the base's rows if it has one, of both models: whether the files are the same, and what was gathered for it."""
     GATHERED.clear()
     files = []
     for name, prepared in (("whole", whole), ("divided", divided)):
         given = {"metadata": {}, "whole_in": prepared.whole_in}
         with prepared.readable():
-            files += export_adapter(prepared.model, SPEC, folder, name, ExportConfig(dtype="fp32"), **given)
+            files += export_adapter(prepared.module, SPEC, folder, name, ExportConfig(dtype="fp32"), **given)
     one, other = (path.read_bytes() for path in files)
     trained = sum(parameter.nbytes for parameter in whole.trainable.values())
     return {
@@ -142,7 +144,7 @@ def exported(whole: LoadedModel, divided: LoadedModel, folder: Path) -> dict[str
     }
 
 
-def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> dict[str, Any]:
+def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str, Any]:
     """Load a model divided: what differs from the whole one, what was read, and what the host had at most."""
     unloaded = built(folder, name, str(folder / f"cache {ranks.size}"))
     give_dtypes(unloaded, loaded_dtype(unloaded.spec, unloaded.precision))
@@ -151,16 +153,16 @@ def compared(folder: Path, name: str, expected: LoadedModel, ranks: Ranks) -> di
     given = {"placement": place_blocks(unloaded.model, [CPU]), "seed": 0, "division": division, "say": said.append}
     with counted() as sizes, PeakBytes() as bytes:
         found = load_weights(unloaded, **given)
-    shards = Shards(found.model, found.trainable, unloaded.precision, ranks, CPU, division)
-    parameters: dict[str, nn.Parameter] = dict(found.model.named_parameters())
-    wanted = dict(expected.model.named_parameters())
+    shards = Shards(found.module, found.trainable, unloaded.precision, ranks, CPU, division)
+    parameters: dict[str, nn.Parameter] = dict(found.module.named_parameters())
+    wanted = dict(expected.module.named_parameters())
     assert parameters.keys() == wanted.keys() and shards.local.keys() == expected.trainable.keys()
     own = {path: local(parameter) for path, parameter in parameters.items()}
     differ = [path for path, rows in own.items() if not same(rows, wanted[path], division.rows(parameters[path]))]
     differ += [path for path, each in parameters.items() if each.requires_grad != wanted[path].requires_grad]
     differ += [name for name, rows in shards.local.items() if not torch.equal(rows, own[division.paths[name]])]
     if unloaded.precision.matmul == FP32:  # in bf16, the layers of `RARER` have two dtypes, which only loading bears
-        forward(found.model)  # the first one, in which FSDP2 takes over what has changed since it divided the model
+        forward(found.module)  # the first one, in which FSDP2 takes over what has changed since it divided the model
     trained = {name: local(parameters[path]) for name, path in division.paths.items()}
     apart = [
         name for name, rows in shards.local.items() if rows.numel() and rows.data_ptr() != trained[name].data_ptr()
@@ -197,13 +199,13 @@ def forward(model: Any) -> Tensor:
     return made
 
 
-def restored(folder: Path, whole: LoadedModel, divided: LoadedModel) -> bool:
+def restored(folder: Path, whole: Model, divided: Model) -> bool:
     """Whether a model that has run already has the weights of a save in its next forward. What is in no block stays whole after a forward."""
     run = RunFolder(folder / "run")
     for prepared in (whole, divided):
         load_trained(prepared, run)
     assert any(name.startswith("head.") for name in divided.trainable)
-    return torch.equal(forward(whole.model), forward(divided.model))
+    return torch.equal(forward(whole.module), forward(divided.module))
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.replicas import EVERY, SHARDED, Divided, forked, main
 from ditkit_core.testing.toy import TOY, ToyArch, ToyCarry, ToyInputs, toy_items
@@ -25,7 +26,6 @@ from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 
 DAILY = (
@@ -148,7 +148,7 @@ def origin(model: Any, ranks: Ranks) -> Any:
     batches = [Batch(ids=[f"clip {place}"], items=[dict(item)]) for place, item in enumerate(toy_items(3))]
     try:
         training_step(
-            TrainModel(model, engine, TOY, trainable, shards=shards), batches, NamedOptimizer(trainable, OptimConfig()),
+            Model(model, engine, TOY, trainable, shards=shards), batches, NamedOptimizer(trainable, OptimConfig()),
             StepContext(step=0, seed=1, flow=FlowConfig(), ranks=ranks), lr=1e-3, clip_norm=0.0,
         )  # fmt: skip
     except NonFiniteLoss as error:

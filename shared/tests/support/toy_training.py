@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters import inject as adapters
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import DataLoader, MicroBatch, TrainModel
+from ditkit_core.training.train_model import DataLoader, MicroBatch
 from ditkit_core.training.trainer import Callback, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
 
@@ -99,12 +100,12 @@ def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 
         "log": LogConfig(tensorboard=False),
     }
     data = given.pop("data", ToyData())
-    result = train(TrainModel(model, BlockEngine(), TOY, trainable), data, folder=folder, **{**arguments, **given})
+    result = train(Model(model, BlockEngine(), TOY, trainable), data, folder=folder, **{**arguments, **given})
     return Finished(result, {name: parameter.detach().clone() for name, parameter in trainable.items()})
 
 
 def train(
-    model: TrainModel,
+    model: Model,
     data: DataLoader,
     *,
     folder: Path,

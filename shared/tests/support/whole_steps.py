@@ -14,6 +14,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
+from ditkit_core.loading.model import Model
 from ditkit_core.planner.memory import Partition, Profile
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.planner.planned_step import StepJob as Job
@@ -23,7 +24,6 @@ from ditkit_core.planner.workload import Workload
 from ditkit_core.testing.plans import divided, planned
 from ditkit_core.training.optim.clipping import Clipping, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, update
 
@@ -82,7 +82,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             updates = OptimizerInBackward(trained.optimizer, of.optim.lr, **given)
             with updates if fused else nullcontext():
                 accumulate_gradients(
-                    TrainModel(model, engine, of.spec),
+                    Model(model, engine, of.spec),
                     batches,
                     StepContext(step=step, seed=0, flow=of.flow, pipelined=pipelined),
                     before_backward=lambda losses, updates=updates: updates.begin_backward(),

@@ -8,6 +8,7 @@ import torch
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
@@ -21,7 +22,6 @@ from ditkit_core.training.flow_matching import (
     sigma_at,
     velocity_errors,
 )
-from ditkit_core.training.train_model import TrainModel
 
 GRID = torch.linspace(0, 1, 1001, dtype=torch.float64)
 CONFIGS = [
@@ -169,7 +169,7 @@ def test_the_target_is_noise_minus_data_and_sizes_count_alike():
     noise = [torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(3)) for item in items]
     sigma = torch.tensor([0.25, 1.0])
     model = Oracle(items, noise, [2.0, -3.0])
-    errors = velocity_errors(TrainModel(model, BlockEngine(), TOY), NoisedBatch(items, sigma, noise), 1.0)
+    errors = velocity_errors(Model(model, BlockEngine(), TOY), NoisedBatch(items, sigma, noise), 1.0)
     assert errors.dtype is torch.float32
     assert torch.allclose(errors, torch.tensor([4.0, 9.0]))
     assert torch.allclose(model.inputs.latents[0], 0.75 * items[0]["latents"] + 0.25 * noise[0])
@@ -185,7 +185,7 @@ def test_a_masked_loss_is_that_of_a_plain_masked_mean_squared_error():
     noise = [torch.randn(item["latents"].shape, generator=random) for item in items]
     weights = [torch.rand(1, *item["latents"].shape[1:], generator=random) for item in items[:2]]
     masked = [item | {LOSS_WEIGHTS: weight} for item, weight in zip(items, weights, strict=False)] + items[2:]
-    toy = TrainModel(model, BlockEngine(), TOY)
+    toy = Model(model, BlockEngine(), TOY)
     found = velocity_errors(toy, NoisedBatch(masked, sigma, noise), 1.0)
 
     assert torch.equal(found[2], velocity_errors(toy, NoisedBatch(items, sigma, noise), 1.0)[2]), (

@@ -11,6 +11,7 @@ from toy_training import ToyBatch
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
@@ -19,7 +20,6 @@ from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.nan_debug import find_first_nonfinite
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 
 ARCH = ToyArch(dim=16, depth=3)
@@ -31,7 +31,7 @@ def failure(model: Any, engine: BlockEngine | None = None, *, ragged: bool = Fal
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
-            TrainModel(model, engine or BlockEngine(), TOY),
+            Model(model, engine or BlockEngine(), TOY),
             [batch],
             optimizer,
             StepContext(step=3, seed=1, flow=FlowConfig()),

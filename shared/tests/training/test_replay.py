@@ -17,6 +17,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.generator_state import RewindTrace
 from ditkit_core.errors import UserError
 from ditkit_core.io.step_clock import StepClock
+from ditkit_core.loading.model import Model
 from ditkit_core.testing import recorded_graph
 from ditkit_core.testing.conformance_replay import trained_steps
 from ditkit_core.testing.pretend_devices import PretendDevices
@@ -31,7 +32,6 @@ from ditkit_core.training.micro_batch import forward_and_backward
 from ditkit_core.training.optim import gradient_sum
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import IdleProbe, ReplayedMicroBatches, not_replayed
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext
 from ditkit_core.training.trainer import Callback, Trainer
 
@@ -284,7 +284,7 @@ class _Runtime:
 def test_auto_replays_what_the_device_waits_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "runtime_of", lambda device: _Runtime(waits))
     model, trained = toy_model("lora")
-    staged = TrainModel(model, BlockEngine(policy="full"), TOY, trainable=trained)
+    staged = Model(model, BlockEngine(policy="full"), TOY, trainable=trained)
     with recorded_graphs():
         graphs = ReplayedMicroBatches("auto", trained, torch.device("cpu"), lambda line: pytest.fail(line))
         batch = _prepared(staged)
@@ -305,13 +305,13 @@ def test_the_probe_looks_at_the_work_before_the_last_block() -> None:
     assert probe.share == 2 / 3  # the stream of the moment, of which one was behind
 
 
-def _prepared(model: TrainModel) -> Any:
+def _prepared(model: Model) -> Any:
     context = StepContext(step=0, seed=1, flow=FlowConfig())
     batch = ToyData().micro_batch(0)
     return context.prepare(TOY, [batch], 0).to(torch.device("cpu"), torch.device("cpu"))
 
 
-def _work(model: TrainModel, batch: Any, divisor: Tensor, clock: StepClock) -> Tensor:
+def _work(model: Model, batch: Any, divisor: Tensor, clock: StepClock) -> Tensor:
     return forward_and_backward(model, batch, divisor, clock, flow=FlowConfig())
 
 
@@ -329,11 +329,11 @@ def _work(model: TrainModel, batch: Any, divisor: Tensor, clock: StepClock) -> T
 def test_what_is_not_replayed_has_a_reason(changed: dict[str, Any], words: str) -> None:
     model, trained = toy_model("lora")
     engine = BlockEngine(**{name: value for name, value in changed.items() if name in ("policy", "compile", "hooks")})
-    staged = TrainModel(model, engine, TOY, trainable=trained)
+    staged = Model(model, engine, TOY, trainable=trained)
     with recorded_graphs():
         reason = not_replayed(staged, changed.get("train", TrainConfig()), changed.get("optim", OptimConfig()))
     assert words in reason and bool(words) == bool(reason)
-    assert not_replayed(TrainModel(model, BlockEngine(), TOY), TrainConfig(), OptimConfig()) == "the device is no GPU"
+    assert not_replayed(Model(model, BlockEngine(), TOY), TrainConfig(), OptimConfig()) == "the device is no GPU"
 
 
 # Whole runs.

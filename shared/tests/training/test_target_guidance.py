@@ -10,11 +10,11 @@ from toy_world import World, equal
 from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX, with_empty_caption
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training import flow_matching
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import NoisedBatch, guiding
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.validation import validation_loss
 
 FLAGS = ("--flow.target_guidance", "3", "--sample.captions", "0", "--held_out.clips", "1")
@@ -44,7 +44,7 @@ def test_a_model_that_has_its_guidance_keeps_it(monkeypatch: pytest.MonkeyPatch)
         for sign in (1, -1):
             batch = NoisedBatch([guided_item()], torch.tensor([0.5]), [], targets=[mean + sign * spread])
             targets = guiding(
-                TrainModel(toy_model()[0], BlockEngine(), TOY), batch, FlowConfig(target_guidance=weight)
+                Model(toy_model()[0], BlockEngine(), TOY), batch, FlowConfig(target_guidance=weight)
             ).targets
             assert targets is not None
             (prediction - targets[0]).square().sum().backward()
@@ -58,7 +58,7 @@ def test_no_gradient_passes_through_the_prediction_without_caption() -> None:
     item = guided_item()
     noise = torch.ones_like(item["latents"])
     batch = guiding(
-        TrainModel(model, BlockEngine(), TOY),
+        Model(model, BlockEngine(), TOY),
         NoisedBatch([item], torch.tensor([0.5]), [noise]),
         FlowConfig(target_guidance=2.0),
     )
@@ -68,7 +68,7 @@ def test_no_gradient_passes_through_the_prediction_without_caption() -> None:
 def test_validation_measures_the_guided_velocity() -> None:
     model, _ = toy_model()
     losses = [
-        validation_loss(TrainModel(model, BlockEngine(), TOY), ["clip"], [guided_item()], (0.5,), flow).mean
+        validation_loss(Model(model, BlockEngine(), TOY), ["clip"], [guided_item()], (0.5,), flow).mean
         for flow in (FlowConfig(), FlowConfig(target_guidance=3.0))
     ]
     assert losses[1] > 1.5 * losses[0], "of random weights, whose prediction is far from both"

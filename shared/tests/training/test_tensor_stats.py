@@ -12,6 +12,7 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.planner.memory_tracker import fake_tensors
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
@@ -30,7 +31,6 @@ from ditkit_core.training.tensor_stats import (
     magnitudes,
     normal_counts,
 )
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.trainer import Callback
 
@@ -46,7 +46,7 @@ def step(model, run=None, *, watch=None, fused=False, micro_batches=2, number=3)
     trainable = trainable_parameters(model)
     optimizer = NamedOptimizer(trainable, OptimConfig(fused_backward=fused))
     return training_step(
-        TrainModel(model, run or BlockEngine(), TOY),
+        Model(model, run or BlockEngine(), TOY),
         batches,
         optimizer,
         StepContext(step=number, seed=1, flow=FLOW),
@@ -325,7 +325,7 @@ def test_a_sample_that_is_not_finite_is_not_the_models_fault():
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     with pytest.raises(NonFiniteLoss, match=r"\(first in inputs, aten.mul in the forward; samples clip 1\)"):
         training_step(
-            TrainModel(model, BlockEngine(), TOY),
+            Model(model, BlockEngine(), TOY),
             [ToyBatch(["clip 0", "clip 1"], items)],
             optimizer,
             StepContext(step=3, seed=1, flow=FLOW),

@@ -20,6 +20,7 @@ from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.gpu import GPU, gpu  # noqa: F401
 from ditkit_core.testing.pretend_devices import on_host
@@ -30,7 +31,7 @@ from ditkit_core.training.flow_matching import PreparedBatch, prepare
 from ditkit_core.training.optim.optimizer import NamedOptimizer, learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.tensor_stats import StatsRecorder
-from ditkit_core.training.train_model import MicroBatch, Prefetcher, TrainModel
+from ditkit_core.training.train_model import MicroBatch, Prefetcher
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.trainer import Callback
 
@@ -77,7 +78,7 @@ def test_a_run_is_that_of_steps_without_a_prefetch_bit_by_bit(tmp_path: Path) ->
     for step in range(5):
         batches = [data.micro_batch(index) for index in range(step * 3, step * 3 + 3)]
         result = training_step(
-            TrainModel(model, BlockEngine(), TOY, trained),  # type: ignore[arg-type]
+            Model(model, BlockEngine(), TOY, trained),  # type: ignore[arg-type]
             batches,
             optimizer,
             StepContext(step=step, seed=5, flow=FLOW),
@@ -211,7 +212,7 @@ def test_from_page_locked_memory_nothing_is_unordered_and_no_bit_differs(gpu: GP
         for step in range(3):
             ahead = None if prepared is None else partial(prepared, step)
             context = StepContext(step=step, seed=1, flow=FLOW, prepared=ahead)
-            there = TrainModel(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
+            there = Model(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
             training_step(there, [data.micro_batch(step)], optimizer, context, lr=1e-2, clip_norm=1.0)
         return [on_host(parameter) for parameter in trained.values()]
 
@@ -261,7 +262,7 @@ def test_the_host_waits_once_a_step(micro_batches: int, watched: bool) -> None:
         for step in range(2):
             ready = [prepare(TOY, FLOW, batches, micro, seed=1, step=step).pinned() for micro in range(micro_batches)]
             context = StepContext(step=step, seed=1, flow=FLOW, prepared=ready.__getitem__)
-            there = TrainModel(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
+            there = Model(model, BlockEngine(), TOY, trained)  # type: ignore[arg-type]
             watch = StatsRecorder() if watched else None
             waits.clear()
             training_step(there, batches, optimizer, context, lr=1e-2, clip_norm=1.0, watch=watch)

@@ -7,6 +7,7 @@ import torch
 from toy_training import ToyBatch, toy_model
 
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
 from ditkit_core.training import flow_matching
 from ditkit_core.training.config import FlowConfig
@@ -14,7 +15,6 @@ from ditkit_core.training.flow_matching import loss_weight, prepare, sample_nois
 from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step
 
 FLOW = FlowConfig(weighting="bell")
@@ -33,14 +33,14 @@ def batches(sizes, *, ragged=False):
 def gradients(sizes, *, ragged=False):
     model, trainable = toy_model()
     losses = accumulate_gradients(
-        TrainModel(model, BlockEngine(), TOY), batches(sizes, ragged=ragged), StepContext(step=3, seed=1, flow=FLOW)
+        Model(model, BlockEngine(), TOY), batches(sizes, ragged=ragged), StepContext(step=3, seed=1, flow=FLOW)
     )
     return {name: p.grad for name, p in trainable.items()}, torch.cat(losses.weighted)
 
 
 def step(model, optimizer, micro_batches, *, clip_norm=0.0, run=PLAIN):
     return training_step(
-        TrainModel(model, run, TOY),
+        Model(model, run, TOY),
         micro_batches,
         optimizer,
         StepContext(step=3, seed=1, flow=FLOW),
@@ -86,7 +86,7 @@ def test_dropout_has_a_mask_of_its_own_in_every_step_and_micro_batch(monkeypatch
     twice = [ToyBatch(["clip"], [item]), ToyBatch(["clip"], [item])]
     losses = []
     for number in (3, 4):
-        made = accumulate_gradients(TrainModel(model, PLAIN, TOY), twice, StepContext(step=number, seed=1, flow=FLOW))
+        made = accumulate_gradients(Model(model, PLAIN, TOY), twice, StepContext(step=number, seed=1, flow=FLOW))
         losses += torch.cat(made.weighted).tolist()
     assert len(set(losses)) == 4
 
@@ -95,7 +95,7 @@ def test_a_sample_that_comes_twice_in_a_step_has_two_noises():
     model, _ = toy_model()
     item = toy_items(1)[0]
     twice = [ToyBatch(["clip", "clip"], [item, item])]
-    losses = accumulate_gradients(TrainModel(model, BlockEngine(), TOY), twice, StepContext(step=0, seed=1, flow=FLOW))
+    losses = accumulate_gradients(Model(model, BlockEngine(), TOY), twice, StepContext(step=0, seed=1, flow=FLOW))
     assert losses.sigmas[0][0] != losses.sigmas[0][1]
 
 
@@ -154,9 +154,7 @@ def test_the_update_is_the_optimizers_own():
     model, trainable = toy_model()
     result = step(model, NamedOptimizer(trainable, OptimConfig(weight_decay=0.0)), batches((2,)))
     reference, expected = toy_model()
-    accumulate_gradients(
-        TrainModel(reference, BlockEngine(), TOY), batches((2,)), StepContext(step=3, seed=1, flow=FLOW)
-    )
+    accumulate_gradients(Model(reference, BlockEngine(), TOY), batches((2,)), StepContext(step=3, seed=1, flow=FLOW))
     norm = torch.stack([p.grad.norm() for p in expected.values()]).norm()
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
     torch.optim.AdamW(expected.values(), lr=0.01, weight_decay=0.0, fused=True).step()

@@ -18,6 +18,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io import console
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.step_clock import PARTS
+from ditkit_core.loading.model import Model
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training import trainer as train_module
@@ -25,7 +26,6 @@ from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar
 from ditkit_core.training.validation import validation_loss
 
@@ -145,12 +145,12 @@ def test_the_average_is_what_is_measured(tmp_path):
     model, trainable = toy_model(dropout=0.1)
     copy_values(trainable, load_state(done.result.save).tensors["ema"])
     assert (
-        validation_loss(TrainModel(model, BlockEngine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean
+        validation_loss(Model(model, BlockEngine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean
         == done.result.held_out
     )
     copy_values(trainable, done.parameters)
     assert (
-        validation_loss(TrainModel(model, BlockEngine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean
+        validation_loss(Model(model, BlockEngine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean
         != done.result.held_out
     )
 
@@ -421,7 +421,7 @@ def test_the_parts_of_a_step_add_up_to_its_time(tmp_path, policy):
     model, trainable = toy_model()
     engine = BlockEngine(policy=policy)
     toy_training.train(
-        TrainModel(model, engine, TOY, trainable), ToyData(), folder=tmp_path, config=TrainConfig(steps=4, accumulation=2),
+        Model(model, engine, TOY, trainable), ToyData(), folder=tmp_path, config=TrainConfig(steps=4, accumulation=2),
         flow=FlowConfig(), optim=OptimConfig(), ema=EMAConfig(), save=SaveConfig(), held_out=HeldOutConfig(),
         log=LogConfig(tensorboard=False),
     )  # fmt: skip

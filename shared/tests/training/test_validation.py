@@ -8,11 +8,11 @@ from toy_training import toy_model
 
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import FlowConfig, HeldOutConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.validation import (
     ValidationHistory,
     ValidationResult,
@@ -27,7 +27,7 @@ SIGMAS = (0.2, 0.5, 0.9)
 
 def measure(model, ids=("a", "b", "c"), sigmas=SIGMAS):
     items = dict(zip("abc", toy_items(3, ragged=True), strict=True))
-    return validation_loss(TrainModel(model, BlockEngine(), TOY), ids, [items[name] for name in ids], sigmas)
+    return validation_loss(Model(model, BlockEngine(), TOY), ids, [items[name] for name in ids], sigmas)
 
 
 def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
@@ -40,7 +40,7 @@ def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
 
     model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16)
     validation_loss(
-        TrainModel(model, BlockEngine(), altered(TOY, make_inputs=seeing)),
+        Model(model, BlockEngine(), altered(TOY, make_inputs=seeing)),
         ["a"],
         toy_items(1),
         (0.9937,),
@@ -85,7 +85,7 @@ def test_modes_are_put_back_after_an_error():
     model, _ = toy_model()
     model.train()
     with pytest.raises(KeyError):
-        validation_loss(TrainModel(model, BlockEngine(), TOY), ["a"], [{"latents": toy_items(1)[0]["latents"]}], SIGMAS)
+        validation_loss(Model(model, BlockEngine(), TOY), ["a"], [{"latents": toy_items(1)[0]["latents"]}], SIGMAS)
     assert all(module.training for module in model.modules())
 
 

@@ -17,9 +17,9 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import quantized_weights
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.testing.toy import TOY, official_name, toy_items
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
@@ -96,10 +96,10 @@ def test_a_scaled_file_is_multiplied_as_it_is(tmp_path, rows):
     codes, scales, _ = scaled(original("official"), rows=rows)
     path, lines = write(tmp_path, *legacy(codes, scales)), list[str]()
     stored, computed = prepared(path), prepared(path, compute="fp8", say=lines.append)
-    layers = quantized_weights(computed.model)
+    layers = quantized_weights(computed.module)
     assert lines[-1] == f"base.compute = fp8: {len(layers)} matrices are multiplied in 8 bits, forward and backward"
     assert layers and all(layer.in_8_bits for layer in layers.values())
-    plain, found = outputs(stored.model), outputs(computed.model)
+    plain, found = outputs(stored.module), outputs(computed.module)
     assert 1e-3 < float((found - plain).norm() / plain.norm()) < 0.2
 
 
@@ -111,18 +111,18 @@ def test_a_scaled_file_is_held_as_it_is(tmp_path, form, kind, rows):
     codes, scales, values = scaled(original(form), rows=rows)
     path = write(tmp_path / "scaled", *WRITERS[kind](codes, scales))
     lines: list[str] = []
-    model = prepared(path, say=lines.append).model
+    model = prepared(path, say=lines.append).module
     assert f"{path}: 12 matrices stay in its own scaled 8 bits; the base takes" in lines[0] and len(lines) == 1
     held = quantized_weights(model)
     assert len(held) == 12 and {layer.kind for layer in held.values()} == {"fp8"}
     dense = write(tmp_path / "dense", values)
-    expected = prepared(dense).model
+    expected = prepared(dense).module
     for name, layer in held.items():
         weight = expected.get_submodule(name.removesuffix(".weight")).base_layer.weight
         assert torch.equal(layer.dequantize(), weight), name
         assert layer.weight.dtype == FP8
     assert torch.equal(outputs(model), outputs(expected))
-    in_16 = (prepared(each, precision=Precision()).model for each in (path, dense))
+    in_16 = (prepared(each, precision=Precision()).module for each in (path, dense))
     assert torch.equal(*map(outputs, in_16))
     assert equal(values_of(path, quantize="fp8"), values_of(path))
 
@@ -144,13 +144,13 @@ def test_plain_8_bit_matrices_and_dense_ones_next_to_scaled_ones_stay_what_they_
         values[name] = codes[name].float()
         del scales[name]
     path = write(tmp_path / "scaled", *legacy(codes, scales))
-    assert len(quantized_weights(prepared(path).model)) == 10
-    assert len(quantized_weights(prepared(path, "fp8").model)) == 12
+    assert len(quantized_weights(prepared(path).module)) == 10
+    assert len(quantized_weights(prepared(path, "fp8").module)) == 12
     assert equal(values_of(path), values_of(write(tmp_path / "dense", values)))
     mark_alone = write(
         tmp_path / "plain", {"scaled_fp8": torch.zeros(2).to(FP8), **{n: t.to(FP8) for n, t in state.items()}}
     )
-    assert quantized_weights(prepared(mark_alone).model) == {}
+    assert quantized_weights(prepared(mark_alone).module) == {}
 
 
 def test_matrices_outside_of_the_blocks_and_those_in_fp32_are_dense(tmp_path):
@@ -159,7 +159,7 @@ def test_matrices_outside_of_the_blocks_and_those_in_fp32_are_dense(tmp_path):
         codes[name], scales[name] = (values[name] * 100).to(FP8), torch.tensor(0.01)
         values[name] = codes[name].float() * 0.01
     path = write(tmp_path / "scaled", *legacy(codes, scales))
-    assert len(quantized_weights(prepared(path).model)) == 12
+    assert len(quantized_weights(prepared(path).module)) == 12
     assert equal(values_of(path), values_of(write(tmp_path / "dense", values)))
 
 
@@ -175,7 +175,7 @@ def test_another_form_is_made_of_its_values_and_said(tmp_path, kind):
 def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
     codes, scales, values = scaled(original("official"))
     path, dense = write(tmp_path / "scaled", *legacy(codes, scales)), write(tmp_path / "dense", values)
-    model = prepared(dense, adapter=AdapterConfig(rank=4, targets=("qkv",))).model
+    model = prepared(dense, adapter=AdapterConfig(rank=4, targets=("qkv",))).module
     for layer in adapter_layers(model).values():
         nn.init.normal_(layer.lora_B["default"].weight)
     (file,) = export_adapter(model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={})
@@ -183,14 +183,14 @@ def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
     merged = prepared(path, merge=(str(file),), say=lines.append)
     assert "those that a merged adapter changes are rounded to 8 bits once more" in lines[0]
     expected, plain = (values_of(dense, quantize=q, merge=(str(file),)) for q in ("fp8", "none"))
-    for name, layer in quantized_weights(merged.model).items():
+    for name, layer in quantized_weights(merged.module).items():
         if "qkv" in name:
             assert torch.equal(layer.dequantize(), expected[name]), name
-            assert torch.equal(merged.built.stored.read(name), plain[name])
+            assert torch.equal(merged.origin.stored.read(name), plain[name])
         else:
             assert torch.equal(layer.dequantize(), plain[name]), name
     lines.clear()
-    unchanged = quantized_weights(prepared(path, merge=(f"{file}@0",), say=lines.append).model)
+    unchanged = quantized_weights(prepared(path, merge=(f"{file}@0",), say=lines.append).module)
     assert "base.merge" not in lines[0], "nothing is changed at strength 0, which says that an expert has no file"
     assert all(torch.equal(layer.weight, codes[official_name(name)]) for name, layer in unchanged.items())
 
@@ -254,18 +254,18 @@ def test_scales_without_their_matrices_are_named_as_such(tmp_path):
 # Written
 
 
-def adapted(path: Path, quantize: str = "none") -> LoadedModel:
+def adapted(path: Path, quantize: str = "none") -> Model:
     result = prepared(path, quantize, adapter=AdapterConfig(rank=4, targets=("qkv", "mlp.0")))
     torch.manual_seed(1)
-    for layer in adapter_layers(result.model).values():
+    for layer in adapter_layers(result.module).values():
         nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
     return result
 
 
-def exported(result: LoadedModel, folder: Path, dtype: str = "fp8_scaled", **settings: object) -> Path:
+def exported(result: Model, folder: Path, dtype: str = "fp8_scaled", **settings: object) -> Path:
     config = ExportConfig(dtype=dtype, merged=True)
     (target,) = export_merged(
-        result.model, TOY, folder, config, metadata={"a": "b"}, original=result.built.stored.read, **settings
+        result.module, TOY, folder, config, metadata={"a": "b"}, original=result.origin.stored.read, **settings
     )  # fmt: skip
     return target
 
@@ -320,7 +320,7 @@ def test_adapters_and_other_forms_are_not_written_in_8_bits(tmp_path):
     config = ExportConfig(dtype="fp8_scaled", merged=True)
     check_export(TOY, config, AdapterConfig())
     result = adapted(write(tmp_path, original("official")))
-    (file,) = export_adapter(result.model, TOY, tmp_path, "adapter", config, metadata={})
+    (file,) = export_adapter(result.module, TOY, tmp_path, "adapter", config, metadata={})
     assert {stored.dtype for stored in SafetensorsSource.open(file).tensors.values()} == {torch.bfloat16}
 
 

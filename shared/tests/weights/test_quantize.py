@@ -17,6 +17,9 @@ from ditkit_core.adapters.inject import adapter_layers, canonical_name
 from ditkit_core.config.resolve import resolve
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, dense_weight, final_dtype, quantized_weights
@@ -24,7 +27,6 @@ from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -219,7 +221,7 @@ def write_base(folder: Path, dtype: torch.dtype, arch: ToyArch | None = None) ->
 
 def prepared(
     base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, compute="dtype", say=lambda line: None
-) -> LoadedModel:
+) -> Model:
     spec = altered(TOY, presets={"tiny": arch or ToyArch()})
     unloaded = build_meta_model(
         spec, ModelPaths(transformer=str(base)), adapter or AdapterConfig(rank=4),
@@ -232,7 +234,7 @@ def state_of(base: Path) -> dict[str, torch.Tensor]:
     """The base's weights by our names, in fp32."""
     return {
         canonical_name(name): tensor.float()
-        for name, tensor in prepared(base, "none").model.state_dict().items()
+        for name, tensor in prepared(base, "none").module.state_dict().items()
         if ".lora_" not in name
     }
 
@@ -243,7 +245,7 @@ def state_of(base: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_quantized_from_the_values_that_it_has(tmp_path, kind, dtype):
     base = write_base(tmp_path / "base", dtype)
-    original, model = state_of(base), prepared(base, kind, precision=Precision()).model
+    original, model = state_of(base), prepared(base, kind, precision=Precision()).module
     for name, layer in quantized_weights(model).items():
         if kind == "fp8" and dtype == torch.float8_e4m3fn:  # held as it is: rounding it to another scale would cost
             assert torch.equal(layer.dequantize(), original[name]), name
@@ -259,7 +261,7 @@ def test_the_whole_model_never_exists_in_16_bits(tmp_path):
     arch = ToyArch(dim=64, depth=12)
     base = write_base(tmp_path / "base", torch.bfloat16, arch)
     with MemoryTracker() as ledger:
-        model = prepared(base, "int8", arch=arch, precision=Precision()).model
+        model = prepared(base, "int8", arch=arch, precision=Precision()).module
         peak = ledger.peak[CPU]
     held = sum(parameter.nbytes for parameter in model.parameters())
     dense = sum(
@@ -270,16 +272,16 @@ def test_the_whole_model_never_exists_in_16_bits(tmp_path):
 
 
 def test_adapters_are_merged_before_it_is_quantized(base, tmp_path):
-    model = prepared(base, "none").model
+    model = prepared(base, "none").module
     for layer in adapter_layers(model).values():
         layer.lora_B["default"].weight.data = drawn(*layer.lora_B["default"].weight.shape)
     (file,) = export_adapter(model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={})
     merged = prepared(base, "int8", merge=[str(file)])
-    dense = prepared(base, "none", merge=[str(file)]).model
-    for name, layer in quantized_weights(merged.model).items():
+    dense = prepared(base, "none", merge=[str(file)]).module
+    for name, layer in quantized_weights(merged.module).items():
         expected = adapter_layers(dense)[name.removesuffix(".weight")].base_layer.weight
         assert torch.equal(layer.weight, quantized(expected, "int8").weight), name
-        assert torch.equal(merged.built.stored.read(name), expected)
+        assert torch.equal(merged.origin.stored.read(name), expected)
 
 
 def test_what_is_quantized_is_said(base):
@@ -289,7 +291,7 @@ def test_what_is_quantized_is_said(base):
     odd = ToyArch(dim=36, text_dim=8)  # 36 * 36 is no multiple of 64
     lines.clear()
     folder = write_base(base.parent / "odd", torch.float32, odd)
-    model = prepared(folder, "nf4", arch=odd, say=lines.append).model
+    model = prepared(folder, "nf4", arch=odd, say=lines.append).module
     assert "stay as they are, layers.0.qkv the first" in lines[0] and "\n" not in lines[0]
     layer = model.get_submodule("layers.0.qkv")
     assert type(layer.base_layer) is nn.Linear
@@ -305,7 +307,7 @@ def test_training_the_base_itself_is_refused(base):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_dora_starts_from_the_norms_that_it_multiplies_with(base, kind):
-    model = prepared(base, kind, adapter=AdapterConfig(rank=4, use_dora=True)).model
+    model = prepared(base, kind, adapter=AdapterConfig(rank=4, use_dora=True)).module
     for name, layer in adapter_layers(model).items():
         norms = torch.linalg.vector_norm(dense_weight(layer.base_layer), dim=1)
         torch.testing.assert_close(layer.lora_magnitude_vector["default"].weight.data, norms, msg=name)
@@ -320,15 +322,15 @@ def test_a_merged_model_is_the_original_with_the_adapter(base, tmp_path, form, a
     folders = []
     for kind in ("none", "nf4"):
         result = prepared(base, kind, adapter=adapter)
-        for layer in adapter_layers(result.model).values():
+        for layer in adapter_layers(result.module).values():
             layer.lora_B["default"].weight.data = drawn(*layer.lora_B["default"].weight.shape)
             if adapter.use_dora:
                 layer.lora_magnitude_vector["default"].weight.data.fill_(0.7)
         config = ExportConfig(forms=(form,), dtype="fp32")
         folders += export_merged(
-            result.model, TOY, tmp_path / kind, config, metadata={}, original=result.built.stored.read
+            result.module, TOY, tmp_path / kind, config, metadata={}, original=result.origin.stored.read
         )  # fmt: skip
-    dense, ours = (prepared(folder, "none").model.state_dict() for folder in folders)
+    dense, ours = (prepared(folder, "none").module.state_dict() for folder in folders)
     assert equal(ours, dense)
 
 
@@ -378,7 +380,7 @@ def test_a_run_that_computes_in_8_bits_is_continued_bitwise(world, kind, capsys)
 def test_layers_of_other_sizes_keep_their_products_and_are_counted(tmp_path):
     base, lines = write_base(tmp_path / "odd", torch.float32, ToyArch(dim=24)), []
     result = prepared(base, "int8", compute="int8", arch=ToyArch(dim=24), say=lines.append)
-    layers = quantized_weights(result.model)
+    layers = quantized_weights(result.module)
     assert not any(layer.in_8_bits for layer in layers.values())
     first = next(iter(layers)).removesuffix(".weight")
     assert lines[-1] == (

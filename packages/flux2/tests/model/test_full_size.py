@@ -17,6 +17,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.run_block import run_block
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.testing.combinations import daily
@@ -25,7 +26,6 @@ from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.spec import FLUX2
@@ -65,7 +65,7 @@ def check_step(model: torch.nn.Module, policy: str, samples: list[Mapping[str, T
     batch = Batch(ids=[str(number) for number in range(len(samples))], items=samples)
     with Arithmetic() as arithmetic:
         accumulate_gradients(
-            TrainModel(model, BlockEngine(policy=policy), FLUX2),
+            Model(model, BlockEngine(policy=policy), FLUX2),
             [batch],
             StepContext(step=0, seed=0, flow=FlowConfig()),
         )

@@ -10,13 +10,13 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_wan.spec import WAN
 
@@ -53,7 +53,7 @@ def test_a_step_stays_on_its_device_in_its_dtypes(preset, policy, monkeypatch):
         optimizer = NamedOptimizer(trained, OptimConfig())
         with Arithmetic() as arithmetic:
             accumulate_gradients(
-                TrainModel(model, BlockEngine(policy=policy), WAN),
+                Model(model, BlockEngine(policy=policy), WAN),
                 [Batch(ids=["a"], items=[item])],
                 StepContext(step=0, seed=0, flow=FlowConfig()),
             )

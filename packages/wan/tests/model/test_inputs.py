@@ -8,6 +8,7 @@ from media_files import picture
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.config import RunConfig
@@ -15,7 +16,6 @@ from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.planned_step import largest_bucket
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import NoisedBatch, velocity_errors
-from ditkit_core.training.train_model import TrainModel
 from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
 from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch
@@ -83,7 +83,7 @@ def test_the_loss_is_the_same_whatever_is_predicted_in_the_first_frame():
 
     def error(given: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
-            return velocity_errors(TrainModel(model, run_plain, WAN), NoisedBatch([given], SIGMA[:1], [noise]), 1.0)
+            return velocity_errors(Model(model, run_plain, WAN), NoisedBatch([given], SIGMA[:1], [noise]), 1.0)
 
     before = error(given)
     given["latents"][:, 0] += 5  # neither an input, as the clean frame stands there, nor a target

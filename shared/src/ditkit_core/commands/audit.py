@@ -14,6 +14,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_components, check_run, check_training
 from ditkit_core.run.config import RunConfig
@@ -23,7 +24,6 @@ from ditkit_core.run.expert_runs import largest_expert_run
 from ditkit_core.run.init_from import start_from
 from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.run.train_data import check_items, training_data
 from ditkit_core.training.checkpoint import latest
@@ -79,7 +79,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     # Eager: a compiler fuses operations and keeps values between them in a wider dtype than the code says.
     engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
     subject = Subject(
-        model=prepared.model,
+        model=prepared.module,
         spec=run.spec,
         precision=run.precision,
         run=engine,
@@ -99,7 +99,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
         ) from error
 
 
-def _weights(prepared: LoadedModel, folder: RunFolder, init_from: str) -> str:
+def _weights(prepared: Model, folder: RunFolder, init_from: str) -> str:
     """Load the weights of the run's latest save, if there is one, else the initial ones; returns a description of them."""
     if latest(folder.state, warn) is not None:
         return f"the run's save of step {load_trained(prepared, folder)}"
@@ -107,8 +107,8 @@ def _weights(prepared: LoadedModel, folder: RunFolder, init_from: str) -> str:
     return "the run's initial weights: nothing was saved yet"
 
 
-def _audit(subject: Subject, weights: str, prepared: LoadedModel, seed: int) -> AuditFindings:
-    with with_adapters_at_work(prepared.model, seed) as changed:
+def _audit(subject: Subject, weights: str, prepared: Model, seed: int) -> AuditFindings:
+    with with_adapters_at_work(prepared.module, seed) as changed:
         if changed:
             weights += "; B of the adapters is zero and gets small random values, so that gradients reach A"
         tokens = sum(map(subject.spec.training.num_tokens, subject.items))

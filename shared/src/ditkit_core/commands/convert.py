@@ -39,13 +39,13 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.architecture import choose_arch
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.paths import ModelPaths, check_preset
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.experts import named_after
-from ditkit_core.run.prepare import choose_arch
 from ditkit_core.run.publish import publish
 from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.fp8_scaled import open_weights

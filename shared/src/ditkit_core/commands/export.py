@@ -42,6 +42,7 @@ from ditkit_core.io.files import atomic_folder, atomic_write, local_path
 from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
@@ -49,7 +50,6 @@ from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
 from ditkit_core.run.model import build_model, export_metadata, load_model
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.publish import publish
 from ditkit_core.run.restore import load_trained
 from ditkit_core.training.trainer import Callback
@@ -125,23 +125,25 @@ def _export(
         else:
             exact = bool(options.out) and len(wanted.forms) == 1
             with prepared.readable():
-                written = export_adapter(prepared.model, spec, target, out.stem, wanted, metadata=metadata, exact=exact)
+                written = export_adapter(
+                    prepared.module, spec, target, out.stem, wanted, metadata=metadata, exact=exact
+                )
     files = [out.parent / path.relative_to(target) for path in written]
     for form, file in zip(whole_forms(spec, wanted) if whole else wanted.forms, files, strict=True):
-        if not whole and (read := read_by(spec, form, prepared.model)):
+        if not whole and (read := read_by(spec, form, prepared.module)):
             say(f"{file}: {loaded_by(read)}")
-        if whole and (limit := why_unverified(spec, wanted, form, prepared.model, complete=True)):
+        if whole and (limit := why_unverified(spec, wanted, form, prepared.module, complete=True)):
             say(f"{file}: diffusers {limit}")
     say("\n".join(str(file) for file in files))
     return files
 
 
 def _export_transformer(
-    prepared: LoadedModel, spec: ModelSpec, folder: Path, config: ExportConfig, metadata: Mapping[str, str]
+    prepared: Model, spec: ModelSpec, folder: Path, config: ExportConfig, metadata: Mapping[str, str]
 ) -> list[Path]:
     with prepared.readable_one_by_one() as original:
         return export_merged(
-            prepared.model,
+            prepared.module,
             spec,
             folder,
             config,
@@ -166,7 +168,7 @@ class Exporter(Callback):
         self,
         run: RunContext,
         folder: RunFolder,
-        prepared: LoadedModel,
+        prepared: Model,
         encoded: Sequence[EncodedSample],
         verifier: Verifier,
     ):
@@ -201,7 +203,7 @@ class Exporter(Callback):
             remove_earlier(self._folder)
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
-        self._prepared.model.eval()  # the last samples are generated without dropout
+        self._prepared.module.eval()  # the last samples are generated without dropout
         self._say_what_has_no_reader()
         self._verifier.wait()
 
@@ -245,7 +247,7 @@ class Exporter(Callback):
         config, metadata = run.config.export, self._metadata(step)
         with prepared.readable():
             return export_adapter(
-                prepared.model, run.spec, folder, name.stem, config, metadata=metadata, whole_in=prepared.whole_in
+                prepared.module, run.spec, folder, name.stem, config, metadata=metadata, whole_in=prepared.whole_in
             )
 
     def _export_transformer(self, folder: Path, step: int) -> None:
@@ -257,7 +259,7 @@ class Exporter(Callback):
 
     def _say_what_has_no_reader(self) -> None:
         """Name the finished exports that nothing verifies, as their headers do."""
-        run, config, model = self._run, self._run.config.export, self._prepared.model
+        run, config, model = self._run, self._run.config.export, self._prepared.module
         for form in config.forms if self._is_adapter else ():
             if limit := why_unverified(run.spec, config, form, model):
                 file = ExportName(run=self._folder.name, form=form).at(self._folder)

@@ -65,7 +65,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         stages, what = _experts(run, options)
     else:
         prepared = load_model(sampling, unloaded, place_run(sampling, unloaded))
-        stages = single_stage(prepared.model, engine_of(sampling, prepared))
+        stages = single_stage(prepared.module, engine_of(sampling, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = local_path(options.out) if options.out else folder.samples
     # Numbers are reserved: two commands in one folder never overwrite each other.

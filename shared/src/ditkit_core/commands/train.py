@@ -10,6 +10,7 @@ Each step only does what is missing, so the same command starts a run, continues
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 from ditkit_core.commands.export import Exporter, copy_expert_adapters, has_expert_adapters, rename_exports
@@ -31,6 +32,8 @@ from ditkit_core.io.files import json_hash, local_path
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, check_shared, open_run
 from ditkit_core.io.torchrun import current_ranks
+from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.callbacks import QueuedPreviews
 from ditkit_core.previews.class_images import (
@@ -52,7 +55,6 @@ from ditkit_core.run.expert_runs import Component, ComponentRuns, components_of,
 from ditkit_core.run.init_from import check_start, start_from
 from ditkit_core.run.model import build_model, engine_of, fingerprints_of, load_divided, tracked_run
 from ditkit_core.run.plans.planned_step import place_run, utilisation_of_run
-from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.restore import check_same_adapter
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
 from ditkit_core.run.train_data import (
@@ -66,7 +68,6 @@ from ditkit_core.run.train_data import (
 )
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.metrics import log_left_samples
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
 
@@ -300,15 +301,7 @@ def _train_component(
     if not run.config.train.steps:
         warn("train.steps = 0: nothing is trained; exports and samples are of the initial weights")
     samples = _split(run, folder, prepared, data)
-    model = TrainModel(
-        module=prepared.model,
-        engine=engine_of(run, prepared, placement.checkpointing, ranks),
-        spec=run.spec,
-        trainable=prepared.trainable,
-        streamer=prepared.streamer,
-        shards=prepared.shards,
-        matmul_dtype=run.precision.matmul,
-    )
+    model = replace(prepared, engine=engine_of(run, prepared, placement.checkpointing, ranks))
     _stage(4, "train")
     with progress("train", run.config.train.steps) as bar, Verifier(run, folder) as verifier:
         exporter = Exporter(run, folder, prepared, [*data.samples, *data.prior], verifier)
@@ -355,7 +348,7 @@ def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
 
 def _load(
     run: RunContext, unloaded: MetaModel, placement: Placement, data: Encoded, num_images: int
-) -> tuple[LoadedModel, Encoded]:
+) -> tuple[Model, Encoded]:
     """The model with its weights, and the data with the class images that were missing.
 
     The base model generates the class images, before training. A model with experts needs all of them for that, and only one is in memory
@@ -370,7 +363,7 @@ def _load(
     if prepared.shards is not None:
         say(f"weights, gradients and optimizer state are divided over {current_ranks().shard} ranks")
     if num_images and run.expert is None:
-        stages = single_stage(prepared.model, engine_of(run, prepared))
+        stages = single_stage(prepared.module, engine_of(run, prepared))
         data = data._replace(prior=encoded_class_images(run, stages, num_images))
     return prepared, data
 
@@ -383,13 +376,13 @@ class _Samples(NamedTuple):
     validator: Validator | None
 
 
-def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Encoded) -> _Samples:
+def _split(run: RunContext, folder: RunFolder, prepared: Model, data: Encoded) -> _Samples:
     """Split off the held-out clips, and write the description of data and environment into the run folder."""
     config, files = run.config, files_of(run.data.dataset.samples)
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
     if current_ranks().is_first:
-        check_data(folder, [*data.samples, *data.prior], prepared.built.stored.source.fingerprint(), base_steps(run))
+        check_data(folder, [*data.samples, *data.prior], prepared.origin.stored.source.fingerprint(), base_steps(run))
         summary = data_summary(run.data.dataset, by_id.keys(), held_out)
         model = model_summary(run.spec.name, prepared) | recorded_digests(run, folder, warn)
         write_about(
@@ -404,9 +397,7 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     return _Samples([by_id[id] for id in kept], data.prior, validator)
 
 
-def _callbacks(
-    run: RunContext, folder: RunFolder, prepared: LoadedModel, previews: Previews | RunContext
-) -> list[Callback]:
+def _callbacks(run: RunContext, folder: RunFolder, prepared: Model, previews: Previews | RunContext) -> list[Callback]:
     """The callbacks for previews and the end of training."""
     # A preview process takes over the previews; the samples of the finished model are generated here in both cases.
     sampled = run if isinstance(previews, Previews) or run.expert is None else previews
@@ -419,7 +410,7 @@ def _callbacks(
 
 
 def _trainer(
-    run: RunContext, folder: RunFolder, model: TrainModel, samples: _Samples, callbacks: Sequence[Callback]
+    run: RunContext, folder: RunFolder, model: Model, samples: _Samples, callbacks: Sequence[Callback]
 ) -> Trainer:
     config = run.config
     sections = TrainerConfig(

@@ -252,7 +252,7 @@ _NO_FP16: Mapping[str, str] = {
 """Why a place cannot run in fp16. The timestep and rotary tables can, because they are bounded and have no gradient."""
 
 
-def precision_of(stage: "nn.Module") -> Precision:
+def precision_of(stage: "nn.Module | StagedModel") -> Precision:
     """The dtypes of a model, or of a stage of it."""
     precisions = (vars(module).get("precision") for module in stage.modules())
     return next((precision for precision in precisions if isinstance(precision, Precision)), Precision())

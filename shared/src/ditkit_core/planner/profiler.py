@@ -21,6 +21,7 @@ from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import call_before_backward
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.sharding.context_parallel import ContextParallel
+from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.memory import ParameterRows, Profile, StageCost, behind, mixed
@@ -30,7 +31,6 @@ from ditkit_core.planner.ranks.recorded import RecordedRanks
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
 from ditkit_core.training.optim.clipping import Clipping, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, update
 
@@ -267,7 +267,7 @@ class _Measuring:
         updates = self.in_backward
         begin = (lambda losses: None) if updates is None else (lambda losses: updates.begin_backward())
         with counted_calls(calls):
-            model = TrainModel(self.model.whole, engine, job.spec)
+            model = Model(self.model.whole, engine, job.spec)
             context = StepContext(step=1, seed=0, flow=job.flow)
             accumulate_gradients(model, batches, context, before_backward=begin)
         self.found.attention = tuple(sorted(calls.made))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.model import Model
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.manager import Previews
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.shares import ALONE, SampleShares
 from ditkit_core.training.trainer import Callback
@@ -78,7 +78,7 @@ class SamplesInPlace(Callback):
 class QueuedPreviews(Callback):
     """Copies the trained weights into the queue of a process that samples on another device."""
 
-    def __init__(self, run: RunContext, prepared: LoadedModel, previews: Previews):
+    def __init__(self, run: RunContext, prepared: Model, previews: Previews):
         self._run, self._prepared, self._previews = run, prepared, previews
         self._take = previews.taker(run.expert)
 
@@ -101,4 +101,4 @@ class QueuedPreviews(Callback):
         # Training waits here for the copy alone, not for the samples. Of divided weights, only the trained ones are gathered.
         with self._prepared.readable():
             # Inside `readable`: of streamed blocks these are the values in host memory.
-            self._take(step, trainable_parameters(self._prepared.model))
+            self._take(step, trainable_parameters(self._prepared.module))

@@ -16,20 +16,20 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.torchrun import current_ranks
+from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import Expert
 from ditkit_core.previews.callbacks import SamplesInPlace
 from ditkit_core.previews.stages import denoiser_stages, trained_weights_in, why_no_samples
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.model import engine_of
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.shares import SampleShares
 from ditkit_core.weights.layer_streaming import free_memory_bytes
 
 
 def samples_in_place(
-    run: RunContext, sampled: RunContext, prepared: LoadedModel, folder: RunFolder, on_written: Callable[[Path], object]
+    run: RunContext, sampled: RunContext, prepared: Model, folder: RunFolder, on_written: Callable[[Path], object]
 ) -> SamplesInPlace:
     """The callback that generates samples with the model that trains.
 
@@ -44,7 +44,7 @@ def samples_in_place(
     shares = SampleShares.of(ranks)
     stages: Callable[[], Sequence[DenoiserStage]] = tuple
     if run.expert is None:
-        stages = lambda: single_stage(prepared.model, engine_of(run, prepared))
+        stages = lambda: single_stage(prepared.module, engine_of(run, prepared))
     elif every_steps:
         try:
             stages, obstacle = _exchanged(run, sampled, prepared), ""
@@ -61,7 +61,7 @@ def samples_in_place(
     return SamplesInPlace(run, stages, folder, on_written, every_steps=every_steps, sampled=sampled, shares=shares)
 
 
-def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> Callable[[], Sequence[DenoiserStage]]:
+def _exchanged(run: RunContext, sampled: RunContext, prepared: Model) -> Callable[[], Sequence[DenoiserStage]]:
     """A function that gives all experts as stages: the one that trains as it is, the others with their saves.
 
     Raises:
@@ -73,7 +73,7 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
     others, trained_expert = trained_weights_in(sampled, without=run.expert)[0], run.expert
 
     def in_place() -> AbstractContextManager[tuple[Any, Engine]]:
-        return nullcontext((prepared.model, engine_of(run, prepared)))
+        return nullcontext((prepared.module, engine_of(run, prepared)))
 
     def stages() -> Sequence[DenoiserStage]:
         expert_stages = denoiser_stages(sampled, others)
@@ -85,7 +85,7 @@ def _exchanged(run: RunContext, sampled: RunContext, prepared: LoadedModel) -> C
     return stages
 
 
-def _ranks_with_room(expert: Expert, prepared: LoadedModel, ranks: Ranks, *, num_samples: int) -> tuple[int, str]:
+def _ranks_with_room(expert: Expert, prepared: Model, ranks: Ranks, *, num_samples: int) -> tuple[int, str]:
     """How many ranks, the first ones, can exchange the experts at the same time; and if none can, what they lack.
 
     Ranks that divide the weights can all do it, or none.
@@ -98,7 +98,7 @@ def _ranks_with_room(expert: Expert, prepared: LoadedModel, ranks: Ranks, *, num
     moved, free = parked_bytes(prepared.weights()), free_memory_bytes(torch.device("cpu"))
     # The other one streams as many blocks, from page-locked memory of its own.
     streamed = prepared.streamer is not None
-    needed = sum(tensor.nbytes for tensor in prepared.model.parameters()) if moved and streamed else moved
+    needed = sum(tensor.nbytes for tensor in prepared.module.parameters()) if moved and streamed else moved
     most = ranks.size if ranks.shard > 1 else min(ranks.size, num_samples)
     asked = ranks.all_gather_object({"host": socket.gethostname(), "needed": needed, "free": free})
     num = num_with_room(asked[:most])
@@ -129,7 +129,7 @@ def num_with_room(asked: Sequence[Mapping[str, Any]]) -> int:
     return len(asked)
 
 
-def _instead_of(prepared: LoadedModel, stage: DenoiserStage) -> DenoiserStage:
+def _instead_of(prepared: Model, stage: DenoiserStage) -> DenoiserStage:
     """A stage for which the model that trains gives away its memory."""
 
     @contextmanager

@@ -11,12 +11,12 @@ from torch import Tensor
 from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
+from ditkit_core.loading.meta_model import loaded_dtype
 from ditkit_core.models.encoders import DecodedBy
 from ditkit_core.models.protocol import Engine
 from ditkit_core.previews.decoding import FittingDecoder
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
-from ditkit_core.run.prepare import loaded_dtype
 from ditkit_core.run.sample_adapters import open_sample_adapters
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage

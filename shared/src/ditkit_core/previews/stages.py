@@ -14,6 +14,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.torchrun import current_ranks
+from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import Expert
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.previews.generate import generate_samples
@@ -23,7 +25,6 @@ from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.expert_runs import config_of, runs_of, saved_step
 from ditkit_core.run.model import build_model, engine_of, load_divided
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.shares import SampleShares
@@ -76,7 +77,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
         elif trained.file:
             origin = f"with {trained.file}"
         say(f"sampling with the {expert.name} expert {origin}")
-        yield prepared.model, engine_of(sampling, prepared)
+        yield prepared.module, engine_of(sampling, prepared)
 
     return DenoiserStage(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
 
@@ -142,7 +143,7 @@ def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tup
     return trained, newest
 
 
-def load_preview_weights(prepared: LoadedModel, path: Path) -> None:
+def load_preview_weights(prepared: Model, path: Path) -> None:
     """Load the weights of a queued preview into the model.
 
     Raises:
@@ -150,7 +151,7 @@ def load_preview_weights(prepared: LoadedModel, path: Path) -> None:
     """
     weights = read_weights(path)
     with prepared.readable():
-        parameters = trainable_parameters(prepared.model)
+        parameters = trainable_parameters(prepared.module)
         if {name: value.shape for name, value in weights.items()} != {n: p.shape for n, p in parameters.items()}:
             raise UserError(f"{path} contains the weights of another model or adapter; remove it")
         copy_values(parameters, weights)

@@ -16,6 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.worker_process import work
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.generate import generate_samples
@@ -28,7 +29,6 @@ from ditkit_core.run.expert_runs import folder_of, resolve_arch
 from ditkit_core.run.gpus import with_kernels
 from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.prompts import SamplePrompt
 
@@ -66,7 +66,7 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
         torch.set_num_threads(config.train.threads)
     run = resolve_arch(create_run(spec, config))
     prompts = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
-    prepared: LoadedModel | None = None
+    prepared: Model | None = None
     while waiting := [file for file in queued(RunFolder(path).pending) if file.name not in left_out]:
         file = waiting[0]
         say(f"process {os.getpid()}{GENERATES}{file.name}")  # first: the parent reads here which file failed
@@ -84,9 +84,7 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
                 file.unlink()
 
 
-def _generate(
-    run: RunContext, prepared: LoadedModel | None, file: Path, prompts: Sequence[SamplePrompt]
-) -> LoadedModel | None:
+def _generate(run: RunContext, prepared: Model | None, file: Path, prompts: Sequence[SamplePrompt]) -> Model | None:
     """Generate the preview of one file.
 
     Args:
@@ -110,7 +108,7 @@ def _generate(
             unloaded = build_model(run)
             prepared = load_model(run, unloaded, place_run(run, unloaded))
         load_preview_weights(prepared, file)
-        stages = single_stage(prepared.model, engine_of(run, prepared))
+        stages = single_stage(prepared.module, engine_of(run, prepared))
     generate_samples(run, stages, prompts, folder_of(run, expert).samples, f"step-{preview.step:06d}")
     return prepared
 

@@ -11,13 +11,13 @@ import torch
 from ditkit_core.adapters.files.export import with_forms_of
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.auxiliary import Auxiliary, device_names, training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.run.experts import restrict_to_expert
-from ditkit_core.run.prepare import arch_here
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from ditkit_core.io.console import warn
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, with_arch, with_config
 from ditkit_core.run.experts import own_settings
 from ditkit_core.run.init_from import start_of_expert
-from ditkit_core.run.prepare import arch_here
 from ditkit_core.training.checkpoint import latest
 
 

@@ -6,8 +6,8 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.torchrun import current_ranks
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import Expert
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.training.checkpoint import latest
 
@@ -37,7 +37,7 @@ def check_start(run: str, folder: RunFolder) -> None:
     raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
 
 
-def start_from(run: str, prepared: LoadedModel, folder: RunFolder) -> None:
+def start_from(run: str, prepared: Model, folder: RunFolder) -> None:
     """Load the trained weights of another run, unless this run already has a save of its own."""
     other = RunFolder(local_path(run))
 

@@ -25,14 +25,16 @@ from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.trackers import TrackedRun
+from ditkit_core.loading.meta_model import MetaModel, build_meta_model, loaded_dtype
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.run.context import RunContext
-from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights, loaded_dtype
 from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
-def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> LoadedModel:
+def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Model:
     """Load the weights onto their devices.
 
     Args:
@@ -46,7 +48,7 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Lo
     return prepared
 
 
-def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> LoadedModel:
+def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> Model:
     """Load the weights of which this rank keeps some rows, onto its device: unchanged `load_model` if `ranks.shard` is 1.
 
     The model is divided before it has values, and each rank reads its rows.
@@ -60,7 +62,7 @@ def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ran
     give_dtypes(unloaded, loaded_dtype(run.spec, run.precision))
     division = Division(unloaded.model, trainable_parameters(unloaded.model), run.precision, ranks, device)
     prepared = load_weights(unloaded, placement=placement, seed=run.config.train.seed, division=division, say=say)
-    shards = Shards(prepared.model, prepared.trainable, run.precision, ranks, device, division)
+    shards = Shards(prepared.module, prepared.trainable, run.precision, ranks, device, division)
     return replace(prepared, shards=shards, trainable=shards.local)
 
 
@@ -76,7 +78,7 @@ def give_dtypes(unloaded: MetaModel, dtype_of: Callable[[str], torch.dtype]) -> 
 
 
 def engine_of(
-    run: RunContext, prepared: LoadedModel, schedule: ACSchedule | None = None, ranks: Ranks | None = None
+    run: RunContext, prepared: Model, schedule: ACSchedule | None = None, ranks: Ranks | None = None
 ) -> BlockEngine:
     """The engine that runs the model as configured.
 
@@ -132,7 +134,7 @@ def tracked_run(run: RunContext, folder: RunFolder) -> TrackedRun:
     return TrackedRun(name=name, settings=redact_paths(type(run.config), config_values(run.config)))
 
 
-def export_metadata(run: RunContext, prepared: LoadedModel, step: int, *, data: str) -> dict[str, str]:
+def export_metadata(run: RunContext, prepared: Model, step: int, *, data: str) -> dict[str, str]:
     """The header of an exported file: where it came from. Paths of this machine are redacted."""
     versions = {"ditkit": ditkit_core.__version__, "torch": torch.__version__, "python": platform.python_version()}
     model, expert = run.config.model, run.expert
@@ -140,7 +142,7 @@ def export_metadata(run: RunContext, prepared: LoadedModel, step: int, *, data: 
         "ditkit.model": run.spec.name,
         "ditkit.base": redact_path(getattr(model, run.component) or model.base),
         **({} if expert is None else {"ditkit.expert": expert.name}),
-        "ditkit.preset": prepared.built.preset,
+        "ditkit.preset": prepared.origin.preset,
         "ditkit.step": str(step),
         "ditkit.data": data,
         "ditkit.config": to_toml(run.config, shown=redact_paths),

@@ -12,11 +12,13 @@ from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.adapters.inject import adapter_layers, canonical_name, initialise, trainable_parameters
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.model import Model
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.weight_at_use import make_at_use
-from ditkit_core.run.prepare import LoadedModel, build_meta_model
 from ditkit_core.weights.load import load_into
 
 _HOST = torch.device("cpu")
@@ -27,7 +29,7 @@ _PROCESS_BYTES = 900 * 2**20
 
 def read_at_use(
     spec: ModelSpec, components: ModelPaths, adapter: AdapterConfig, base: BaseConfig, *, component: str = "transformer"
-) -> LoadedModel:
+) -> Model:
     """Build a model whose matrices stay in their files; everything else, a few percent of it, is read now.
 
     Args:
@@ -57,7 +59,7 @@ def read_at_use(
     # Values come from a save: a DoRA's magnitudes made here would read all matrices.
     start = (lambda name: {_MAGNITUDE: torch.ones(widths[name])}) if unloaded.adapter.use_dora else None
     initialise(model, 0, device_of=lambda name: _HOST, start=start)
-    return LoadedModel(model=model.eval(), built=unloaded, trainable=trainable_parameters(model), config_json=None)
+    return Model(model.eval(), BlockEngine(), unloaded.spec, trainable_parameters(model), loaded_from=unloaded)
 
 
 def bytes_at_use(spec: ModelSpec, arch: Any, adapter_bytes: int) -> int:

@@ -15,15 +15,15 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.model import Model
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.training.checkpoint import GROUPS, State, best, check_save, latest, load_state
 from ditkit_core.training.train_state import TrainState, saved_weights
 
 
 def load_trained(
-    prepared: LoadedModel, folder: RunFolder, step: int | Literal["best"] | None = None, *, verified: Path | None = None
+    prepared: Model, folder: RunFolder, step: int | Literal["best"] | None = None, *, verified: Path | None = None
 ) -> int:
     """Load the weights of a run's save (the averaged ones, if it has any) into the model.
 
@@ -40,14 +40,14 @@ def load_trained(
     path = verified or _save(folder, step)
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
-    check_same_adapter(prepared.built.adapter, folder, stored.adapter, prepared.built.merge_key)
+    check_same_adapter(prepared.origin.adapter, folder, stored.adapter, prepared.origin.merge_key)
     if step is not None:  # `latest` has verified the latest
         check_save(path)
     shards, averages = prepared.shards, stored.optim.kind.averages
     # The optimizer's state is several times as large as the weights, and few optimizers need it for the weights to use.
     state = load_state(path, shards, GROUPS if averages else ("trainable", "ema"))
     with prepared.readable() if shards is None else nullcontext():  # of its rows, each rank sets its own
-        parameters = trainable_parameters(prepared.model) if shards is None else prepared.trainable
+        parameters = trainable_parameters(prepared.module) if shards is None else prepared.trainable
         if averages:
             used = _averaged(prepared, stored, state, parameters, path)
         else:
@@ -93,12 +93,12 @@ def check_same_adapter(
 
 
 def _averaged(
-    prepared: LoadedModel, stored: RunConfig, state: State, parameters: Mapping[str, nn.Parameter], path: Path
+    prepared: Model, stored: RunConfig, state: State, parameters: Mapping[str, nn.Parameter], path: Path
 ) -> dict[str, Tensor]:
     """The weights that an optimizer which averages them itself makes from its state; the parameters change meanwhile."""
     # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not streamed, whatever its settings.
     optim = replace(stored.optim, fused_backward=False)
-    trained = TrainState(prepared.model, parameters, optim, stored.ema, shards=prepared.shards)
+    trained = TrainState(prepared.module, parameters, optim, stored.ema, shards=prepared.shards)
     trained.load_state_dict(state, path)
     with trained.used():
         return {name: value.detach().clone() for name, value in parameters.items()}

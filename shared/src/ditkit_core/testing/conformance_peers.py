@@ -28,11 +28,11 @@ from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX
 from ditkit_core.encoding.loss_masks import weighted
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.model import Model
 from ditkit_core.nn.lora import without_adapters
 from ditkit_core.testing.world import ModelChecks, make_model
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import NoisedBatch, guiding, matching_base, velocity_errors
-from ditkit_core.training.train_model import TrainModel
 
 _SIGMA, _GUIDANCE = 0.5, 1.0
 """diffusers multiplies both by 1000; the products of these values are exact."""
@@ -57,7 +57,7 @@ class PeerChecks(ModelChecks):
 
         cached = at_latent_size(mask.expand(1 + 4 * (frames - 1), -1, -1), (frames, height, width))
         batch = NoisedBatch([weighted(item, cached, outside)], torch.tensor([_SIGMA]), [noise])
-        ours = velocity_errors(TrainModel(model, BlockEngine(), self.spec), batch, _GUIDANCE)[0]
+        ours = velocity_errors(Model(model, BlockEngine(), self.spec), batch, _GUIDANCE)[0]
 
         small = functional.interpolate(mask[None], size=(height, width), mode="area")
         predicted = self.diffusers.run(self.diffusers.transformer(model), self._inputs(item, noise))
@@ -76,7 +76,7 @@ class PeerChecks(ModelChecks):
         model = self._adapted(4)
         (item,) = self.items(1)
         noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0))
-        train = TrainModel(model, BlockEngine(), self.spec)
+        train = Model(model, BlockEngine(), self.spec)
         batch = matching_base(train, NoisedBatch([item], torch.tensor([_SIGMA]), [noise]), _GUIDANCE)
         assert batch.targets is not None
         theirs, inputs = self.diffusers.transformer(model), self._inputs(item, noise)
@@ -100,7 +100,7 @@ class PeerChecks(ModelChecks):
         noise = torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(0))
         guided = {**item, f"{EMPTY_CAPTION_PREFIX}text": other["text"]}
         flow = FlowConfig(target_guidance=3.0, target_schedule=schedule, guidance=_GUIDANCE)
-        train = TrainModel(model, BlockEngine(), self.spec)
+        train = Model(model, BlockEngine(), self.spec)
         batch = guiding(train, NoisedBatch([guided], torch.tensor([_SIGMA]), [noise]), flow)
         assert batch.targets is not None
         theirs = self.diffusers.transformer(model)

@@ -15,12 +15,13 @@ from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import quantized_linear
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, quantized_weights
-from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
@@ -179,7 +180,7 @@ class QuantizedChecks(ModelChecks):
             spec, ModelPaths(transformer=str(file), preset="this"), AdapterConfig(), BaseConfig(),
             precision=Precision(matmul=torch.float32),
         )  # fmt: skip
-        read = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
+        read = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).module
         quantized, stored = quantized_weights(read), SafetensorsSource.open(file)
         assert quantized.keys() == {
             f"{name}.weight" for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")

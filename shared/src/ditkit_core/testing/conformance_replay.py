@@ -17,6 +17,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.encoded_sample import EMPTY_CAPTION_PREFIX
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
@@ -29,7 +30,6 @@ from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import ReplayedMicroBatches
 from ditkit_core.training.tensor_stats import StatsRecorder
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, StepResult, training_step
 
@@ -93,9 +93,7 @@ def trained_steps(
         model, trainable_parameters(model), OptimConfig(lr=1e-2, rounding=rounding), EMAConfig(decay=case["average"])
     )
     graphs = ReplayedMicroBatches("on", trained.parameters, device, lines.append) if replays else None
-    staged = TrainModel(
-        model, BlockEngine(policy=case["policy"], backend=attention), spec, trainable=trained.parameters
-    )
+    staged = Model(model, BlockEngine(policy=case["policy"], backend=attention), spec, trainable=trained.parameters)
     items = masked(items) if case["masks"] else list(items)
     if case["target"] == "guided":
         items = [{**item, f"{EMPTY_CAPTION_PREFIX}text": item["text"].flip(0)} for item in items]

@@ -19,6 +19,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.io.rng import seed_of
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.full_size import Arithmetic
@@ -34,7 +35,6 @@ from ditkit_core.testing.world import (
 )
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import NoisedBatch, loss_weight, sample_noise, velocity_errors
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 DEVICES = tuple(torch.device("cpu", index) for index in (1, 2, 3, 4))
@@ -156,7 +156,7 @@ class SplitChecks(ModelChecks):
     def _accumulate(self, model: Any, batches: Sequence[Batch], policy: str, *, pipelined: bool) -> None:
         model.zero_grad(set_to_none=True)
         accumulate_gradients(
-            TrainModel(model, BlockEngine(policy=policy), self.spec),
+            Model(model, BlockEngine(policy=policy), self.spec),
             batches,
             StepContext(step=3, seed=1, flow=FLOW, pipelined=pipelined),
         )
@@ -174,7 +174,7 @@ class SplitChecks(ModelChecks):
             divided.head.register_forward_hook(lambda *_: crossed.append(Ways(crossings.copies)))
             divided.head.register_forward_hook(lambda *_: waited.extend(arithmetic.waits))
             accumulate_gradients(
-                TrainModel(divided, BlockEngine(policy=policy), self.spec),
+                Model(divided, BlockEngine(policy=policy), self.spec),
                 batches,
                 StepContext(step=3, seed=1, flow=FLOW, pipelined=True),
             )
@@ -218,7 +218,7 @@ def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: 
         torch.manual_seed(seed_of(1, "dropout", 3, micro))
         sigma, noise = torch.stack([level for level, _ in sampled]), [eps for _, eps in sampled]
         noised = NoisedBatch(batch.items, sigma, noise)
-        errors = velocity_errors(TrainModel(model, BlockEngine(), spec), noised, FLOW.guidance)
+        errors = velocity_errors(Model(model, BlockEngine(), spec), noised, FLOW.guidance)
         factors = zip(batch.weights or [1.0] * len(sampled), sigma, shifts, strict=True)
         weights = torch.stack([factor * loss_weight(level, FLOW, shift) for factor, level, shift in factors])
         total = total + (errors * weights).sum() / counted

@@ -13,6 +13,7 @@ from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import Placement
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_pair
 from ditkit_core.testing.conformance_swap import train_streamed
@@ -21,7 +22,6 @@ from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, 
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss
 
@@ -98,7 +98,7 @@ def _train(spec: ModelSpec, arch: Any, items: Items, case: StreamCase) -> None:
     if in_backward:
         train_streamed(spec, model, items, engine, ema=EMAConfig(decay=0.9))
         return
-    there, batches = TrainModel(model, engine, spec), micro_batches(items)[0 if "split" in case.levers else 1 :]
+    there, batches = Model(model, engine, spec), micro_batches(items)[0 if "split" in case.levers else 1 :]
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     for step in range(2):
         context = StepContext(step=step, seed=1, flow=FlowConfig(), pipelined="split" in case.levers)

@@ -14,6 +14,7 @@ from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.pinned_memory import HOST
 from ditkit_core.engine.placement import Placement
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
@@ -22,7 +23,6 @@ from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, differing, make_model, outcome, train_shortly
 from ditkit_core.training.config import ClipBy, EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, StepResult, training_step
 
@@ -136,7 +136,7 @@ def train_steps(
     reported, flow = [], FlowConfig(weighting="bell")
     for step in range(num_steps):
         context = StepContext(step=step, seed=1, flow=flow, clip_by=clip_by, last_norm=trained.last_norm)
-        there = TrainModel(model, engine, spec)
+        there = Model(model, engine, spec)
         reported.append(training_step(there, batches, trained.optimizer, context, lr=config.lr, clip_norm=clip_norm))
         trained.last_norm = reported[-1].grad_norm
         trained.average.update(step + 1)

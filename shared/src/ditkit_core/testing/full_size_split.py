@@ -16,6 +16,7 @@ from ditkit_core.adapters.inject import inject
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement, place_blocks
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.context import as_on
@@ -27,7 +28,6 @@ from ditkit_core.testing.observer import Observer
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.clipping import Clipping, total_norm
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, update
 
@@ -158,9 +158,7 @@ def divided_step(
             ledger.restart_peak()
             carried.clear()
             with Crossings() as crossings:
-                accumulate_gradients(
-                    TrainModel(model, engine, spec), [batch], StepContext(step=step, seed=0, flow=flow)
-                )
+                accumulate_gradients(Model(model, engine, spec), [batch], StepContext(step=step, seed=0, flow=flow))
             gradients = trained.optimizer.gradients()
             ledger.track(list(gradients.values()), "gradients")
             with ledger.purpose("optimizer" if step == 0 else "activations"):

@@ -12,6 +12,7 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.execution import Execution
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, compose
@@ -22,7 +23,6 @@ from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.workload import PLAIN, Workload
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 
@@ -134,7 +134,7 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
         )  # of which an operation may return a view
         watch = _Watch(ledger)
         accumulate_gradients(
-            TrainModel(model, BlockEngine(policy=job.schedule, hooks=(watch,)), job.spec),
+            Model(model, BlockEngine(policy=job.schedule, hooks=(watch,)), job.spec),
             [Batch(ids=["a"], items=items)],
             StepContext(step=1, seed=0, flow=job.flow),
         )
@@ -155,7 +155,7 @@ def check_sent(job: Job, *, rel: float = 0.001) -> None:
     engine = BlockEngine(policy=job.schedule)
     with PretendDevices():
         accumulate_gradients(
-            TrainModel(model, engine, job.spec),
+            Model(model, engine, job.spec),
             [Batch(ids=["a"], items=items)],
             StepContext(step=1, seed=0, flow=job.flow),
         )

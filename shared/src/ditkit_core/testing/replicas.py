@@ -27,6 +27,7 @@ from ditkit_core.engine.sharding.fsdp import keeps_wide_gradients, shards_intege
 from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.files import json_hash
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_quantized import make_quantized
@@ -37,7 +38,6 @@ from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.trainer import Trainer, TrainerConfig
 from ditkit_core.training.validation import Validator
@@ -246,7 +246,7 @@ class Replicas:
             return True
         return not any(differing(again.tensors[group], expected) for group, expected in saved.tensors.items())
 
-    def model_of(self, name: str, ranks: Ranks) -> TrainModel:
+    def model_of(self, name: str, ranks: Ranks) -> Model:
         """The model of a case, divided if ranks divide weights."""
         case = _KNOWN[name]
         model = make_quantized(self.spec, self.arch, case.quantize, dtype=case.dtype, adapter=ADAPTERS[case.trained])
@@ -257,7 +257,7 @@ class Replicas:
             shards = Shards(model, trainable, Precision(matmul=case.dtype), ranks, torch.device("cpu"))
             trainable = shards.local
         engine = BlockEngine(policy=case.policy, kernels=self.kernels, context=context)
-        return TrainModel(model, engine, self.spec, trainable, shards=shards)
+        return Model(model, engine, self.spec, trainable, shards=shards)
 
     @recorded_graphs()
     def train(self, name: str, ranks: Ranks, *, steps: int = STEPS, into: str = "") -> dict[str, Any]:

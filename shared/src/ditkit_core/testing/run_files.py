@@ -10,13 +10,13 @@ from typing import Any
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_toml
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.paths import is_hub_id
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.plans.plan import make_report
-from ditkit_core.run.prepare import arch_here
 
 
 def check_hub_ids(spec: ModelSpec, files: Sequence[Path]) -> None:

@@ -15,6 +15,7 @@ from ditkit_core.adapters.inject import initialise, inject, is_adapter_name, tra
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.op_names import kept_results_reach_hooks
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision, autocast_disabled
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import ModelSpec
@@ -24,7 +25,6 @@ from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import to_device
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss
 
@@ -193,11 +193,11 @@ def train_shortly(
     adapts = len(trained) < sum(1 for _ in model.parameters())
 
     def measure(of: slice) -> float:
-        return validation_loss(TrainModel(model, engine, spec), batch.ids[of], batch.items[of], (0.5,)).mean
+        return validation_loss(Model(model, engine, spec), batch.ids[of], batch.items[of], (0.5,)).mean
 
     before = measure(slice(1))
     result = training_step(
-        TrainModel(model, engine, spec),
+        Model(model, engine, spec),
         [replace(first, matches_base=adapts), *others],
         optimizer,
         StepContext(step=0, seed=1, flow=FlowConfig(weighting="bell"), pipelined=pipelined),

@@ -20,10 +20,11 @@ from ditkit_core.encoding.encoded_sample import with_empty_caption
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.io.rng import generator, seed_of
 from ditkit_core.io.runtimes import sent_to
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.lora import without_adapters
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.train_model import MicroBatch, TrainModel
+from ditkit_core.training.train_model import MicroBatch
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
@@ -262,7 +263,7 @@ def prepare(
     )
 
 
-def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
+def velocity_errors(model: Model, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
     """Mean squared error of the predicted velocity, sample by sample; `guidance` is `FlowConfig.guidance`.
 
     Returns:
@@ -281,7 +282,7 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
     return torch.stack([mask.mean((v.float() - t).square()) for v, t, mask in triples])
 
 
-def matching_base(model: TrainModel, batch: NoisedBatch, guidance: float) -> NoisedBatch:
+def matching_base(model: Model, batch: NoisedBatch, guidance: float) -> NoisedBatch:
     """The batch with the model's own prediction without its adapter as target, everywhere in the samples, whatever their masks weigh.
 
     Source: "differential output preservation" of ai-toolkit, there with a class word in the caption, and "prior prediction" of OneTrainer.
@@ -292,7 +293,7 @@ def matching_base(model: TrainModel, batch: NoisedBatch, guidance: float) -> Noi
     return batch._replace(targets=[target.float() for target in targets], masks=masks)
 
 
-def guiding(model: TrainModel, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
+def guiding(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
     """The batch with the guided velocity as target: that of a base distilled with guidance, in which the plain one would undo it.
 
     Source: "contrastive guidance loss" of ai-toolkit, there with the same two schedules.
@@ -309,7 +310,7 @@ def guiding(model: TrainModel, batch: NoisedBatch, flow: FlowConfig) -> NoisedBa
     return batch._replace(targets=targeted)
 
 
-def _predicted(model: TrainModel, batch: NoisedBatch, guidance: float) -> Sequence[Tensor]:
+def _predicted(model: Model, batch: NoisedBatch, guidance: float) -> Sequence[Tensor]:
     """The velocities that the model predicts, sample by sample."""
     predicted: Sequence[Tensor] = model.module(batch.inputs(model.spec, guidance), engine=model.engine)
     return predicted

@@ -4,14 +4,14 @@ from torch import Tensor
 
 from ditkit_core.engine.generator_state import GeneratorHook
 from ditkit_core.io.step_clock import StepClock
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import PreparedBatch, guiding, matching_base, velocity_errors
-from ditkit_core.training.train_model import TrainModel
 
 
 def forward_and_backward(
-    model: TrainModel, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, flow: FlowConfig
+    model: Model, batch: PreparedBatch, divisor: Tensor, clock: StepClock, *, flow: FlowConfig
 ) -> Tensor:
     """Run a micro-batch, and return the weighted loss of each sample. A replay runs it without Python (`training/replay.py`)."""
     weighted = weighted_errors(model, batch, flow, clock)
@@ -19,7 +19,7 @@ def forward_and_backward(
     return weighted.detach()
 
 
-def weighted_errors(model: TrainModel, batch: PreparedBatch, flow: FlowConfig, clock: StepClock) -> Tensor:
+def weighted_errors(model: Model, batch: PreparedBatch, flow: FlowConfig, clock: StepClock) -> Tensor:
     """Run the forward of a micro-batch, and return the weighted loss of each sample.
 
     The generators were seeded for this micro-batch, so that dropout does not depend on what ran before, for example after a resume.

@@ -25,11 +25,12 @@ from ditkit_core.engine.generator_state import GeneratorHook, RewindTrace, rewin
 from ditkit_core.engine.graphs import GRAPHS, Graph, Graphs
 from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.io.step_clock import StepClock
+from ditkit_core.loading.model import Model
 from ditkit_core.training.config import TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.tensor_stats import with_hooks
-from ditkit_core.training.train_model import TrainModel, with_clock
+from ditkit_core.training.train_model import with_clock
 
 KEY = "train.cuda_graphs"
 MOST = 32
@@ -38,11 +39,11 @@ BUSY_SHARE = 0.5
 """Under `auto`, share of blocks at whose start the GPU must have been idle for a kind to be replayed."""
 
 Mode = Literal["auto", "on", "off"]
-Work = Callable[[TrainModel, PreparedBatch, Tensor, StepClock], Tensor]
+Work = Callable[[Model, PreparedBatch, Tensor, StepClock], Tensor]
 """Forward, loss and backward: (model, micro-batch on its device, the number that the loss is divided by, clock) to the samples' losses."""
 
 
-def not_replayed(model: TrainModel, train: TrainConfig, optim: OptimConfig) -> str:
+def not_replayed(model: Model, train: TrainConfig, optim: OptimConfig) -> str:
     """Why no micro-batch of a run is replayed; empty if they can be."""
     engine = model.engine
     devices = {parameter.device for parameter in model.module.parameters()}
@@ -63,7 +64,7 @@ def not_replayed(model: TrainModel, train: TrainConfig, optim: OptimConfig) -> s
 
 
 def replays_of(
-    model: TrainModel, train: TrainConfig, optim: OptimConfig, warn: Callable[[str], None]
+    model: Model, train: TrainConfig, optim: OptimConfig, warn: Callable[[str], None]
 ) -> "ReplayedMicroBatches | None":
     """What replays the micro-batches of a run; None if they run eagerly, which on a GPU a line gives the reason of."""
     device = next(model.module.parameters()).device
@@ -121,7 +122,7 @@ class ReplayedMicroBatches:
 
     def run(
         self,
-        model: TrainModel,
+        model: Model,
         batch: PreparedBatch,
         work: Work,
         *,
@@ -177,7 +178,7 @@ class ReplayedMicroBatches:
         return self._mode == "on" or (kind.idle is not None and kind.idle > BUSY_SHARE)
 
     def _run_eagerly(
-        self, kind: _Kind, model: TrainModel, batch: PreparedBatch, work: Work, divisor: Tensor, clock: StepClock
+        self, kind: _Kind, model: Model, batch: PreparedBatch, work: Work, divisor: Tensor, clock: StepClock
     ) -> Tensor:
         probe = None
         first, runtime = kind.eager_runs == 0, runtime_of(self._device)  # the first run also compiles
@@ -196,9 +197,7 @@ class ReplayedMicroBatches:
             kind.idle = probe.share
         return losses
 
-    def _record(
-        self, key: Any, kind: _Kind, model: TrainModel, batch: PreparedBatch, divisor: Tensor, work: Work
-    ) -> bool:
+    def _record(self, key: Any, kind: _Kind, model: Model, batch: PreparedBatch, divisor: Tensor, work: Work) -> bool:
         """Record a kind; returns whether that succeeded."""
         while len(self._recorded) >= MOST:
             self._drop()
@@ -237,7 +236,7 @@ def _read(batch: PreparedBatch) -> tuple[Any, ...]:
     return batch.noised, batch.weights, batch.matches_base
 
 
-def _kind_of(model: TrainModel, batch: PreparedBatch) -> Any:
+def _kind_of(model: Model, batch: PreparedBatch) -> Any:
     """Everything that Python decides by."""
     leaves, spec = tree_flatten(_read(batch))
     shapes = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)

@@ -1,54 +1,25 @@
-"""The inputs of a training step: a model with its engine, and micro-batches, which are prepared while earlier ones run."""
+"""The micro-batches of training steps, which are prepared while earlier ones run."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditkit_core.encoding.cache import reading_ahead
-from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.step_clock import StepClock
-from ditkit_core.models.protocol import Engine, StagedModel
-from ditkit_core.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.shards import Shards
+from ditkit_core.loading.model import Model
 
 Prepared = TypeVar("Prepared")
 
 
-@dataclass(frozen=True)
-class TrainModel:
-    """A staged model on its devices, with the engine that runs it."""
-
-    module: StagedModel
-    engine: Engine
-    spec: ModelSpec
-    trainable: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
-    """The parameters to train, by name; no two names share one. A forward alone needs none."""
-    streamer: BlockSwap | None = None
-    """Streams weights of the model, for the engine; None if all stay on their devices."""
-    shards: "Shards | None" = None
-    """Divides the weights over ranks; None if this rank has all of them. `trainable` are then this rank's rows."""
-    matmul_dtype: torch.dtype = torch.float32
-    """Matmul dtype of the blocks: the loop warns of activations near its largest number."""
-
-    @cached_property
-    def adapts(self) -> bool:
-        """Whether adapters are trained, which are small next to the frozen base; False if all weights are."""
-        return any(not parameter.requires_grad for parameter in self.module.parameters())
-
-
-def with_clock(model: TrainModel, clock: StepClock) -> TrainModel:
+def with_clock(model: Model, clock: StepClock) -> Model:
     """The model with an engine that is timed; unchanged with an engine of another kind."""
     engine = model.engine
     return replace(model, engine=replace(engine, clock=clock)) if isinstance(engine, BlockEngine) else model

@@ -16,6 +16,7 @@ from ditkit_core.io.ranks import RankLost, Ranks
 from ditkit_core.io.rng import seed_of
 from ditkit_core.io.runtimes import sent_to
 from ditkit_core.io.step_clock import StepClock
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.config import ClipBy, FlowConfig
@@ -29,7 +30,7 @@ from ditkit_core.training.optim.gradient_sum import GradientSum
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.replay import ReplayedMicroBatches
 from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks
-from ditkit_core.training.train_model import MicroBatch, TrainModel
+from ditkit_core.training.train_model import MicroBatch
 
 
 class StepResult(NamedTuple):
@@ -82,7 +83,7 @@ class StepContext:
             spec, self.flow, micro_batches, micro, seed=self.seed, step=self.step, noise_device=self.noise_device
         )
 
-    def clipping(self, model: TrainModel, optimizer: NamedOptimizer, clip_norm: float) -> Clipping:
+    def clipping(self, model: Model, optimizer: NamedOptimizer, clip_norm: float) -> Clipping:
         """How the gradients of this step are clipped."""
         by_block = clip_norm and self.clip_by == "block"
         stage_of = stages_of(model.module, optimizer.parameters) if by_block else {}
@@ -90,7 +91,7 @@ class StepContext:
 
 
 def training_step(
-    model: TrainModel,
+    model: Model,
     micro_batches: Sequence[MicroBatch],
     optimizer: NamedOptimizer,
     context: StepContext,
@@ -160,7 +161,7 @@ def _mean_loss(losses: Losses, micro_batches: Sequence[MicroBatch], ranks: Ranks
 
 
 def _origin(
-    model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
+    model: Model, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
 ) -> dict[str, Any]:
     """Where the first value that is not finite arose, or why that was not found, as entries of the evidence."""
     try:
@@ -179,7 +180,7 @@ def _origin(
 
 
 def _finish_step(
-    model: TrainModel,
+    model: Model,
     losses: Losses,
     loss: Tensor,
     optimizer: NamedOptimizer,
@@ -221,7 +222,7 @@ def _finish_step(
 
 
 def _to_host(
-    loss: Tensor, norm: Tensor, watch: StatsRecorder | None, ranks: Ranks, model: TrainModel | None = None
+    loss: Tensor, norm: Tensor, watch: StatsRecorder | None, ranks: Ranks, model: Model | None = None
 ) -> tuple[float, float]:
     """Send loss, norm and watched statistics to the host in one transfer, because each transfer waits for all work on the device."""
     pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
@@ -273,7 +274,7 @@ def update(
 
 
 def accumulate_gradients(
-    model: TrainModel,
+    model: Model,
     micro_batches: Sequence[MicroBatch],
     context: StepContext,
     *,
@@ -330,7 +331,7 @@ def accumulate_gradients(
 
 
 def _accumulate_pipelined(
-    model: TrainModel,
+    model: Model,
     micro_batches: Iterable[tuple[int, PreparedBatch]],
     context: StepContext,
     losses: Losses,
@@ -357,7 +358,7 @@ def _accumulate_pipelined(
 
 
 def _accumulate_sharded(
-    model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext, losses: Losses, counted: float
+    model: Model, micro_batches: Sequence[MicroBatch], context: StepContext, losses: Losses, counted: float
 ) -> None:
     """Add the gradients of divided weights: every rank runs equally many micro-batches, because it gathers weights for the others."""
     assert model.shards is not None
@@ -381,7 +382,7 @@ def _accumulate_sharded(
 
 
 def _sent(
-    model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext, chosen: Iterable[int]
+    model: Model, micro_batches: Sequence[MicroBatch], context: StepContext, chosen: Iterable[int]
 ) -> Iterator[PreparedBatch]:
     """Send the chosen micro-batches to the devices of the model."""
     first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
@@ -392,13 +393,13 @@ def _sent(
         yield made.to(first, last)
 
 
-def _runs_together(model: TrainModel, ranks: Ranks) -> bool:
+def _runs_together(model: Model, ranks: Ranks) -> bool:
     """Whether a forward needs those of other ranks, because these have a part of the weights or of the tokens."""
     return model.shards is not None or ranks.context > 1
 
 
 def _first_not_finite(
-    model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
+    model: Model, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
 ) -> dict[str, Any] | None:
     """Rerun this rank's failed micro-batches and check every operation; all its micro-batches if a gradient failed.
 

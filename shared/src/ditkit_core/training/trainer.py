@@ -21,6 +21,7 @@ from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.io.trackers import TrackedRun
+from ditkit_core.loading.model import Model
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_sharded, save_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
@@ -32,7 +33,7 @@ from ditkit_core.training.optim.optimizer import learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import replays_of
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
-from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, TrainModel, with_clock
+from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, with_clock
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import ValidationResult, Validator
@@ -147,7 +148,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: TrainModel,
+        model: Model,
         data: DataLoader,
         config: TrainerConfig,
         *,

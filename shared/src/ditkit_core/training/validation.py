@@ -20,10 +20,11 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.rng import generator
+from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.training.config import FlowConfig, HeldOutConfig
 from ditkit_core.training.flow_matching import NoisedBatch, guiding, to_device, velocity_errors
-from ditkit_core.training.train_model import MicroBatch, TrainModel
+from ditkit_core.training.train_model import MicroBatch
 
 _PLAIN = FlowConfig()
 _SEED = 0
@@ -131,7 +132,7 @@ class ValidationHistory:
 
 
 def validation_loss(
-    model: TrainModel,
+    model: Model,
     ids: Sequence[str],
     items: Sequence[Mapping[str, Tensor]],
     sigmas: Sequence[float],
@@ -183,9 +184,7 @@ class Validator:
         """Whether to validate after `step` optimizer steps, given whether the run saves there."""
         return self._config.due(step, saving=saving)
 
-    def measure(
-        self, model: TrainModel, step: int, last_save: Path | None, ranks: Ranks | None = None
-    ) -> ValidationResult:
+    def measure(self, model: Model, step: int, last_save: Path | None, ranks: Ranks | None = None) -> ValidationResult:
         """Measure the held-out loss of the model, of whose clips each rank takes its share.
 
         Raises:

@@ -17,11 +17,12 @@ from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form
 
@@ -109,7 +110,7 @@ def outputs(transformer: Path, *merge: str) -> torch.Tensor:
         SPEC, ModelPaths(transformer=str(transformer), preset="tiny"), AdapterConfig(method="full"), BaseConfig(merge=merge),
         precision=Precision(matmul=torch.float32),
     )  # fmt: skip
-    model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
+    model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).module
     generator = torch.Generator().manual_seed(2)
     latents, text = torch.randn(4, 2, 3, 4, generator=generator), torch.randn(5, 8, generator=generator)
     with torch.no_grad():

@@ -16,9 +16,9 @@ from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.meta_model import build_meta_model
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import build_meta_model
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 BUILD, ARCH, NAMES = TOY.architecture.build, ToyArch(), TOY.architecture.names

@@ -16,9 +16,11 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, official_name
 
@@ -42,22 +44,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def prepared(base: Path, adapter: AdapterConfig, *, merge: tuple[str, ...] = ()) -> LoadedModel:
+def prepared(base: Path, adapter: AdapterConfig, *, merge: tuple[str, ...] = ()) -> Model:
     sections = (ModelPaths(transformer=str(base)), adapter, BaseConfig(merge=merge))
     unloaded = build_meta_model(SPEC, *sections, precision=FP32)
     return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0)
 
 
-def trained(base: Path, settings: str) -> LoadedModel:
+def trained(base: Path, settings: str) -> Model:
     result, generator = prepared(base, SETTINGS[settings]), torch.Generator().manual_seed(1)
     for parameter in result.trainable.values():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
     return result
 
 
-def export(result: LoadedModel, folder: Path, form: str = "official", dtype: str = "fp32") -> Path:
+def export(result: Model, folder: Path, form: str = "official", dtype: str = "fp32") -> Path:
     (file,) = export_adapter(
-        result.model, SPEC, folder, "adapter", ExportConfig(forms=(form,), dtype=dtype), metadata={}
+        result.module, SPEC, folder, "adapter", ExportConfig(forms=(form,), dtype=dtype), metadata={}
     )
     return file
 
@@ -96,7 +98,7 @@ def test_comfyui_makes_of_a_file_what_peft_makes_of_the_model(base: Path, tmp_pa
     result = trained(base, settings)
     file = export(result, tmp_path)
     tensors = load_file(file)
-    for name, layer in adapter_layers(result.model).items():
+    for name, layer in adapter_layers(result.module).items():
         weight = layer.base_layer.weight
         key = f"diffusion_model.{official_name(f'{name}.weight')[: -len('.weight')]}"
         found = changed_by_comfyui(tensors, key, weight.shape)
@@ -110,9 +112,9 @@ def test_comfyui_makes_of_a_file_what_peft_makes_of_the_model(base: Path, tmp_pa
 def test_training_goes_on_from_a_file_where_it_stopped(base: Path, tmp_path: Path, settings: str) -> None:
     result = trained(base, settings)
     again = prepared(base, AdapterConfig(init=str(export(result, tmp_path))))
-    assert again.built.adapter.method == SETTINGS[settings].method
+    assert again.origin.adapter.method == SETTINGS[settings].method
     assert again.trainable.keys() == result.trainable.keys()
-    torch.testing.assert_close(outputs(again.model), outputs(result.model), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outputs(again.module), outputs(result.module), rtol=1e-5, atol=1e-6)
 
 
 @every
@@ -120,18 +122,18 @@ def test_training_goes_on_from_a_file_where_it_stopped(base: Path, tmp_path: Pat
 def test_a_file_merged_into_the_base_is_the_model(base: Path, tmp_path: Path, settings: str, strength: float) -> None:
     result = trained(base, settings)
     merged = prepared(base, AdapterConfig(targets=("query",)), merge=(f"{export(result, tmp_path)}@{strength}",))
-    for layer in adapter_layers(result.model).values():
+    for layer in adapter_layers(result.module).values():
         layer.scaling["default"] *= strength
-    torch.testing.assert_close(outputs(merged.model), outputs(result.model), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(merged.module), outputs(result.module), rtol=1e-4, atol=1e-5)
 
 
 @every
 def test_the_merged_transformer_is_the_model(base: Path, tmp_path: Path, settings: str) -> None:
     result = trained(base, settings)
     config = ExportConfig(forms=("official",), dtype="fp32")
-    (folder,) = export_merged(result.model, SPEC, tmp_path, config, metadata={})
+    (folder,) = export_merged(result.module, SPEC, tmp_path, config, metadata={})
     again = prepared(next(folder.glob("*.safetensors")), AdapterConfig())
-    torch.testing.assert_close(outputs(again.model), outputs(result.model), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(again.module), outputs(result.module), rtol=1e-4, atol=1e-5)
 
 
 @every
@@ -155,7 +157,7 @@ def test_names_are_converted_there_and_back_without_a_bit(
     assert "merge it, then --extract" in capsys.readouterr().err
     merged = tmp_path / "merged"
     assert run("--adapter", file, "--merge", "--base", base, "--dtype", "fp32", "--out", merged) == 0
-    assert (outputs(prepared(next(merged.rglob("*.safetensors")), AdapterConfig()).model) - outputs(prepared(base, AdapterConfig()).model)).norm() > 0.01  # fmt: skip
+    assert (outputs(prepared(next(merged.rglob("*.safetensors")), AdapterConfig()).module) - outputs(prepared(base, AdapterConfig()).module)).norm() > 0.01  # fmt: skip
 
 
 def kohya(path: Path, **parts: Tensor) -> Path:
@@ -168,10 +170,10 @@ def test_an_alpha_counts_over_a_low_rank_factor_and_not_without_one(base: Path, 
     w1, a, b = torch.randn(4, 4), torch.randn(8, 2), torch.randn(2, 8)
     low = kohya(tmp_path / "low.safetensors", lokr_w1=w1, lokr_w2_a=a, lokr_w2_b=b, alpha=torch.tensor(1.0))
     whole = kohya(tmp_path / "whole.safetensors", lokr_w1=w1, lokr_w2=a @ b, alpha=torch.tensor(9e9))
-    before = prepared(base, AdapterConfig()).model.layers[0].out.weight.detach()
+    before = prepared(base, AdapterConfig()).module.layers[0].out.weight.detach()
     for file, scale in ((low, 0.5), (whole, 1.0)):
         again = prepared(base, AdapterConfig(targets=("query",)), merge=(str(file),))
-        found = again.model.layers[0].out.weight - before
+        found = again.module.layers[0].out.weight - before
         torch.testing.assert_close(found, scale * torch.kron(w1, a @ b), rtol=1e-4, atol=1e-5)
 
 
@@ -214,7 +216,7 @@ def test_factors_of_a_file_are_not_replaced_without_a_word(base: Path, tmp_path:
         ):
             prepared(base, AdapterConfig(method="lokr", init=file, **given))
     assert (
-        prepared(base, AdapterConfig(method="lokr", init=file, decompose_factor=4)).built.adapter.decompose_factor == 4
+        prepared(base, AdapterConfig(method="lokr", init=file, decompose_factor=4)).origin.adapter.decompose_factor == 4
     )
 
 
@@ -256,9 +258,9 @@ def test_rows_of_a_fused_file_are_merged_into_the_layers_that_they_belong_to(bas
             f"transformer.transformer_blocks.0.to_{part}.{name}": torch.randn(size) for name, size in sizes.items()
         }
     save_file(tensors, tmp_path / "x.safetensors")
-    before = prepared(base, AdapterConfig()).model.layers[0].qkv.base_layer.weight.detach()
+    before = prepared(base, AdapterConfig()).module.layers[0].qkv.base_layer.weight.detach()
     after = prepared(base, AdapterConfig(targets=("query",)), merge=(str(tmp_path / "x.safetensors"),))
-    change = after.model.layers[0].qkv.weight.detach() - before
+    change = after.module.layers[0].qkv.weight.detach() - before
     stem = "transformer.transformer_blocks.0.to_"
     expected = [changed_by_comfyui(tensors, f"{stem}{part}", torch.Size((32, 32))) for part in "qkv"]
     torch.testing.assert_close(change, torch.cat(expected), rtol=1e-4, atol=1e-5)

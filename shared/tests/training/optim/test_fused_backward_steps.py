@@ -14,6 +14,7 @@ from toy_training import ToyBatch, ToyData, train
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.testing.conformance_swap import Watched, stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -25,7 +26,6 @@ from ditkit_core.training.optim.clipping import Clipping
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 
@@ -43,7 +43,7 @@ def steps(optim, *, streams=False, micro_batches=1, clip_by="step", clip_norm=CL
         move_to(model.head, devices[-1])
     swap = stream(model, devices=devices, trained=True) if streams else None
     trained = TrainState(model, trainable_parameters(model), optim, EMAConfig(), swap)
-    run = TrainModel(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY)
+    run = Model(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY)
     reported = []
     for step in range(3):
         batches = [
@@ -128,7 +128,7 @@ def test_only_the_last_backward_of_a_step_moves_optimizer_state_and_returns_weig
     model = make_model(TOY, ARCH)
     swap = stream(model, trained=True)
     trained = TrainState(model, trainable_parameters(model), FUSED, EMAConfig(), swap)
-    run = TrainModel(model, BlockEngine(hooks=(swap,)), TOY)
+    run = Model(model, BlockEngine(hooks=(swap,)), TOY)
     batches = [ToyBatch([f"{micro}"], toy_items(4)[micro:][:1]) for micro in range(micro_batches)]
     for step in range(2):
         copied = Copied(swap)
@@ -164,7 +164,7 @@ def test_every_optimizer_leaves_weights_as_they_were_where_a_gradient_is_not_fin
     optimizer = NamedOptimizer(parameters, config, matrices=matrices)
 
     def step(number):
-        run, batch = TrainModel(model, BlockEngine(), TOY), ToyBatch(["a", "b"], toy_items(2))
+        run, batch = Model(model, BlockEngine(), TOY), ToyBatch(["a", "b"], toy_items(2))
         context = StepContext(step=number, seed=1, flow=FlowConfig())
         training_step(run, [batch], optimizer, context, lr=1e-2, clip_norm=0.0)
 
@@ -217,7 +217,7 @@ def run(folder, num_steps, *, fused, clip_by, one_of=None, accumulation=2):
         def micro_batches(self, index):
             return [self.micro_batch(accumulation * index + micro) for micro in range(accumulation)]
 
-    toy = TrainModel(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY, trainable_parameters(model), swap)
+    toy = Model(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY, trainable_parameters(model), swap)
     return train(
         toy,
         Accumulated(),
@@ -292,7 +292,7 @@ def test_sums_of_resident_weights_are_freed_with_the_step_and_none_is_saved():
     trained = TrainState(model, trainable_parameters(model), FUSED, EMAConfig())
     batches = [ToyBatch([f"{i}"], toy_items(2)[i:][:1]) for i in range(2)]
     training_step(
-        TrainModel(model, BlockEngine(), TOY), batches, trained.optimizer, StepContext(step=0, seed=1, flow=FlowConfig()),
+        Model(model, BlockEngine(), TOY), batches, trained.optimizer, StepContext(step=0, seed=1, flow=FlowConfig()),
         lr=0.01, clip_norm=0.0,
     )  # fmt: skip
     assert all(trained.optimizer.sum_of(name) for name in trained.parameters)
@@ -331,7 +331,7 @@ def test_eight_bit_states_leave_their_device_and_a_save_is_loaded_where_they_are
     with torch.compiler.set_stance("force_eager"):
         swap = stream(model, trained=True)
         trained = TrainState(model, trainable_parameters(model), EIGHT_BITS, EMAConfig(), swap)
-        run = TrainModel(model, BlockEngine(hooks=(swap,)), TOY)
+        run = Model(model, BlockEngine(hooks=(swap,)), TOY)
 
         def step(number):
             context = StepContext(step=number, seed=1, flow=FlowConfig())

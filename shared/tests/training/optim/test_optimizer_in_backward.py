@@ -16,6 +16,7 @@ from toy_world import equal
 
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.combinations import every_value
@@ -29,7 +30,6 @@ from ditkit_core.training.optim.fused_backward import OptimizerInBackward
 from ditkit_core.training.optim.fused_checks import check_fused_backward
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 
@@ -58,7 +58,7 @@ def trained(*, fused, name="adamw", method="full", dropout=0.0):
 def step(model, optimizer, *, number=3, run=None, num_items=2):
     batch = ToyBatch([f"clip {i}" for i in range(num_items)], toy_items(num_items))
     return training_step(
-        TrainModel(model, run or BlockEngine(), TOY),
+        Model(model, run or BlockEngine(), TOY),
         [batch],
         optimizer,
         StepContext(step=number, seed=1, flow=FLOW),
@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_updated(tmp_path)
     before, watch = {name: p.detach().clone() for name, p in optimizer.parameters.items()}, Watch(optimizer)
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
-            TrainModel(model, BlockEngine(hooks=(watch,)), TOY),
+            Model(model, BlockEngine(hooks=(watch,)), TOY),
             [data.micro_batch(4)],
             optimizer,
             StepContext(step=4, seed=1, flow=FLOW),
@@ -313,7 +313,7 @@ def bytes_above(policy, *, fused):
 
     def once():
         training_step(
-            TrainModel(model, BlockEngine(policy=policy), TOY),
+            Model(model, BlockEngine(policy=policy), TOY),
             [one_token],
             optimizer,
             StepContext(step=0, seed=1, flow=FLOW),

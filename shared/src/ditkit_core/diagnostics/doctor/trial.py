@@ -22,6 +22,8 @@ from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
+from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.loading.model import Model
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.run.checks import check_components
@@ -30,13 +32,11 @@ from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
 from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.prepare import MetaModel
 from ditkit_core.run.train_data import check_item, check_items
 from ditkit_core.training.checkpoint import latest, load_state, save_state
 from ditkit_core.training.config import SaveConfig
 from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.tensor_stats import StatsRecorder
-from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 
@@ -101,9 +101,9 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     # A pipelined step keeps all its micro-batches in memory at once; else one at a time shows the same peak.
     batches = [data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)]
     optim, ema = run.config.optim, run.config.ema
-    trained = TrainState(prepared.model, prepared.trainable, optim, ema, prepared.streamer, kernels=config.kernels)
-    restart_peak(devices := {parameter.device for parameter in prepared.model.parameters()})
-    prepared.model.train()
+    trained = TrainState(prepared.module, prepared.trainable, optim, ema, prepared.streamer, kernels=config.kernels)
+    restart_peak(devices := {parameter.device for parameter in prepared.module.parameters()})
+    prepared.module.train()
     # Compiling takes minutes, and the tests compare compiled blocks with eager ones.
     engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
     losses, norms = [], []
@@ -111,7 +111,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     for step in range(STEPS):
         with counted_calls(AttentionCalls() if step == 0 else None):
             result = training_step(
-                TrainModel(prepared.model, engine, run.spec),
+                Model(prepared.module, engine, run.spec),
                 batches,
                 trained.optimizer,
                 StepContext(step=step, seed=config.seed, flow=run.config.flow, pipelined=config.pipelined),
@@ -141,7 +141,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
         peak_bytes=peak,
         seconds=time.monotonic() - began,
     )
-    return row, _findings(row, prepared.built.adapter.method)
+    return row, _findings(row, prepared.origin.adapter.method)
 
 
 def _encoded(run: RunContext, unloaded: MetaModel, examined: ExaminedDataset) -> list[EncodedSample]:

@@ -14,7 +14,7 @@ import ditkit_core
 from ditkit_core.data.dataset import Dataset
 from ditkit_core.io.files import dicts_of, json_part, write_text
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.loading.model import Model
 
 _MOST_EXCLUDED = 1000  # bounds the file, and the report that shows the list
 
@@ -40,10 +40,10 @@ def _device(device: torch.device) -> str:
     return f"{device} {found.name} {found.total_memory / 2**30:.1f} GiB"
 
 
-def model_summary(family: str, prepared: LoadedModel) -> dict[str, Any]:
+def model_summary(family: str, prepared: Model) -> dict[str, Any]:
     """Summarize what is trained: `family` is the name of the model's family."""
-    trained = sum(parameter.numel() for parameter in prepared.model.parameters() if parameter.requires_grad)
-    return {"family": family, "preset": prepared.built.preset, "trained_parameters": trained}
+    trained = sum(parameter.numel() for parameter in prepared.module.parameters() if parameter.requires_grad)
+    return {"family": family, "preset": prepared.origin.preset, "trained_parameters": trained}
 
 
 def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[str]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from ditkit_core.diagnostics.verification.exported import (
 )
 from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.context import RunContext
-from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.read_at_use import read_at_use
 from ditkit_core.run.restore import load_trained
 
@@ -38,7 +38,7 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     Raises:
         UserError: If an export could not be compared, whatever the reason; the others are verified before.
     """
-    adapted: LoadedModel | None = None
+    adapted: Model | None = None
     gone: set[str] = set()
     failure: UserError | None = None
     with torch.random.fork_rng(devices=[]):
@@ -74,9 +74,7 @@ def _copied(folder: RunFolder, export: Exported, about: Result) -> Result | None
     return None
 
 
-def _compared(
-    run: RunContext, folder: RunFolder, export: Exported, about: Result, adapted: LoadedModel | None
-) -> Result:
+def _compared(run: RunContext, folder: RunFolder, export: Exported, about: Result, adapted: Model | None) -> Result:
     """The result of comparing an export; UserError if there is nothing to compare it with."""
     adapters = run.spec.adapters
     given: Any = run.config.model
@@ -86,13 +84,13 @@ def _compared(
         # The base's own folder stays known: it may have the description of the architecture.
         paths = replace(given, **{run.component: str(export.path)})
         whole = read_at_use(run.spec, paths, AdapterConfig(method="full"), BaseConfig(), component=run.component)
-        verify = partial(adapters.verify_whole, export.path, export.form, whole.model, run_plain)
+        verify = partial(adapters.verify_whole, export.path, export.form, whole.module, run_plain)
     else:
         assert adapters.verify is not None, "its header says that it has no reader"
         load_trained(adapted, folder, export.step)
         # The weights that were trained, which may be those of the second expert.
-        paths = replace(given, transformer=str(adapted.built.stored.source.path))
-        verify = partial(adapters.verify, export.path, paths, adapted.model, run_plain)
+        paths = replace(given, transformer=str(adapted.origin.stored.source.path))
+        verify = partial(adapters.verify, export.path, paths, adapted.module, run_plain)
     try:
         return replace(about, line=verify(), agrees=True)
     except UserError as error:

@@ -11,6 +11,7 @@ from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.engine.placement import Placement
+from ditkit_core.loading.meta_model import loaded_dtype
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner.auxiliary import AuxiliaryPlanner, AuxiliaryRow, Room, denoising_bytes, held_while_sampling
@@ -20,7 +21,6 @@ from ditkit_core.planner.planned_step import Size
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.plans.planned_step import Bucket, Generated, PlannedStep, has_data, missing_class_images
-from ditkit_core.run.prepare import loaded_dtype
 from ditkit_core.run.sample_adapters import open_sample_adapters
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes

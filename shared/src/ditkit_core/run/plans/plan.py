@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ditkit_core.data.dataset import Sample
+from ditkit_core.loading.architecture import arch_here
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.plan import StepPlan, notes_on_codes, plan_step, targets_of
 from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of
@@ -16,7 +17,6 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
 from ditkit_core.run.plans.planned_step import PlannedStep, stored_execution
-from ditkit_core.run.prepare import arch_here
 from ditkit_core.run.read_at_use import bytes_at_use
 
 ALONE = PlannedLaunch()

@@ -24,12 +24,13 @@ from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.engine.placement import Placement
 from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
+from ditkit_core.loading.architecture import arch_here
+from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.planner.gpus import GPU, gpus_here
 from ditkit_core.planner.partition import needs_profile, place
 from ditkit_core.planner.planned_step import Size, StepJob, with_planned_kernels
 from ditkit_core.planner.utilisation import Utilisation, utilisation_of
 from ditkit_core.run.context import RunContext, execution_of
-from ditkit_core.run.prepare import MetaModel, arch_here
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.training.replay import MOST
 from ditkit_core.weights.quantize import check_scaled

@@ -13,12 +13,15 @@ from ditkit_core.adapters.inject import canonical_name, trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.architecture import arch_here
+from ditkit_core.loading.meta_model import MetaModel, build_meta_model
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.model import fingerprints_of
-from ditkit_core.run.prepare import LoadedModel, MetaModel, arch_here, build_meta_model, load_weights
 from ditkit_core.testing.denied import denied
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
@@ -66,7 +69,7 @@ def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=N
     )  # fmt: skip
 
 
-def prepared(base: Path, *, seed: int = 0, **how) -> LoadedModel:
+def prepared(base: Path, *, seed: int = 0, **how) -> Model:
     unloaded = built(base, **how)
     return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=seed)
 
@@ -90,24 +93,24 @@ def test_before_loading_the_model_is_checked_and_has_no_memory(base):
 def test_the_base_has_the_files_values_and_the_adapters_are_new(base):
     result = prepared(base)
     expected = {native_name(name): tensor for name, tensor in weights().items()}
-    loaded = native(result.model)
+    loaded = native(result.module)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
-    assert result.trainable.keys() == trainable_parameters(result.model).keys()
+    assert result.trainable.keys() == trainable_parameters(result.module).keys()
     assert len(result.trainable) == 26
-    assert not any(parameter.is_meta for parameter in result.model.parameters())
+    assert not any(parameter.is_meta for parameter in result.module.parameters())
 
 
 def test_parameters_take_the_dtype_of_the_matmuls_except_those_kept_in_fp32_and_the_adapters(base):
     result = prepared(base, precision=Precision(matmul=torch.bfloat16))
-    for name, parameter in result.model.named_parameters():
+    for name, parameter in result.module.named_parameters():
         wide = ".lora_" in name or TOY.precision.keep_fp32(canonical_name(name))
         assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
 
 
 def test_a_full_fine_tune_trains_every_parameter_in_the_dtypes_of_the_base(base):
     result = prepared(base, adapter=AdapterConfig(method="full"), precision=Precision(matmul=torch.bfloat16))
-    assert result.trainable.keys() == native(result.model).keys()
+    assert result.trainable.keys() == native(result.module).keys()
     for name, parameter in result.trainable.items():
         assert parameter.requires_grad
         assert parameter.dtype == (torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16), name
@@ -115,9 +118,9 @@ def test_a_full_fine_tune_trains_every_parameter_in_the_dtypes_of_the_base(base)
 
 def test_two_preparations_are_bitwise_identical_and_another_seed_changes_the_adapters_alone(base):
     one, two, other = prepared(base), prepared(base), prepared(base, seed=1)
-    for name, tensor in one.model.state_dict().items():
-        assert torch.equal(tensor, two.model.state_dict()[name]), name
-        assert torch.equal(tensor, other.model.state_dict()[name]) == ("lora_A" not in name), name
+    for name, tensor in one.module.state_dict().items():
+        assert torch.equal(tensor, two.module.state_dict()[name]), name
+        assert torch.equal(tensor, other.module.state_dict()[name]) == ("lora_A" not in name), name
 
 
 @pytest.mark.parametrize("matmul", [torch.float32, torch.bfloat16])
@@ -127,7 +130,7 @@ def test_files_are_merged_in_fp32_before_the_base_is_rounded(base, tmp_path, mat
     result = prepared(
         base, merge=[f"{tmp_path / 'a.safetensors'}@0.5"], precision=Precision(matmul=matmul), say=said.append
     )
-    loaded = native(result.model)
+    loaded = native(result.module)
     for module, flat in (("layers.0.qkv", "blocks_0_qkv"), ("layers.1.out", "blocks_1_out")):
         down, up = (tensors[f"lora_unet_{flat}.lora_{part}.weight"] for part in ("down", "up"))
         weight = weights()[module.replace("layers", "blocks") + ".weight"]
@@ -142,8 +145,8 @@ def test_merging_a_file_and_starting_from_it_give_the_same_model(base, tmp_path)
     started = prepared(base, adapter=AdapterConfig(init=str(tmp_path / "a.safetensors")))
     plain = prepared(base)
     inputs = toy_inputs()
-    torch.testing.assert_close(merged.model(inputs), started.model(inputs), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(merged.model(inputs)[0], plain.model(inputs)[0], rtol=1e-2)
+    torch.testing.assert_close(merged.module(inputs), started.module(inputs), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(merged.module(inputs)[0], plain.module(inputs)[0], rtol=1e-2)
 
 
 def test_what_ranks_compare_has_every_file_of_the_model(base, tmp_path):
@@ -168,7 +171,7 @@ def test_a_start_decides_rank_alpha_and_modules_and_says_so(base, tmp_path):
     tensors = lora(tmp_path / "a.safetensors", "blocks.0.qkv", "blocks.1.out")
     said = []
     result = prepared(base, adapter=AdapterConfig(rank=9, init=str(tmp_path / "a.safetensors")), say=said.append)
-    assert (result.built.adapter.rank, result.built.adapter.alpha) == (2, 4.0)
+    assert (result.origin.adapter.rank, result.origin.adapter.alpha) == (2, 4.0)
     assert set(result.trainable) == {
         f"layers.{name}.lora_{part}.weight" for name in ("0.qkv", "1.out") for part in "AB"
     }
@@ -200,7 +203,7 @@ def test_a_file_that_is_not_there_is_named(base, tmp_path, where):
 
 def test_the_preset_is_taken_by_its_name(base):
     result = prepared(base, spec=TOY, preset="dropout")
-    assert (result.built.preset, result.built.arch) == ("dropout", ToyArch(dropout=0.2))
+    assert (result.origin.preset, result.origin.arch) == ("dropout", ToyArch(dropout=0.2))
     with pytest.raises(UserError, match="model.preset = 'huge' is unknown; choose one of tiny, dropout"):
         prepared(base, spec=TOY, preset="huge")
 
@@ -210,10 +213,10 @@ def test_the_architecture_is_read_from_config_json(base):
     config = base / "transformer" / "config.json"
     config.write_text(json.dumps(asdict(ToyArch(depth=3, heads=4))))
     result = prepared(base)
-    assert (result.built.preset, result.built.arch, result.config_json) == ("", ToyArch(depth=3, heads=4), config)
+    assert (result.origin.preset, result.origin.arch, result.config_json) == ("", ToyArch(depth=3, heads=4), config)
     config.write_text(json.dumps(asdict(ToyArch())))
     save_file(weights(), base / "transformer" / "model.safetensors")
-    assert prepared(base).built.preset == "tiny"
+    assert prepared(base).origin.preset == "tiny"
 
 
 @pytest.mark.parametrize("content", ["{}", "", "[1]", '{"depth": 2, "heads": ', '{"depth": "two"}', '{"heads": 0}'])
@@ -260,7 +263,7 @@ def test_a_base_without_permission_is_said_as_such(base, part):
 def test_a_config_json_in_its_authors_own_form_leaves_the_choice_to_the_shapes(base):
     (base / "transformer" / "config.json").write_text('{"num_layers": 2}')
     spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch()}, infer_arch=lambda config, index: None)
-    assert prepared(base, spec=spec).built.preset == "fits"
+    assert prepared(base, spec=spec).origin.preset == "fits"
 
 
 def test_a_config_json_of_other_weights_is_blamed_itself(base):
@@ -274,7 +277,7 @@ def test_a_config_json_of_other_weights_is_blamed_itself(base):
 def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
     spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch(), "wide": ToyArch(dim=64)})
     result = prepared(base, spec=spec)
-    assert (result.built.preset, result.built.arch, result.config_json) == ("fits", ToyArch(), None)
+    assert (result.origin.preset, result.origin.arch, result.config_json) == ("fits", ToyArch(), None)
     with pytest.raises(
         UserError, match="tiny and dropout fit the weights in .*; set model.preset to one of tiny, dropout"
     ):
@@ -282,13 +285,13 @@ def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
     with pytest.raises(UserError, match="no preset fits the weights in .*; set model.preset to one of deep"):
         prepared(base, spec=altered(SPEC, presets={"deep": ToyArch(depth=3)}))
     save_file(weights(form="diffusers"), base / "transformer" / "model.safetensors")
-    assert prepared(base, spec=spec).built.preset == "fits"
+    assert prepared(base, spec=spec).origin.preset == "fits"
 
 
 def test_every_form_of_the_base_is_the_same_model(base):
-    official = native(prepared(base).model)
+    official = native(prepared(base).module)
     save_file(weights(form="diffusers"), base / "transformer" / "model.safetensors")
-    stacked = native(prepared(base).model)
+    stacked = native(prepared(base).module)
     assert official.keys() == stacked.keys()
     assert all(torch.equal(stacked[name], tensor) for name, tensor in official.items())
 

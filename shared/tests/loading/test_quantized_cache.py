@@ -20,11 +20,12 @@ from ditkit_core.encoding import claims
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io import safetensors as safetensors_file
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading import weights
+from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.quantized_cache import QuantizedCache
+from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run import prepare
-from ditkit_core.run.prepare import build_meta_model, load_weights
-from ditkit_core.run.quantized_cache import QuantizedCache
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -51,8 +52,8 @@ def prepared(
     placement = replace(place_blocks(unloaded.model, [torch.device("cpu")]), streamed=streamed)
     result = load_weights(unloaded, placement=placement, seed=0, say=say)
     with result.readable():  # streamed weights are on the host
-        result.model.values = {name: tensor.clone() for name, tensor in result.model.state_dict().items()}
-    return result.model
+        result.module.values = {name: tensor.clone() for name, tensor in result.module.state_dict().items()}
+    return result.module
 
 
 def kept(base: Path) -> list[Path]:
@@ -184,7 +185,7 @@ def test_of_two_processes_that_find_no_file_one_converts_and_the_other_waits_and
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads stand in for them: each has a lock of its own. The second one comes while the first converts."""
-    load, converted, waits = prepare.load_into, list[int](), Event()
+    load, converted, waits = weights.load_into, list[int](), Event()
     models, lines = list[nn.Module](), list[str]()
     second = Thread(target=lambda: models.append(prepared(base, "int8", lines.append)))
 
@@ -195,7 +196,7 @@ def test_of_two_processes_that_find_no_file_one_converts_and_the_other_waits_and
             waits.wait(60)
         load(*given, **named)
 
-    monkeypatch.setattr(prepare, "load_into", converting)
+    monkeypatch.setattr(weights, "load_into", converting)
     monkeypatch.setattr(claims, "say", lambda line: waits.set())
     models.append(prepared(base, "int8"))
     second.join()

@@ -1,0 +1,121 @@
+"""Which architecture a model's files have."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.adapters.files.identify import parameters_of, presets_of
+from ditkit_core.config.nearest import nearest_word
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import read_json_object, readable
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.other_models import looks_like, wrong_config
+from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec, build_on_meta
+from ditkit_core.weights.fp8_scaled import open_weights
+from ditkit_core.weights.frozen import at_most_parameters
+from ditkit_core.weights.load import fits_shapes
+
+_MAX_PARAMETERS = 20_000  # of a foreign config.json; the largest transformers that are known have about 2,000 tensors
+
+
+def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSource) -> tuple[str, Any]:
+    """The architecture by its name, by the config.json next to the weights, or by the preset with the same shapes.
+
+    Shapes decide if the config.json is not in diffusers' format, since some authors have formats of their own. Where no single preset
+    has them, the config.json of the base's transformer counts, if it has these shapes.
+
+    Returns:
+        The preset's name, empty if the architecture matches no preset, and the architecture.
+
+    Raises:
+        UserError: If the name is unknown, or nothing says which architecture this is.
+    """
+    preset = components.preset
+    if preset:
+        check_preset(preset, spec.architecture.presets)
+        return preset, spec.architecture.presets[preset]
+    path = config_json_of(source.path)
+    if path is not None and (arch := _described(spec, path)) is not None:
+        return next((name for name, known in spec.architecture.presets.items() if known == arch), ""), arch
+    fitting = list(presets_of(source, spec)) if source.tensors else []
+    if len(fitting) != 1:
+        folder = replace(components, transformer="").here("transformer")
+        path = None if folder is None else config_json_of(folder)
+        arch = None if path is None else _described(spec, path)
+        if arch is not None and fits_shapes(
+            source, spec.architecture.names, parameters_of(spec.architecture.build, arch)
+        ):
+            return "", arch
+        likeness, remedy = looks_like(() if fitting else source.tensors, spec.architecture.names.others)
+        what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
+        remedy = remedy or f"set model.preset to one of {', '.join(fitting or spec.architecture.presets)}"
+        raise UserError(f"{what} the weights in {source.path}{likeness}; {remedy}")
+    return fitting[0], spec.architecture.presets[fitting[0]]
+
+
+def _described(spec: ModelSpec, path: Path) -> Any:
+    """The architecture that a config.json of unknown origin describes; None if it is not in diffusers' format."""
+    if spec.architecture.infer_arch is None:
+        return None
+    remedy = f"set model.preset to one of {', '.join(spec.architecture.presets)}"
+    config = read_json_object(path, remedy, "does not describe this model because it")
+    try:
+        arch = spec.architecture.infer_arch(config, _pipeline_index(path.parent))
+        if arch is not None:  # values of a wrong type only fail when a model is built with them
+            with at_most_parameters(_MAX_PARAMETERS):
+                build_on_meta(spec, arch, Precision())
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
+        wrong = wrong_config(config, error, spec.name, spec.architecture.names.others)
+        raise UserError(f"{path} {wrong}{'' if ';' in wrong else f'; {remedy}'}") from error
+    return arch
+
+
+def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -> tuple[str, Any]:
+    """The preset's name and the architecture, by its name or from local files.
+
+    Args:
+        components: Path of the transformer.
+        fetch: Whether a missing config.json is downloaded from the hub; weights never are.
+
+    Raises:
+        UserError: If nothing says it.
+    """
+    if components.preset:
+        # A preset decides by itself, so an empty source is enough.
+        return choose_arch(spec, components, SafetensorsSource(Path(), {}, {}))
+    path = components.here("transformer")
+    named = components.transformer or components.base
+    if path is None and is_hub_id(named) and (preset := spec.architecture.hub_presets.get(named)):
+        return preset, spec.architecture.presets[preset]
+    near = nearest_word(named, spec.architecture.hub_presets, 0.8) if is_hub_id(named) else ""
+    meant = f"; did you mean {near}?" if near and near != named else ""
+    try:
+        path = path or (components.fetched_description("transformer") if fetch else None)
+    except UserError as error:
+        raise UserError(f"{error}{meant}") from error
+    path = path or components.here("transformer_2")  # enough to train the second expert alone
+    if path is None:
+        raise UserError(
+            f"{components.not_described()} model.preset to one of {', '.join(spec.architecture.presets)}{meant}"
+        )
+    described = config_json_of(path) is not None and spec.architecture.infer_arch is not None
+    # A config.json decides by itself, so the headers of the weights need not be read.
+    source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
+    return choose_arch(spec, components, source)
+
+
+def _pipeline_index(transformer: Path) -> dict[str, Any]:
+    """The `model_index.json` of the pipeline that a transformer's folder is part of; empty if there is none that can be read."""
+    with suppress(UserError):
+        return read_json_object(transformer.parent / "model_index.json")
+    return {}
+
+
+def config_json_of(path: Path) -> Path | None:
+    """The config.json of weights, in their folder or next to their file; None if there is none."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    with readable(file):
+        return file if file.is_file() else None

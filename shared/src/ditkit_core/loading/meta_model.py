@@ -1,0 +1,232 @@
+"""Builds a model on `meta` and checks it against its files, with its adapters injected: nothing is allocated yet."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditkit_core.adapters.assistant import put_next_to_doras
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.files.differences import described
+from ditkit_core.adapters.files.identify import layers_of
+from ditkit_core.adapters.files.merge import merge_into, parse_merge
+from ditkit_core.adapters.files.read import AdapterFile, config_from_file, initial_adapter, open_adapter
+from ditkit_core.adapters.inject import inject
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading.architecture import choose_arch, config_json_of
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.spec import ModelSpec, build_on_meta
+from ditkit_core.models.state_dict import TensorSlice
+from ditkit_core.weights.fp8_scaled import num_packed, num_scaled, open_weights
+from ditkit_core.weights.load import Advice, StoredParameters, match
+from ditkit_core.weights.quantize import (
+    check_quantize,
+    check_scaled,
+    compute_in_8_bits,
+    convert,
+    describe_quantized,
+    hold_as_stored,
+    linears_of_blocks,
+    num_bytes,
+    quantized_bytes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaModel:
+    """A model on `meta` whose files are known to fit, with its adapters injected. No weights were read yet."""
+
+    spec: ModelSpec
+    model: StagedModel
+    arch: Any
+    preset: str
+    """Name of the architecture; empty if a config.json describes it and it matches no preset."""
+    adapter: AdapterConfig
+    """As configured, with the settings that an `adapter.init` file decided."""
+    precision: Precision
+    stored: StoredParameters
+    """The base's parameters in its files, with merged adapters."""
+    merged: list[tuple[AdapterFile, float]]
+    assistant: tuple[AdapterFile, float] | None
+    """The assistant of the layers that it is not merged into, because their DoRA is trained."""
+    start: Callable[[str], Mapping[str, Tensor]] | None
+    """Initial values of a module's adapter, if a file contains them."""
+    base: BaseConfig
+    merge_key: str
+    """As `BaseConfig.merge_key`, for errors."""
+
+
+def build_meta_model(
+    spec: ModelSpec,
+    components: ModelPaths,
+    adapter: AdapterConfig,
+    base: BaseConfig,
+    *,
+    precision: Precision,
+    component: str = "transformer",
+    keeps_codes: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> MetaModel:
+    """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
+
+    Args:
+        components: Path of the transformer, and its preset.
+        adapter: What to train.
+        base: What to merge into the base.
+        component: The one to load, where a model has several transformers.
+        keeps_codes: Whether matrices that a file has in scaled 8 bits stay in them.
+        say: Called with one line for each setting that a file decided.
+
+    Raises:
+        UserError: If a file is missing, damaged, or does not fit the model or the configuration.
+    """
+    check_quantize(base.quantize, adapter.method)
+    if num_scaled(source := open_weights(components.locate(component))) or num_packed(source):
+        check_scaled(str(source.path), adapter.method)
+    preset, arch = choose_arch(spec, components, source)
+    model, files = build_on_meta(spec, arch, precision), base.files(component)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # All files are opened before anything slow, so that a wrong one fails at once: importing peft alone takes seconds.
+    mapping = match(source, spec.architecture.names, shapes, advice=None if components.preset else _advice(source))
+    open_file = partial(open_adapter, names=spec.architecture.names, modules=layers_of(spec.architecture.build, arch))
+    # An assistant is taken out again for samples, which differences of whole parameters cannot be.
+    merged = _opened(files, partial(open_file, parameters=shapes), {base.assistant_key(component): open_file})
+    adapter, start = _started_from_file(adapter, open_file, base.merge_key(component), say)
+    if keeps_codes:
+        _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merged, say=say)
+    if base.compute != "dtype":
+        say(compute_in_8_bits(model, base.compute))
+    # after quantization, so that the adapters are added to the layers that the model ends up with
+    adapted = inject(model, adapter, spec.adapters.targets)
+    for (key, _), (file, strength) in zip(files, merged, strict=True):
+        say(f"{key}: {_described_merge(file)} at strength {strength:g}")
+    assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else "")
+    return MetaModel(
+        spec=spec,
+        model=model,
+        arch=arch,
+        preset=preset,
+        adapter=adapter,
+        precision=precision,
+        stored=StoredParameters(source=source, mapping=mapping, shapes=shapes, edits=merge_into(merged)),
+        merged=merged,
+        assistant=assistant,
+        start=initial_adapter(start, adapted) if start else None,
+        base=base,
+        merge_key=base.merge_key(component),
+    )
+
+
+def _opened(
+    files: Sequence[tuple[str, str]],
+    opens: Callable[[Path], AdapterFile],
+    others: Mapping[str, Callable[[Path], AdapterFile]],
+) -> list[tuple[AdapterFile, float]]:
+    """The files to merge with their strengths; some keys are opened in another way."""
+    parsed = [(key, *parse_merge(entry, key)) for key, entry in files]
+    return [(others.get(key, opens)(file), strength) for key, file, strength in parsed]
+
+
+def _described_merge(file: AdapterFile) -> str:
+    also = f" and differences of {described(list(file.differences))}" if file.differences else ""
+    return f"{len(file.modules)} modules{also} of {file.source.path}"
+
+
+def _started_from_file(
+    adapter: AdapterConfig, open_file: Callable[[Path], AdapterFile], merge_key: str, say: Callable[[str], None]
+) -> tuple[AdapterConfig, AdapterFile | None]:
+    """The section with the values of the file that `adapter.init` names, and the file; without one the section as it is."""
+    if not adapter.init:
+        return adapter, None
+    if adapter.method == "full":
+        raise UserError(
+            f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to {merge_key}"
+        )
+    file = open_file(local_path(adapter.init))
+    config, line = config_from_file(adapter, file, merge_key)
+    say(line)
+    return config, file
+
+
+def _quantize_blocks(
+    spec: ModelSpec,
+    model: StagedModel,
+    kind: str,
+    source: SafetensorsSource,
+    mapping: Mapping[str, tuple[TensorSlice, ...]],
+    precision: Precision,
+    merged: list[tuple[AdapterFile, float]],
+    *,
+    say: Callable[[str], None],
+) -> None:
+    """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks for."""
+    if kind in ("none", "fp8") and num_scaled(source):
+        say(_hold_as_stored(spec, model, source, mapping, precision, merges=bool(merge_into(merged))))
+    if packed := num_packed(source):
+        then = (
+            "rounded once more"
+            if kind != "none"
+            else "kept in model.dtype; base.quantize keeps them small, and rounds them once more"
+        )
+        say(f"{source.path}: {packed} matrices are in int8, mxfp8 or nvfp4, and are unpacked and {then}")
+    if kind == "none":
+        return
+    if kind != "fp8" and num_scaled(source):
+        say(f"{source.path} is in scaled 8 bits, and rounded once more; a bf16 file or base.quantize = fp8 loses less")
+    # With fp8, a file in scaled 8 bits may have left no linear layer to convert.
+    if any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
+        say(_quantize(spec, model, kind, precision))
+
+
+def _quantize(spec: ModelSpec, model: StagedModel, kind: str, precision: Precision) -> str:
+    """Have the blocks' matrices quantized when they are loaded; returns one line about it."""
+    dtype_of, num_blocks = loaded_dtype(spec, precision), len(model.blocks())
+    before = num_bytes(model, dtype_of)
+    converted = convert(model, kind, spec.precision.keep_fp32)
+    return describe_quantized(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
+
+
+def _hold_as_stored(
+    spec: ModelSpec,
+    model: StagedModel,
+    source: SafetensorsSource,
+    mapping: Mapping[str, tuple[TensorSlice, ...]],
+    precision: Precision,
+    *,
+    merges: bool,
+) -> str:
+    """Keep the blocks' matrices that a file has in scaled 8 bits as they are; returns one line about it."""
+    dtype_of = loaded_dtype(spec, precision)
+    before = num_bytes(model, dtype_of)
+    layers = [name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")]
+    held = hold_as_stored(model, source, mapping, layers=layers)
+    line = (
+        f"{source.path}: {len(held)} matrices stay in its own scaled 8 bits; "
+        f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
+    )
+    return line + "; those that a merged adapter changes are rounded to 8 bits once more" * merges
+
+
+def _advice(source: SafetensorsSource) -> Advice:
+    """Remedies for the error of weights that do not fit their config.json."""
+    path = config_json_of(source.path)
+    remedy = "take both from one download, or set model.preset"
+    return Advice(
+        described_by=str(path.name if path else "the preset"),
+        if_unknown=remedy,
+        if_depth_differs=remedy,
+        if_shapes_differ=remedy,
+    )
+
+
+def loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:
+    """The dtype of the base's parameters that are not quantized, by name."""
+    return lambda name: torch.float32 if spec.precision.keep_fp32(name) else precision.matmul
