@@ -16,6 +16,8 @@ from workspace import MEMBERS, MODELS, ROOT, read_toml, text_files
 SOURCES = [file for member in MEMBERS for file in member.modules]
 MODULES_IN_NO_FOLDER = ("errors.py", "execution.py")
 GIVEN_NAMES = {
+    "encode": ("api.encode", "encoding.encode"),  # names of the library's door
+    "sample": ("api.sample", "commands.sample"),
     "main": ("diagnostics.verification.worker", "previews.worker"),  # of programs
     **dict.fromkeys(
         ("forward", "backward"),

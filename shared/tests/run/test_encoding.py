@@ -14,9 +14,9 @@ def test_the_device_at_work_becomes_the_current_one(tmp_path: Path, monkeypatch:
     def recorder(module: str):
         return lambda devices: calls.append((module, set(devices)))
 
-    for module in ("encoding", "prepare"):
-        monkeypatch.setattr(f"ditkit_core.run.{module}.make_current", recorder(module))
+    for module in ("run.encoding", "loading.weights"):
+        monkeypatch.setattr(f"ditkit_core.{module}.make_current", recorder(module))
     monkeypatch.chdir(tmp_path)
     assert World(tmp_path).train("run", 1, "--train.device", "cpu", "--encode.device", "cpu") == 0
     cpu = {torch.device("cpu")}
-    assert calls[0] == ("encoding", cpu) and ("prepare", cpu) in calls
+    assert calls[0] == ("run.encoding", cpu) and ("loading.weights", cpu) in calls

@@ -10,6 +10,7 @@ import torch
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.loading import kernels as loaded_kernels
 from ditkit_core.nn.kernel_check import KernelCheck
 from ditkit_core.nn.kernels import launch
 from ditkit_core.planner.planned_step import with_planned_kernels
@@ -46,7 +47,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.device]]:
             fault = faults.get(str(device).replace(":", ""), "")
             return KernelCheck(fault, error=1e-7 * len(checked), rounds_products=device.index == 0)
 
-        monkeypatch.setattr(run_gpus, "compare_kernels", check)
+        monkeypatch.setattr(loaded_kernels, "compare_kernels", check)
         return checked
 
     return pretend

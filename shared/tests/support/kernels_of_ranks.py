@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.ranks import Ranks, world
+from ditkit_core.loading import kernels
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import settings_in_force
 from ditkit_core.run import gpus
@@ -25,9 +26,9 @@ def chosen(ranks: Ranks, wrong: str) -> list[str]:
 
     kernel_check._cases, said = cases, list[str]()
     gpus.training_devices = lambda train: (torch.device("cuda", ranks.rank),)
-    gpus.compare_kernels = lambda device: kernel_check.compare_kernels(torch.device("cpu"))
-    gpus.why_not = lambda kinds: ""
-    gpus.warn = said.append
+    kernels.compare_kernels = lambda device: kernel_check.compare_kernels(torch.device("cpu"))
+    kernels.why_not = lambda kinds: ""
+    kernels.warn = said.append
     config = gpus.with_kernels(resolve(RunConfig), ranks)
     (line,) = said
     return [config.train.kernels, line.removeprefix("train.kernels = auto: ")]

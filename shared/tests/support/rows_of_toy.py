@@ -26,11 +26,10 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.meta_model import MetaModel, build_meta_model, loaded_dtype
 from ditkit_core.loading.model import Model
-from ditkit_core.loading.weights import load_weights
+from ditkit_core.loading.weights import give_dtypes, load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.model import give_dtypes
 from ditkit_core.run.restore import load_trained
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.replicas import forked

@@ -10,7 +10,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.testing.specs import altered
-from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import (
@@ -22,6 +22,7 @@ from ditkit_core.training.flow_matching import (
     sigma_at,
     velocity_errors,
 )
+from ditkit_core.training.micro_batch import flow_loss
 
 GRID = torch.linspace(0, 1, 1001, dtype=torch.float64)
 CONFIGS = [
@@ -214,3 +215,20 @@ def test_weights_go_with_the_places_that_the_model_learns():
     torch.testing.assert_close(mask.mean(squares), (squares * weights)[:, 1].mean())
     nothing = LossMask.of(spec, {"latents": squares, LOSS_WEIGHTS: torch.zeros(1, 2, 4, 4)})
     assert float(nothing.mean(squares)) == 0, "a sample that is black everywhere teaches nothing"
+
+
+def test_the_loss_of_ones_own_loop_is_the_mean_over_sampled_levels():
+    model = Model(make_model(TOY, ToyArch()), BlockEngine(), TOY)
+    items, flow = toy_items(3), FlowConfig(sampling="logit_normal", weighting="bell")
+    loss = flow_loss(model, items, flow, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(loss, flow_loss(model, items, flow, generator=torch.Generator().manual_seed(5)))
+    random = torch.Generator().manual_seed(5)
+    levels = [sigma_at(u, flow, 5.0).float() for u in torch.rand(3, dtype=torch.float64, generator=random)]
+    noise = [torch.randn(item["latents"].shape, generator=random) for item in items]
+    errors = velocity_errors(model, NoisedBatch(items, torch.stack(levels), noise), 1.0)
+    weights = torch.stack([loss_weight(level, flow, 5.0) for level in levels])
+    assert torch.equal(loss, (errors * weights).mean())
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.module.parameters())
+    torch.manual_seed(6)
+    assert flow_loss(model, items) != loss

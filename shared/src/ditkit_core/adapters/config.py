@@ -1,10 +1,10 @@
 """The sections `[adapter]`, `[base]` and `[export]` of a configuration; this module needs no torch."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.layer_patterns import check_used, parse_patterns, value_for
@@ -168,6 +168,73 @@ class AdapterConfig:
     def scaling(self) -> float:
         """The factor of B·A, in layers that no pattern fits."""
         return (self.alpha or self.rank) / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+class LoraConfig(AdapterConfig):
+    """An `AdapterConfig` by the names that peft has for it: `r` is `rank`, `lora_alpha` is `alpha`, `lora_dropout` is `dropout`, and
+    `target_modules` is `targets`.
+
+        LoraConfig(r=16, lora_alpha=32, target_modules=["self_attn.q", "self_attn.v"], use_rslora=True)
+
+    Defaults are ours: rank 32, alpha equal to the rank, and the model's first set of layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        r: int | None = None,
+        lora_alpha: float | None = None,
+        target_modules: str | Iterable[str] | None = None,
+        lora_dropout: float | None = None,
+        **settings: Any,
+    ):
+        """Take values by either name.
+
+        Args:
+            r: Rank of the adapters.
+            lora_alpha: The adapter is scaled by lora_alpha / r.
+            target_modules: Layers that get an adapter: name endings, glob patterns or named sets of the model. `all-linear` means every Linear
+                layer.
+            lora_dropout: Probability of dropping an input of the adapter in training.
+            settings: Fields of `AdapterConfig`.
+
+        Raises:
+            UserError: If a value is impossible, or there by both names.
+        """
+        targets = None
+        if target_modules is not None:
+            targets = (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
+            targets = ("*",) if targets == ("all-linear",) else targets
+        named = {"r": r, "lora_alpha": lora_alpha, "target_modules": targets, "lora_dropout": lora_dropout}
+        for theirs, value in named.items():
+            if value is not None:
+                if (ours := _PEFT_NAMES[theirs]) in settings:
+                    raise UserError(f"{theirs} and {ours} are two names of one setting; leave one of them out")
+                settings[ours] = value
+        super().__init__(**settings)
+
+    @property
+    def r(self) -> int:
+        """`rank`."""
+        return self.rank
+
+    @property
+    def lora_alpha(self) -> float:
+        """`alpha`, and the rank where that is 0."""
+        return self.alpha or self.rank
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """`targets`."""
+        return self.targets
+
+    @property
+    def lora_dropout(self) -> float:
+        """`dropout`."""
+        return self.dropout
+
+
+_PEFT_NAMES = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "lora_dropout": "dropout"}
 
 
 @dataclass(frozen=True, kw_only=True)

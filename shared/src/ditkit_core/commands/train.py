@@ -53,7 +53,7 @@ from ditkit_core.run.context import RunContext, create_run, with_arch
 from ditkit_core.run.encoding import Encoded, encode_all
 from ditkit_core.run.expert_runs import Component, ComponentRuns, components_of, is_joint, resolve_arch, runs_of
 from ditkit_core.run.init_from import check_start, start_from
-from ditkit_core.run.model import build_model, engine_of, fingerprints_of, load_divided, tracked_run
+from ditkit_core.run.model import build_model, engine_of, fingerprints_of, load_run, tracked_run
 from ditkit_core.run.plans.planned_step import place_run, utilisation_of_run
 from ditkit_core.run.restore import check_same_adapter
 from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
@@ -359,7 +359,7 @@ def _load(
     if kinds := run.auxiliary.optional_conditions:
         share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {', '.join(kinds)}")
-    prepared = load_divided(run, unloaded, placement, current_ranks())
+    prepared = load_run(run, unloaded, placement, current_ranks())
     if prepared.shards is not None:
         say(f"weights, gradients and optimizer state are divided over {current_ranks().shard} ranks")
     if num_images and run.expert is None:

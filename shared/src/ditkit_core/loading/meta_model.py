@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.adapters.assistant import put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
@@ -46,11 +46,13 @@ class MetaModel:
 
     spec: ModelSpec
     model: StagedModel
+    paths: ModelPaths
+    """Of all components of the model."""
     arch: Any
     preset: str
     """Name of the architecture; empty if a config.json describes it and it matches no preset."""
-    adapter: AdapterConfig
-    """As configured, with the settings that an `adapter.init` file decided."""
+    trained: AdapterConfig | None
+    """What is trained, with the settings that an `adapter.init` file decided; None for a frozen model."""
     precision: Precision
     stored: StoredParameters
     """The base's parameters in its files, with merged adapters."""
@@ -63,11 +65,22 @@ class MetaModel:
     merge_key: str
     """As `BaseConfig.merge_key`, for errors."""
 
+    @property
+    def adapter(self) -> AdapterConfig:
+        """What is trained, of a model that is not frozen."""
+        assert self.trained is not None, "nothing is trained"
+        return self.trained
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained, and not an adapter."""
+        return self.trained is not None and self.trained.method == "full"
+
 
 def build_meta_model(
     spec: ModelSpec,
     components: ModelPaths,
-    adapter: AdapterConfig,
+    adapter: AdapterConfig | None,
     base: BaseConfig,
     *,
     precision: Precision,
@@ -79,7 +92,7 @@ def build_meta_model(
 
     Args:
         components: Path of the transformer, and its preset.
-        adapter: What to train.
+        adapter: What to train; None for a frozen model without an adapter.
         base: What to merge into the base.
         component: The one to load, where a model has several transformers.
         keeps_codes: Whether matrices that a file has in scaled 8 bits stay in them.
@@ -88,9 +101,9 @@ def build_meta_model(
     Raises:
         UserError: If a file is missing, damaged, or does not fit the model or the configuration.
     """
-    check_quantize(base.quantize, adapter.method)
-    if num_scaled(source := open_weights(components.locate(component))) or num_packed(source):
-        check_scaled(str(source.path), adapter.method)
+    source = open_weights(components.locate(component))
+    if adapter is not None:
+        _check_formats(adapter, base, source)
     preset, arch = choose_arch(spec, components, source)
     model, files = build_on_meta(spec, arch, precision), base.files(component)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -105,16 +118,17 @@ def build_meta_model(
     if base.compute != "dtype":
         say(compute_in_8_bits(model, base.compute))
     # after quantization, so that the adapters are added to the layers that the model ends up with
-    adapted = inject(model, adapter, spec.adapters.targets)
+    adapted = _trained(model, adapter, spec)
     for (key, _), (file, strength) in zip(files, merged, strict=True):
         say(f"{key}: {_described_merge(file)} at strength {strength:g}")
-    assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter.use_dora else "")
+    assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter and adapter.use_dora else "")
     return MetaModel(
         spec=spec,
         model=model,
+        paths=components,
         arch=arch,
         preset=preset,
-        adapter=adapter,
+        trained=adapter,
         precision=precision,
         stored=StoredParameters(source=source, mapping=mapping, shapes=shapes, edits=merge_into(merged)),
         merged=merged,
@@ -123,6 +137,21 @@ def build_meta_model(
         base=base,
         merge_key=base.merge_key(component),
     )
+
+
+def _check_formats(adapter: AdapterConfig, base: BaseConfig, source: SafetensorsSource) -> None:
+    """Refuse to train weights in 8 or 4 bits."""
+    check_quantize(base.quantize, adapter.method)
+    if num_scaled(source) or num_packed(source):
+        check_scaled(str(source.path), adapter.method)
+
+
+def _trained(model: nn.Module, adapter: AdapterConfig | None, spec: ModelSpec) -> tuple[str, ...]:
+    """Make the model trainable as configured, or freeze it; returns the modules that have an adapter now."""
+    if adapter is None:
+        model.requires_grad_(False)
+        return ()
+    return inject(model, adapter, spec.adapters.targets)
 
 
 def _opened(
@@ -141,10 +170,10 @@ def _described_merge(file: AdapterFile) -> str:
 
 
 def _started_from_file(
-    adapter: AdapterConfig, open_file: Callable[[Path], AdapterFile], merge_key: str, say: Callable[[str], None]
-) -> tuple[AdapterConfig, AdapterFile | None]:
+    adapter: AdapterConfig | None, open_file: Callable[[Path], AdapterFile], merge_key: str, say: Callable[[str], None]
+) -> tuple[AdapterConfig | None, AdapterFile | None]:
     """The section with the values of the file that `adapter.init` names, and the file; without one the section as it is."""
-    if not adapter.init:
+    if adapter is None or not adapter.init:
         return adapter, None
     if adapter.method == "full":
         raise UserError(

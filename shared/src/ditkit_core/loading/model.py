@@ -1,20 +1,35 @@
 """The handle of a model: its modules on their devices, the engine that runs it, and what is trained of it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import canonical_name, is_adapter_name
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.files.export import check_export, export_adapter, with_forms_of
+from ditkit_core.adapters.files.identify import layers_of
+from ditkit_core.adapters.files.read import AdapterFile, config_from_file, initial_adapter, open_adapter
+from ditkit_core.adapters.inject import (
+    adapter_layers,
+    canonical_name,
+    initialise,
+    inject,
+    is_adapter_name,
+    trainable_parameters,
+)
 from ditkit_core.engine.block_swap import BlockSwap
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
+from ditkit_core.io.runtimes import sent_to
 from ditkit_core.loading.architecture import config_json_of
 from ditkit_core.loading.meta_model import MetaModel
-from ditkit_core.models.precision import precision_of
+from ditkit_core.models.precision import dtype_name, precision_of
 from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import quantized_weights
@@ -23,21 +38,191 @@ if TYPE_CHECKING:
     from ditkit_core.engine.sharding.shards import Shards
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Model:
-    """A staged model on its devices, with the engine that runs it."""
+    """A staged model on its devices, with the engine that runs it.
+
+    `load` makes one from files; any staged module with an engine and its family's spec is one as well. `engine` may be replaced at any time, by
+    one with another checkpointing policy, for example.
+
+        prediction = model(noised, sigma, items)
+    """
 
     module: StagedModel
     engine: Engine
     spec: ModelSpec
-    trainable: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
+    trainable: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """The parameters to train, by canonical name; no two names share one. A forward alone needs none."""
     streamer: BlockSwap | None = None
     """Streams weights of the model through its devices, for the engine; None if all stay there."""
     shards: "Shards | None" = None
     """Divides the weights over ranks; None if this rank has all of them. `trainable` are then this rank's rows."""
-    loaded_from: MetaModel | None = field(default=None, kw_only=True, repr=False)
+    loaded_from: MetaModel | None = field(default=None, kw_only=True)
     """What it was loaded from; None for a module that was built otherwise."""
+
+    def __call__(
+        self,
+        noised: Sequence[Float[Tensor, "..."]],
+        sigma: Float[Tensor, " batch"],
+        items: Sequence[Mapping[str, Tensor]],
+        guidance: float = 1.0,
+    ) -> Sequence[Float[Tensor, "..."]]:
+        """Predict the velocity, from data to noise, of some samples.
+
+        Args:
+            noised: Latents of each sample at its noise level, fp32; tensors may be on any device.
+            sigma: Noise level of each sample, 0 for data and 1 for noise, fp32.
+            items: The samples' training items, for the text and all else that the model is conditioned on.
+            guidance: Input of a model with a guidance embedding; other models ignore it.
+
+        Returns:
+            Velocities with the shapes of the latents, on the device of the head.
+        """
+        device = self.device
+        there = [{name: sent_to(tensor, device) for name, tensor in item.items()} for item in items]
+        latents = [sent_to(each, device) for each in noised]
+        return self.predict(self.spec.training.make_inputs(latents, sent_to(sigma, device), there, guidance))
+
+    def predict(self, inputs: Any) -> Any:
+        """The module's prediction for what the family's `make_inputs` returned."""
+        return self.module(inputs, engine=self.engine)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The trained parameters, for an optimizer; DTensors where ranks divide them."""
+        return iter(self.trainable.values() if self.shards is None else self.shards.trained.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The trained parameters by canonical name, without a gradient; they share the model's memory."""
+        named = self.trainable if self.shards is None else self.shards.trained
+        return {name: parameter.detach() for name, parameter in named.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """The first device, which inputs are sent to."""
+        return next(self.module.embed.parameters()).device
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move all weights to one device, in place; dtypes stay.
+
+        Raises:
+            UserError: If blocks are streamed, or ranks divide the weights: these stay where they were loaded.
+        """
+        self._check_whole("to(device)", "devices")
+        module: Any = self.module
+        module.to(device)
+        return self
+
+    def save_adapter(self, path: str | Path, *, form: str = "", dtype: str = "bf16") -> Path:
+        """Write the adapter into one file, which is read back and compared before it gets its name. Where ranks divide the weights, all call it.
+
+        Args:
+            path: The file; its name ends with .safetensors.
+            form: Names of the tensors: `official`, which ComfyUI and diffusers load, `diffusers`, `diffsynth` or `musubi`. Empty: the first one that
+                has a name for each layer.
+            dtype: `bf16` or `fp32`.
+
+        Raises:
+            UserError: If there is no adapter, the form cannot represent it, or the file cannot be written.
+        """
+        file = local_path(str(path))
+        if file.suffix != ".safetensors":
+            raise UserError(f"path = {str(path)!r} does not end with .safetensors, which adapter files are; correct it")
+        if not adapter_layers(self.module):
+            raise UserError("the model has no adapter to save; load it with one, such as LoraConfig(r=16)")
+        adapter = self.origin.adapter
+        wanted = ExportConfig(forms=(form,), dtype=dtype) if form else ExportConfig(dtype=dtype)
+        wanted = with_forms_of(wanted, adapter, self.spec)
+        wanted = replace(wanted, forms=wanted.forms[:1])
+        check_export(self.spec, wanted, adapter)
+        about = {"ditkit.model": self.spec.name, "ditkit.preset": self.origin.preset}
+
+        def write() -> None:
+            with self.readable():
+                export_adapter(
+                    self.module,
+                    self.spec,
+                    file.parent,
+                    file.stem,
+                    wanted,
+                    metadata=about,
+                    exact=True,
+                    whole_in=self.whole_in,
+                )
+
+        if self.shards is None:
+            write()
+        else:
+            self.shards.on_first(write)
+        return file
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Read an adapter file of any program that names tensors of this model, in place.
+
+        A model without an adapter gets one with the file's layers, ranks and scales. One that has an adapter gets the file's values, and its
+        parameters stay those that an optimizer has.
+
+        Raises:
+            UserError: If the file does not fit the model or its adapter, blocks are streamed, or ranks divide the weights.
+        """
+        self._check_whole("load_adapter(path)", "adapter")
+        names, modules = self.spec.architecture.names, layers_of(self.spec.architecture.build, self.origin.arch)
+        file = open_adapter(local_path(str(path)), names=names, modules=modules)
+        before = {name: each for name, each in self.module.named_parameters() if is_adapter_name(name)}
+        if before:
+            self._check_same_layers(file)
+        else:
+            config, _ = config_from_file(AdapterConfig(), file)
+            module: Any = self.module
+            inject(module, config, self.spec.adapters.targets)
+            self.loaded_from = replace(self.origin, trained=config)
+        layers, values = adapter_layers(self.module), initial_adapter(file, adapter_layers(self.module))
+
+        def device_of(name: str) -> torch.device:
+            return next(layers[name].get_base_layer().parameters()).device
+
+        def start(name: str) -> Mapping[str, Tensor]:
+            found, scale = values(name), layers[name].scaling["default"]
+            if (up := found.get("lora_B.weight")) is not None:
+                found = {**found, "lora_B.weight": up * (file.modules[name].scale / scale)}
+            return found
+
+        initialise(self.module, 0, device_of=device_of, start=start)
+        for name, parameter in before.items():
+            owner, _, leaf = name.rpartition(".")
+            registered = self.module.get_submodule(owner)._parameters
+            value = registered[leaf]
+            assert value is not None
+            parameter.data.copy_(value.data)
+            registered[leaf] = parameter
+        self.trainable = trainable_parameters(self.module)
+
+    def _check_same_layers(self, file: AdapterFile) -> None:
+        layers, path = adapter_layers(self.module), file.source.path
+        remedy = "load the file into a model without an adapter"
+        if layers.keys() != file.modules.keys():
+            differing = min(layers.keys() ^ file.modules.keys())
+            raise UserError(f"{path} adapts other layers than the model's adapter, such as {differing}; {remedy}")
+        for name, module in file.modules.items():
+            rank, scale = layers[name].r["default"], layers[name].scaling["default"]
+            # Of a LoRA the scale goes into its values: files have that of 1 more often than not.
+            if module.rank != rank or (module.method != "lora" and module.scale != scale):
+                raise UserError(
+                    f"{path} has rank {module.rank} and scale {module.scale:g} for {name}, and the model's adapter has {rank} and {scale:g}; "
+                    f"{remedy}"
+                )
+
+    def _check_whole(self, what: str, argument: str) -> None:
+        """Refuse what needs all weights where they were loaded for good."""
+        if self.streamer is not None or self.shards is not None:
+            reason = "streams blocks" if self.streamer is not None else "is divided over ranks"
+            raise UserError(f"{what} does not work on a model that {reason}; call load again with another `{argument}`")
+
+    def __repr__(self) -> str:
+        weights = [*self.module.parameters()]
+        total, trained = sum(each.numel() for each in weights), sum(each.numel() for each in self.parameters())
+        devices = ", ".join(dict.fromkeys(str(each.device) for each in weights))
+        preset = "" if self.loaded_from is None or not self.loaded_from.preset else f" {self.loaded_from.preset}"
+        return f"<Model {self.spec.name}{preset}: {total:,} parameters in {dtype_name(self.matmul_dtype)} on {devices}, {trained:,} trained>"
 
     @cached_property
     def adapts(self) -> bool:

@@ -5,18 +5,28 @@ later may move or cast the model.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
 from ditkit_core.adapters.assistant import load_assistant
-from ditkit_core.adapters.inject import initialise, trainable_parameters
+from ditkit_core.adapters.inject import canonical_name, initialise, is_adapter_name, trainable_parameters
+from ditkit_core.engine.ac_policies import Policy
+from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
+from ditkit_core.engine.sharding.context_parallel import ContextParallel
+from ditkit_core.execution import Execution
+from ditkit_core.io.ranks import Ranks
 from ditkit_core.loading.meta_model import MetaModel, loaded_dtype
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.quantized_cache import find_cache
+from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.weights.load import load_into
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ def load_weights(
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     # Last: from here on, weights that are streamed cannot be read from the model except inside of `readable`.
-    streamer = BlockSwap(model, placement, trained=unloaded.adapter.method == "full") if placement.streamed else None
+    streamer = BlockSwap(model, placement, trained=unloaded.trains_all) if placement.streamed else None
     return Model(
         model,
         BlockEngine(hooks=() if streamer is None else (streamer,)),
@@ -65,4 +75,67 @@ def load_weights(
         trainable_parameters(model),
         streamer,
         loaded_from=unloaded,
+    )
+
+
+def load_divided(
+    unloaded: MetaModel,
+    placement: Placement,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    seed: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> Model:
+    """Load the weights of which this rank keeps some rows, onto its device; all ranks call it.
+
+    The model is divided before it has values, and each rank reads its rows. Arguments as of `load_weights`.
+    """
+    from ditkit_core.engine.sharding.division import Division  # imports parts of torch that take seconds
+    from ditkit_core.engine.sharding.shards import Shards
+
+    precision = unloaded.precision
+    give_dtypes(unloaded, loaded_dtype(unloaded.spec, precision))
+    division = Division(unloaded.model, trainable_parameters(unloaded.model), precision, ranks, device)
+    model = load_weights(unloaded, placement=placement, seed=seed, division=division, say=say)
+    shards = Shards(model.module, model.trainable, precision, ranks, device, division)
+    return replace(model, shards=shards, trainable=shards.local)
+
+
+def give_dtypes(unloaded: MetaModel, dtype_of: Callable[[str], torch.dtype]) -> None:
+    """Give the parameters on `meta` the dtypes that they will have, by which they are gathered together."""
+    for prefix, module in unloaded.model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{leaf}"
+                default = torch.float32 if is_adapter_name(name) else dtype_of(canonical_name(name))
+                given = torch.empty_like(parameter, dtype=final_dtype(module, leaf, default))
+                module._parameters[leaf] = nn.Parameter(given, requires_grad=parameter.requires_grad)
+
+
+def engine_for(
+    model: Model, execution: Execution, schedule: ACSchedule | None = None, ranks: Ranks | None = None
+) -> BlockEngine:
+    """The engine that runs a loaded model.
+
+    Args:
+        execution: How; its kernels are resolved.
+        schedule: Its checkpointing, resolved to blocks; None for inference, where a budget need not be resolved.
+        ranks: Those that train, and share each sample's tokens if they are in groups. None for inference on this rank alone.
+    """
+    # Without a backward, a budget of memory has nothing to decide: any policy runs the same forward.
+    if schedule is None:
+        schedule = execution.schedule if execution.schedule.budget is None else ACSchedule.everywhere(Policy())
+    context = None
+    if ranks is not None and ranks.context > 1:
+        streams = model.spec.architecture.token_streams(model.origin.arch)
+        assert streams is not None, "refused by check_ranks"
+        context = ContextParallel(ranks, streams)
+    return BlockEngine(
+        policy=schedule,
+        backend=execution.attention,
+        kernels=execution.kernels,
+        compile=execution.compile,
+        hooks=() if model.streamer is None else (model.streamer,),
+        context=context,
     )

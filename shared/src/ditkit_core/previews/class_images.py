@@ -17,9 +17,9 @@ from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import json_hash, write_text
 from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import ClipInputs
-from ditkit_core.previews.generate import guided_by, text_conditions, with_adapters
+from ditkit_core.previews.generate import guided_by, with_adapters
 from ditkit_core.run.context import RunContext, create_run
-from ditkit_core.run.encoding import encode_prior
+from ditkit_core.run.encoding import encode_prior, prompt_encoder
 from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 from ditkit_core.sampling.shares import ALONE, SampleShares
@@ -123,7 +123,7 @@ def generate_class_images(
             prompt=config.prior.prompt, references=(), frames=1, height=config.data.height, width=config.data.width
         ),
         replace(sampling, images=1),
-        conditions={**text_conditions(run, config.prior.prompt), **extra_conditions},
+        conditions={**prompt_encoder(run).text(config.prior.prompt), **extra_conditions},
         negative=None if negative is None else {**negative, **extra_conditions},
         references=(),
     )

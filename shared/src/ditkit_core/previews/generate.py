@@ -9,18 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter, added
-from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
 from ditkit_core.loading.meta_model import loaded_dtype
 from ditkit_core.models.encoders import DecodedBy
 from ditkit_core.models.protocol import Engine
 from ditkit_core.previews.decoding import FittingDecoder
 from ditkit_core.run.context import RunContext
-from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
+from ditkit_core.run.encoding import encode_prompts, prompt_encoder
 from ditkit_core.run.sample_adapters import open_sample_adapters
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage
-from ditkit_core.sampling.prompts import SamplePrompt, requests_of
+from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
 from ditkit_core.sampling.shares import ALONE, SampleShares
 
@@ -54,16 +53,9 @@ def generate_samples(
         return []
     encode_prompts(run, prompts)
     config, negative = guided_by(run, stages)
-    requests = []
+    requests, encoder = list[PromptRequest](), prompt_encoder(run)
     for number, prompt in enumerate(prompts):
-        extra_conditions = conditions_of(run, prompt)
-        jobs = requests_of(
-            prompt,
-            config,
-            conditions={**text_conditions(run, prompt.prompt), **extra_conditions},
-            negative=negative and {**negative, **extra_conditions},  # guidance is about the text alone
-            references=reference_latents(run, prompt.references),
-        )
+        jobs = encoder.requests(prompt, config, negative)
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     decoder = FittingDecoder(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
@@ -103,12 +95,4 @@ def guided_by(run: RunContext, stages: Sequence[DenoiserStage]) -> tuple[SampleC
     config = run.config.sample.resolved(defaults, warn)
     # A stage may have its own guidance.
     guided = replace(config, guidance=max(stage.guidance or config.guidance for stage in stages))
-    return config, text_conditions(run, config.negative) if guided.uses_negative(defaults) else None
-
-
-def text_conditions(run: RunContext, text: str) -> Mapping[str, Tensor]:
-    """The encoded tensors of a text; it was encoded before, and is encoded again only if its entry is damaged."""
-    cache, address = run.data.cache, text_key(text, run.auxiliary.encoders[1])
-    return cache.read_encoded(
-        cache.get, "text", address, repr(text), lambda: encode_samples(run, [], run.data.fps, [text])
-    )
+    return config, prompt_encoder(run).text(config.negative) if guided.uses_negative(defaults) else None

@@ -23,7 +23,7 @@ from ditkit_core.previews.queue import read_weights
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.expert_runs import config_of, runs_of, saved_step
-from ditkit_core.run.model import build_model, engine_of, load_divided
+from ditkit_core.run.model import build_model, engine_of, load_run
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
@@ -64,7 +64,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
         sampling, unloaded = build_with_adapter(alone, trained.file)
-        prepared = load_divided(sampling, unloaded, place_run(sampling, unloaded), current_ranks())
+        prepared = load_run(sampling, unloaded, place_run(sampling, unloaded), current_ranks())
         origin = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ditkit_core.adapters.files.export import with_forms_of
+from ditkit_core.api.auxiliary import Auxiliary
+from ditkit_core.api.dataset import completed
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec
-from ditkit_core.run.auxiliary import Auxiliary, device_names, training_devices
+from ditkit_core.run.auxiliary import device_names, training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.run.experts import restrict_to_expert
@@ -87,7 +89,16 @@ class RunContext:
     @cached_property
     def auxiliary(self) -> Auxiliary:
         """The models next to the transformer, not loaded."""
-        return Auxiliary(self.spec, self.config, self.arch)
+        config = self.config
+        return Auxiliary(
+            spec=self.spec,
+            arch=self.arch,
+            paths=config.model,
+            encode=config.encode,
+            sample=config.sample,
+            dtype=parse_dtype(config.model.dtype),
+            device_of_sampler=lambda: self.devices[0],
+        )
 
 
 def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunContext:
@@ -103,16 +114,7 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
             arch = arch_here(spec, config.model)[1]
     if arch is not None:
         spec = spec.for_arch(arch)
-    data, train = config.data, config.train
-    frames, height, width = spec.data.size
-    # The longest frame bucket is the length of the data, for plans and for generated samples.
-    own_frames = max(data.frame_buckets, default=data.frames) or frames
-    if data.short_clips == "auto":  # resolved here, where it is known who asked for the number of frames
-        asked = bool(data.frames or data.frame_buckets)
-        data = replace(data, short_clips="error" if asked else "shorten")
-    # Likewise the largest resolution is the size.
-    side = max(data.resolutions, default=0)
-    data = replace(data, frames=own_frames, height=data.height or side or height, width=data.width or side or width)
+    data, train = completed(config.data, spec.data), config.train
     if train.control_dropout < 0:
         train = replace(train, control_dropout=spec.training.control_dropout)
     export = with_forms_of(config.export, config.adapter, spec)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ditkit_core.api.dataset import read_dataset
 from ditkit_core.data.buckets import describe_lengths, describe_sizes
 from ditkit_core.data.config import DataConfig
-from ditkit_core.data.dataset import Dataset, Sample, scan, shortened_clips
-from ditkit_core.data.mirroring import check_flip
+from ditkit_core.data.dataset import Dataset, Sample, shortened_clips
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK, count_media, prior_data_config
 from ditkit_core.io.console import say, warn
@@ -46,19 +46,7 @@ class RunData:
 
     def scanned(self, config: DataConfig, key: str = "data.folder") -> Dataset:
         """A dataset as this model reads it; prints nothing."""
-        spec = self.spec
-        found = scan(
-            config,
-            frame_step=spec.data.frame_step,
-            size_step=spec.data.size_step,
-            fps=spec.data.fps,
-            reference_size=spec.data.reference_size,
-            columns=self.columns,
-            key=key,
-        )
-        if config.flip:
-            check_flip(found.samples, self.columns)
-        return found
+        return read_dataset(config, self.spec.data, self.columns, key=key)
 
     def _scan(self, config: DataConfig, key: str) -> Dataset:
         found = self.scanned(config, key)

@@ -1,19 +1,17 @@
 """Encodes everything that a run needs into its cache."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
+from ditkit_core.api.prompts import PromptEncoder
 from ditkit_core.data.dataset import NothingToTrain, Sample
-from ditkit_core.encoding.encode import SampleEncoders, encode, encode_references
+from ditkit_core.encoding.encode import encode
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import files_of, split_held_out
-from ditkit_core.engine.devices import choose_device, make_current
+from ditkit_core.engine.devices import make_current
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, warn
 from ditkit_core.run.context import RunContext
@@ -66,26 +64,21 @@ def encode_samples(
     failed: list[tuple[str, str]] | None = None,
 ) -> list[EncodedSample]:
     """Encode some samples and texts into the cache; `failed` receives the ids of samples that were left out, and why."""
-    make_current([choose_device(run.config.encode.device, "encode.device")])
-    media, text = run.auxiliary.encoders
+    make_current([run.auxiliary.device])
 
     def left_out(sample: Sample, error: UserError) -> None:
         warn(f"left out: {sample.id}: {error}")
         if failed is not None:
             failed.append((sample.id, str(error)))
 
-    encoders = SampleEncoders(
-        media=media,
-        text=text,
-        fps=fps,
-        reference_size=run.spec.data.reference_size,
-        conditioning=run.auxiliary.conditioning,
-        assemble=run.spec.training.assemble,
-        empty_captions=run.config.flow.target_guidance != 1,
-        mask_weight=run.config.train.mask_weight,
-        flips=run.config.data.flip,
+    config = run.config
+    encoders = run.auxiliary.sample_encoders(
+        fps,
+        mask_weight=config.train.mask_weight,
+        flips=config.data.flip,
+        empty_captions=config.flow.target_guidance != 1,
     )
-    on_bad = left_out if run.config.data.on_bad == "skip" else None
+    on_bad = left_out if config.data.on_bad == "skip" else None
     return encode(samples, encoders, run.data.cache, extra_captions=texts, progress=_encode_progress, on_bad=on_bad)
 
 
@@ -121,17 +114,16 @@ def encode_prompts(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
     _encode_controls(run, prompts)
 
 
+def prompt_encoder(run: RunContext) -> PromptEncoder:
+    """What encodes the texts and conditions of the run's samples, into its cache."""
+    return PromptEncoder(run.auxiliary, run.data.cache, run.data.fps, _encode_progress)
+
+
 def _encode_controls(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
+    encoder = prompt_encoder(run)
     for prompt in prompts:
-        reference_latents(run, prompt.references)
-        conditions_of(run, prompt)
-
-
-def conditions_of(run: RunContext, prompt: SamplePrompt) -> Mapping[str, Tensor]:
-    """The conditions of a sample besides its text, encoded if the cache lacks them."""
-    if run.auxiliary.conditioning is None:
-        return {}
-    return run.auxiliary.conditioning.tensors(prompt.controls(run.data.fps), run.data.cache, _encode_progress)
+        encoder.references(prompt.references)
+        encoder.conditions(prompt)
 
 
 def _texts(run: RunContext, prompts: Sequence[SamplePrompt]) -> list[str]:
@@ -141,20 +133,6 @@ def _texts(run: RunContext, prompts: Sequence[SamplePrompt]) -> list[str]:
         sample = sample.resolved(run.spec.auxiliary.sample_defaults(run.arch), lambda unused: None)
     negative = "" if sample.negative == AUTHORS_NEGATIVE else sample.negative
     return [*(prompt.prompt for prompt in prompts), negative]
-
-
-def reference_latents(run: RunContext, images: Sequence[Path]) -> list[Tensor]:
-    """The latents of the images that a sample is conditioned on, encoded if the cache lacks them."""
-    if not images:
-        return []
-    assert run.spec.data.reference_size is not None, "checked"
-    return encode_references(
-        images,
-        cache=run.data.cache,
-        media_encoder=run.auxiliary.encoders[0],
-        reference_size=run.spec.data.reference_size,
-        progress=_encode_progress,
-    )
 
 
 @contextmanager

@@ -1,19 +1,15 @@
 """What the GPUs of a run can do, found out before anything is loaded: refusals by their compute capability, and what `train.kernels` is on them."""
 
 import re
-import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import doing, warn
 from ditkit_core.io.ranks import Ranks
+from ditkit_core.loading.kernels import resolve_kernels
 from ditkit_core.nn.attention.support import SUPPORT, capability_text
-from ditkit_core.nn.kernel_check import KernelCheck, compare_kernels
-from ditkit_core.nn.kernels.launch import why_not
 from ditkit_core.run.auxiliary import training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
@@ -82,9 +78,6 @@ def _check_mix(name: str, capabilities: Mapping[torch.device, tuple[int, int]]) 
 def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
     """The configuration with the implementation that `train.kernels` means here, so that all that reads it sees what runs.
 
-    The kernels are checked on the GPUs that run the model. If there are any, a line says what `auto` is, and why. `auto` is the same on all
-    ranks: torch if a kernel fails on one of them.
-
     Args:
         config: The configuration of the user.
         ranks: The processes that train together; None for this one alone.
@@ -95,48 +88,5 @@ def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
     train = config.train
     if train.kernels == "torch":
         return config
-    devices = training_devices(train)
-    gpus = [device for device in devices if device.type == "cuda"]
-    check = KernelCheck()
-    if train.kernels == "triton":
-        if fault := _checked(gpus).fault:
-            raise UserError(f"train.kernels = triton {fault}; set train.kernels = torch")
-        return config
-    if train.compile:
-        why = "train.compile has kernels of its own"
-    else:
-        if not (reason := why_not([device.type for device in devices])):
-            check = _checked(gpus)
-            reason = check.fault
-        why = _of_ranks(f"triton {reason}" if reason else "", ranks or Ranks())
-    chosen: Literal["torch", "triton"] = "triton" if gpus and not why else "torch"
-    if gpus:
-        where = " and ".join(map(str, gpus))
-        passed = f"whose kernels passed a check on {where} ({check})"
-        warn(f"train.kernels = auto: {chosen}, {f'because {why}' if why else passed}")
+    chosen = resolve_kernels(train.kernels, training_devices(train), compiles=bool(train.compile), ranks=ranks)
     return replace(config, train=replace(train, kernels=chosen))
-
-
-def _of_ranks(reason: str, ranks: Ranks) -> str:
-    """The first reason that a rank has against the kernels, with that rank; empty if none has one.
-
-    Ranks with other kernels than the others would train other last bits, and one of them would be as slow as torch anyway.
-    """
-    found = ranks.all_gather_object((socket.gethostname(), reason))
-    return next(
-        (f"{each}{f' (rank {rank} on {host})' * (ranks.size > 1)}" for rank, (host, each) in enumerate(found) if each),
-        "",
-    )
-
-
-def _checked(gpus: Sequence[torch.device]) -> KernelCheck:
-    """What the check says of all GPUs together, or of the first with a fault."""
-    if gpus:
-        doing("checking the kernels of Triton, which are compiled the first time")
-    largest, twice = 0.0, False
-    for gpu in gpus:
-        check = compare_kernels(gpu)
-        if check.fault:
-            return check
-        largest, twice = max(largest, check.error), twice or check.rounds_products
-    return KernelCheck(error=largest, rounds_products=twice)

@@ -2,34 +2,28 @@
 
 import json
 import platform
-from collections.abc import Callable
-from dataclasses import replace
 
 import torch
-from torch import nn
 
 import ditkit_core
 from ditkit_core.adapters.files.export import check_adapted
 from ditkit_core.adapters.files.merge import parse_merge
-from ditkit_core.adapters.inject import canonical_name, is_adapter_name, module_of, trainable_parameters
+from ditkit_core.adapters.inject import module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
-from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.io.console import say
 from ditkit_core.io.files import local_path
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.trackers import TrackedRun
-from ditkit_core.loading.meta_model import MetaModel, build_meta_model, loaded_dtype
+from ditkit_core.loading.meta_model import MetaModel, build_meta_model
 from ditkit_core.loading.model import Model
-from ditkit_core.loading.weights import load_weights
-from ditkit_core.nn.quantized_linear import final_dtype
-from ditkit_core.run.context import RunContext
+from ditkit_core.loading.weights import engine_for, load_divided, load_weights
+from ditkit_core.run.context import RunContext, execution_of
 from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
@@ -48,62 +42,18 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Mo
     return prepared
 
 
-def load_divided(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> Model:
-    """Load the weights of which this rank keeps some rows, onto its device: unchanged `load_model` if `ranks.shard` is 1.
-
-    The model is divided before it has values, and each rank reads its rows.
-    """
+def load_run(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> Model:
+    """Load the weights of which this rank keeps some rows, onto its device: unchanged `load_model` if `ranks.shard` is 1."""
     if ranks.shard == 1:
         return load_model(run, unloaded, placement)
-    from ditkit_core.engine.sharding.division import Division  # imports parts of torch that take seconds
-    from ditkit_core.engine.sharding.shards import Shards
-
-    device = run.devices[0]
-    give_dtypes(unloaded, loaded_dtype(run.spec, run.precision))
-    division = Division(unloaded.model, trainable_parameters(unloaded.model), run.precision, ranks, device)
-    prepared = load_weights(unloaded, placement=placement, seed=run.config.train.seed, division=division, say=say)
-    shards = Shards(prepared.module, prepared.trainable, run.precision, ranks, device, division)
-    return replace(prepared, shards=shards, trainable=shards.local)
-
-
-def give_dtypes(unloaded: MetaModel, dtype_of: Callable[[str], torch.dtype]) -> None:
-    """Give the parameters on `meta` the dtypes that they will have, by which they are gathered together."""
-    for prefix, module in unloaded.model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{prefix}.{leaf}"
-                default = torch.float32 if is_adapter_name(name) else dtype_of(canonical_name(name))
-                given = torch.empty_like(parameter, dtype=final_dtype(module, leaf, default))
-                module._parameters[leaf] = nn.Parameter(given, requires_grad=parameter.requires_grad)
+    return load_divided(unloaded, placement, ranks, run.devices[0], seed=run.config.train.seed, say=say)
 
 
 def engine_of(
     run: RunContext, prepared: Model, schedule: ACSchedule | None = None, ranks: Ranks | None = None
 ) -> BlockEngine:
-    """The engine that runs the model as configured.
-
-    Args:
-        schedule: The resolved `train.checkpointing`; None for inference, where a budget need not be resolved.
-        ranks: Those that train, and share each sample's tokens if they are in groups. None for inference on this rank alone.
-    """
-    config = run.config.train
-    streaming = () if prepared.streamer is None else (prepared.streamer,)
-    # Without a backward, a budget of memory has nothing to decide: any policy runs the same forward.
-    if schedule is None:
-        schedule = config.schedule if config.schedule.budget is None else ACSchedule.everywhere(Policy())
-    context = None
-    if ranks is not None and ranks.context > 1:
-        streams = run.spec.architecture.token_streams(run.arch)
-        assert streams is not None, "refused by check_ranks"
-        context = ContextParallel(ranks, streams)
-    return BlockEngine(
-        policy=schedule,
-        backend=config.attention,
-        kernels=config.kernels,
-        compile=config.compile,
-        hooks=streaming,
-        context=context,
-    )
+    """The engine that runs the model as configured; arguments as of `engine_for`."""
+    return engine_for(prepared, execution_of(run), schedule, ranks)
 
 
 def build_model(run: RunContext) -> MetaModel:

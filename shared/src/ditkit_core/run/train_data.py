@@ -13,7 +13,7 @@ from torch import Tensor
 from ditkit_core.config.resolve import resolve
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader, shapes_of
+from ditkit_core.encoding.loader import BaseSteps, TrainDataLoader, shapes_of
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK, PriorDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
@@ -24,6 +24,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import encode_all
+from ditkit_core.training.train_model import batch_size_of, data_loader
 
 EMPTY_CAPTION = "(empty caption)"
 """Key of a run's data file for the empty caption that caption dropout uses."""
@@ -42,14 +43,20 @@ def training_data(
 ) -> TrainDataLoader | PriorDataLoader:
     """The data loader of a run."""
     config = run.config.train
-    size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
-    dropout = {"caption_dropout": config.caption_dropout, "control_dropout": config.control_dropout}
-    data = TrainDataLoader(samples, seed=config.seed, batch_size=size, base_steps=base_steps(run), **dropout)
+    data = data_loader(run.spec, config, samples, base_steps(run))
     if data.num_shapes > 1:
         say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
     if not prior:
         return data
-    return PriorDataLoader(data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight, **dropout)
+    return PriorDataLoader(
+        data,
+        prior,
+        seed=config.seed,
+        batch_size=batch_size_of(run.spec, config),
+        weight=run.config.prior.weight,
+        caption_dropout=config.caption_dropout,
+        control_dropout=config.control_dropout,
+    )
 
 
 def base_steps(run: RunContext) -> BaseSteps | None:

@@ -1,5 +1,9 @@
 """A micro-batch: its forward, its loss, and its backward, which runs eagerly or is replayed (`replay.py`)."""
 
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.engine.generator_state import GeneratorHook
@@ -7,7 +11,15 @@ from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.training.config import FlowConfig
-from ditkit_core.training.flow_matching import PreparedBatch, guiding, matching_base, velocity_errors
+from ditkit_core.training.flow_matching import (
+    NoisedBatch,
+    PreparedBatch,
+    guiding,
+    loss_weight,
+    matching_base,
+    sigma_at,
+    velocity_errors,
+)
 
 
 def forward_and_backward(
@@ -47,3 +59,30 @@ def run_backward(loss: Tensor) -> None:
     # torch applies an outer autocast in the backward of every matmul, too.
     with autocast_disabled(loss.device.type):
         loss.backward()
+
+
+def flow_loss(
+    model: Model,
+    items: Sequence[Mapping[str, Tensor]],
+    flow: FlowConfig | None = None,
+    *,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, ""]:
+    """The loss of a training loop of one's own: the mean of the samples' flow-matching losses at sampled noise levels.
+
+    Args:
+        items: Training items, such as `EncodedSample.load` returns.
+        flow: Distribution, shift and weighting of noise levels; None for those of the model.
+        generator: Samples noise levels and noise, on the CPU; None for torch's own.
+    """
+    flow, spec = flow or FlowConfig(), model.spec
+    shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in items]
+    uniform = torch.rand(len(items), dtype=torch.float64, generator=generator)
+    levels = [sigma_at(u, flow, shift).float() for u, shift in zip(uniform, shifts, strict=True)]
+    noise = [torch.randn(item["latents"].shape, generator=generator) for item in items]
+    weights = [loss_weight(level, flow, shift) for level, shift in zip(levels, shifts, strict=True)]
+    sigma = torch.stack(levels)
+    noised = NoisedBatch.of(spec, items, sigma, noise)
+    batch = PreparedBatch(sigma=sigma, noised=noised, weights=torch.stack(weights))
+    first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
+    return weighted_errors(model, batch.to(first, last), flow, StepClock()).mean()

@@ -11,10 +11,14 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 from torch import Tensor
 
 from ditkit_core.encoding.cache import reading_ahead
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.training.config import TrainConfig
 
 Prepared = TypeVar("Prepared")
 
@@ -59,6 +63,30 @@ class DataLoader(Protocol):
 
         Called in a background thread, too, but never in two threads at once.
         """
+
+
+def batch_size_of(spec: ModelSpec, config: TrainConfig) -> BatchSize:
+    """Number of samples in a micro-batch, as configured."""
+    return BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=spec.training.num_tokens)
+
+
+def data_loader(
+    spec: ModelSpec, config: TrainConfig, samples: Sequence[EncodedSample], base_steps: BaseSteps | None = None
+) -> TrainDataLoader:
+    """The micro-batches of encoded samples, as configured.
+
+    Args:
+        base_steps: The steps whose target is the base's own prediction; None for none.
+    """
+    dropped = config.control_dropout
+    return TrainDataLoader(
+        samples,
+        seed=config.seed,
+        batch_size=batch_size_of(spec, config),
+        caption_dropout=config.caption_dropout,
+        control_dropout=spec.training.control_dropout if dropped < 0 else dropped,
+        base_steps=base_steps,
+    )
 
 
 class Prefetcher(Generic[Prepared]):

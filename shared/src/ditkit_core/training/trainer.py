@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import Bar
 from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
@@ -33,7 +34,7 @@ from ditkit_core.training.optim.optimizer import learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import replays_of
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
-from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, with_clock
+from ditkit_core.training.train_model import DataLoader, MicroBatch, Prefetcher, data_loader, with_clock
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import ValidationResult, Validator
@@ -115,12 +116,12 @@ class ProgressBar(Callback):
 class TrainerConfig:
     """The sections of a configuration that the loop reads."""
 
-    train: TrainConfig
-    flow: FlowConfig
-    optim: OptimConfig
-    ema: EMAConfig
-    save: SaveConfig
-    log: LogConfig
+    train: TrainConfig = field(default_factory=TrainConfig)
+    flow: FlowConfig = field(default_factory=FlowConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     tracked: TrackedRun | None = None
     """What trackers show of the run; None for its folder's name alone."""
     utilisation: Callable[[Sequence[Mapping[str, Tensor]], float], float] | None = None
@@ -149,10 +150,10 @@ class Trainer:
     def __init__(
         self,
         model: Model,
-        data: DataLoader,
-        config: TrainerConfig,
+        data: DataLoader | Sequence[EncodedSample],
+        config: TrainerConfig | None = None,
         *,
-        folder: Path,
+        folder: str | Path,
         validator: Validator | None = None,
         callbacks: Sequence[Callback] = (),
         ranks: Ranks | None = None,
@@ -161,24 +162,30 @@ class Trainer:
         """Make optimizer and average.
 
         Args:
+            data: Micro-batches by index; or encoded samples, of which micro-batches are made as `config.train` says.
+            config: How it is trained; None for the defaults, which are those of the commands.
             folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
                 finite.
             validator: Measures the validation loss; None disables validation.
             callbacks: Called at fixed points of the loop, in this order, but those of all ranks last.
-            ranks: The processes that train the run together; None for this one alone.
+            ranks: The processes that train the run together; None for those that divide the model's weights, or this one alone.
             warn: Called with one line if something of an earlier part is damaged, and if activations drift.
 
         Raises:
             UserError: If the configuration contradicts itself.
         """
+        config, folder = config or TrainerConfig(), Path(folder)
         check_fused_backward(config.train, config.optim, adapts=model.adapts)
         self._devices = {parameter.device for parameter in model.module.parameters()}
         self._clock = StepClock(sorted(self._devices, key=str))
         self._model, self._config, self._folder = with_clock(model, self._clock), config, folder
-        self._ranks = ranks or Ranks()
-        train = config.train
+        train, shards = config.train, model.shards
+        if shards is not None:
+            shards.divide_gradients_by(shards.ranks.context)
+        self._ranks = ranks or (shards.ranks if shards else Ranks())
+        loader = data_loader(model.spec, train, data) if isinstance(data, Sequence) else data
         self._data = Prefetcher(
-            data, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
+            loader, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
         )
         self._validator, self._warn, self._metrics_digest = validator, warn, ""
         self._callbacks = [each for each in callbacks if each.on_all_ranks or self._ranks.is_first]

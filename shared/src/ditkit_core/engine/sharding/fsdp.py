@@ -98,11 +98,16 @@ def divide(
         # Before FSDP2's own hook, which would otherwise take a recompute for a forward.
         unit.register_forward_pre_hook(_enter_backward, prepend=True)
     if sum_over is not None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-                module.set_gradient_divide_factor(float(sum_over))
+        divide_sums(model, sum_over)
     return unsharded
+
+
+def divide_sums(model: StagedModel | nn.Module, divisor: int) -> None:
+    """Have gradients of sharded parameters summed over ranks and divided by this number, instead of averaged."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+            module.set_gradient_divide_factor(float(divisor))
 
 
 def count_exchanges(model: nn.Module, ranks: Ranks, replicas: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ditkit_core.engine.sharding.division import Division, Rows, mesh_of
-from ditkit_core.engine.sharding.fsdp import count_exchanges
+from ditkit_core.engine.sharding.fsdp import count_exchanges, divide_sums
 from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks, distributed
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
+
+T = TypeVar("T")
 
 
 class Shards:
@@ -31,6 +33,7 @@ class Shards:
         trained: The trained parameters by name as the model has them: divided ones are DTensors.
         local: The trained parameters by name: the rows of this rank, or the whole tensor where every rank has it.
         rows: By name, which rows those are, of the divided ones.
+        ranks: The processes that divide the model.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Shards:
         # other memory from then on: in the first forward that would be too late for `local`.
         root.to(device)
         count_exchanges(root, ranks, self._division.replicas)
-        self._root, self._ranks, self._group = root, ranks, self._division.group
+        self._root, self.ranks, self._group = root, ranks, self._division.group
         # A block may return a part of the carry that it was given, which nothing writes into: FSDP2 warns of each.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -84,7 +87,7 @@ class Shards:
         Over a group of its own: nothing else may be exchanged on it.
         """
         channel = distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT)
-        return replace(self._ranks, channel=channel, seconds_waited=0.0, bytes_sent=0)
+        return replace(self.ranks, channel=channel, seconds_waited=0.0, bytes_sent=0)
 
     def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The memory that this rank has of the model's tensors: its rows, or all. What it gathered for a forward is freed."""
@@ -107,6 +110,19 @@ class Shards:
         frozen = len(self.trained) < len(self._weights)
         self._root.set_requires_gradient_sync(last or not frozen)
 
+    def divide_gradients_by(self, divisor: int) -> None:
+        """Divide sums of gradients over ranks by this number: 1 keeps the sum, as a step of `train_step.py` needs it; their number averages, as in
+        loops that compute a mean on each rank."""
+        divide_sums(self._root, divisor)
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do some work on the first rank, for which all gather weights; all ranks call it.
+
+        Returns:
+            What it returned, on all ranks.
+        """
+        return self.ranks.on_first(work, self.help)
+
     def take_gradients(self) -> None:
         """Give `local` the gradients that the backwards left, summed over ranks."""
         for name in self.rows:
@@ -114,7 +130,7 @@ class Shards:
             self.local[name].grad = None if parameter.grad is None else parameter.grad.to_local().detach()
             parameter.grad = None
         # Whole ones are averaged, because that can be repeated in each backward of a step.
-        factor = self._ranks.size // self._ranks.context
+        factor = self.ranks.size // self.ranks.context
         for name, parameter in self.local.items():
             if name not in self.rows and parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -130,14 +146,14 @@ class Shards:
             values = self._division.local_values(weight)
             if values.is_floating_point() and values.itemsize > 1 and not values.isfinite().all():
                 paths.append(path)
-        return {path for rank_paths in self._ranks.all_gather_object(paths) for path in rank_paths}
+        return {path for rank_paths in self.ranks.all_gather_object(paths) for path in rank_paths}
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The norm of all gradients together, from the local ones by name."""
         squares = torch.stack(torch._foreach_norm(list(gradients.values()), dtype=torch.float64)).square()
         divided = torch.tensor([name in self.rows for name in gradients], device=squares.device)
         mine = torch.where(divided, squares, 0).sum()
-        total = self._ranks.all_reduce(mine, self._group) + torch.where(divided, 0, squares).sum()
+        total = self.ranks.all_reduce(mine, self._group) + torch.where(divided, 0, squares).sum()
         return total.sqrt().float()
 
     def changed(self) -> None:
@@ -161,13 +177,13 @@ class Shards:
 
         Replicas of the rows, and what all ranks have, are written by one rank each, so that these share the work.
         """
-        replica, copies = self._ranks.rank // self._ranks.shard, dict[str, tuple[Tensor, int]]()
+        replica, copies = self.ranks.rank // self.ranks.shard, dict[str, tuple[Tensor, int]]()
         paths = (
             (f"{group}/{key}", key, tensor) for group, tensors in groups.items() for key, tensor in tensors.items()
         )
         for index, (path, key, tensor) in enumerate(paths):
             rows = self._rows_of_local(key, tensor)
-            if rows is None and index % self._ranks.size == self._ranks.rank:
+            if rows is None and index % self.ranks.size == self.ranks.rank:
                 copies[path] = tensor.detach().to("cpu", copy=True), 0
             elif rows is not None and rows.number and index % self._division.replicas == replica:
                 copies[path] = tensor.detach().to("cpu", copy=True), rows.first
@@ -189,7 +205,7 @@ class Shards:
 
     def _dtensor(self, rows: Tensor, shape: Sequence[int]) -> DTensor:
         stride = torch.empty(shape, device="meta").stride()
-        mesh = mesh_of("cpu", self._ranks)
+        mesh = mesh_of("cpu", self.ranks)
         placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         # On the host's mesh: files are read and written there.
         return DTensor.from_local(rows.cpu(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
@@ -213,16 +229,16 @@ class Shards:
 
     def _gather(self, tensor: Tensor, rows: Rows) -> Tensor | None:
         """All rows of a tensor, on the first rank's host; None on others."""
-        if self._ranks.rank >= self._ranks.shard:
+        if self.ranks.rank >= self.ranks.shard:
             return None  # a replica of the first ranks
-        most = -(-rows.of // self._ranks.shard)
+        most = -(-rows.of // self.ranks.shard)
         # As bytes: gloo and NCCL know few of the dtypes of quantized weights.
         flat = tensor.contiguous().view(torch.uint8).reshape(-1)
         width = math.prod(tensor.shape[1:]) * tensor.element_size()
         padded = flat.new_zeros(most * width)
         padded[: flat.numel()] = flat
-        rank_rows = [torch.empty_like(padded) for _ in range(self._ranks.shard)] if self._ranks.is_first else None
-        self._ranks.gather(padded, rank_rows, self._group)
+        rank_rows = [torch.empty_like(padded) for _ in range(self.ranks.shard)] if self.ranks.is_first else None
+        self.ranks.gather(padded, rank_rows, self._group)
         if rank_rows is None:
             return None
         joined = torch.cat(rank_rows)[: rows.of * width].cpu()
@@ -234,7 +250,7 @@ class Shards:
 
         The first rank calls it in work that the others help with (`Ranks.on_first`).
         """
-        self._ranks.ask("trained weights")
+        self.ranks.ask("trained weights")
         with self._with_weights(self._gather_trained()):
             yield
 
@@ -268,7 +284,7 @@ class Shards:
 
     def _ask_for(self, path: str) -> Tensor:
         """A whole weight, which all ranks gather on the first rank's host."""
-        self._ranks.ask(_ONE + path)
+        self.ranks.ask(_ONE + path)
         weight = self._gather_weight(path)
         assert weight is not None
         return weight

@@ -1,0 +1,148 @@
+"""Loads a model of a family for any Python program: `load`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.engine.block_swap import choose_streamed
+from ditkit_core.engine.placement import Placement, place_blocks
+from ditkit_core.errors import UserError
+from ditkit_core.execution import Execution
+from ditkit_core.io.files import local_path
+from ditkit_core.io.ranks import Ranks, world
+from ditkit_core.loading.architecture import arch_here
+from ditkit_core.loading.kernels import resolve_kernels
+from ditkit_core.loading.meta_model import MetaModel, build_meta_model
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import engine_for, load_divided, load_weights
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision, parse_dtype
+from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.spec import ModelSpec
+
+_LOGGER = getLogger(__name__)
+ModelSource = str | Path | ModelPaths
+"""A folder in diffusers layout or hub id, the folder or .safetensors file of a transformer, or a path for each component."""
+
+
+def load(
+    spec: ModelSpec,
+    path: ModelSource,
+    adapter: AdapterConfig | str | Path | None = None,
+    *,
+    execution: Execution | None = None,
+    merge: Sequence[str | Path] = (),
+    component: str = "transformer",
+    seed: int = 0,
+    **how: Any,
+) -> Model:
+    """Load a model's weights onto its devices, with an adapter to train or without.
+
+        model = load(WAN, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", LoraConfig(r=16), checkpointing="attn_only", dtype="bf16")
+
+    Args:
+        spec: The family.
+        path: A folder in diffusers layout or a hub id, a transformer's folder or file, or `ModelPaths` for a path of each component.
+        adapter: What to train: a `LoraConfig`, an adapter file to start from, or `LoraConfig(method="full")` for all weights. None trains nothing.
+        execution: How it runs: devices, streamed blocks, checkpointing, quantization and more.
+        merge: LoRA files to merge into the weights, each as FILE or FILE@strength.
+        component: The one to load of a model with several transformers: `transformer` or `transformer_2`.
+        seed: Seed of the adapter's first values.
+        how: Fields of `Execution` instead of a value of it, and `dtype`: `bf16`, `fp16` or `fp32`, of the frozen base and of matmuls.
+
+    Raises:
+        UserError: If a file is missing, damaged or does not fit, or a setting does not fit the model or this machine.
+    """
+    paths, execution = paths_of(path), execution_from(execution, how)
+    arch = arch_here(spec, paths, fetch=True)[1]
+    files = tuple(str(file) for file in merge)
+    is_second = component == "transformer_2"
+    base = BaseConfig(
+        merge=() if is_second else files,
+        merge_low=files if is_second else (),
+        quantize=execution.quantize,
+        compute=execution.compute,
+    )
+    if isinstance(adapter, str | Path):
+        adapter = AdapterConfig(init=str(adapter))
+    unloaded = build_meta_model(
+        spec.for_arch(arch),
+        paths,
+        adapter,
+        base,
+        precision=execution.precision,
+        component=component,
+        say=_LOGGER.info,
+    )
+    devices, ranks = execution.torch_devices, _ranks(execution)
+    kernels = resolve_kernels(execution.kernels, devices, compiles=bool(execution.compile))
+    placement = _place(unloaded.model, execution, training=adapter is not None)
+    model = _load(unloaded, placement, ranks, devices[0], seed)
+    model.engine = engine_for(model, replace(execution, kernels=kernels), placement.checkpointing)
+    return model
+
+
+def paths_of(path: ModelSource) -> ModelPaths:
+    """The paths of a model's components."""
+    if isinstance(path, ModelPaths):
+        return path
+    found = local_path(str(path))
+    # The folder of a transformer has its weights, and that of a whole model has folders.
+    if found.is_file() or (found.is_dir() and any(found.glob("*.safetensors"))):
+        return ModelPaths(transformer=str(path))
+    return ModelPaths(base=str(path))
+
+
+def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execution:
+    """A value with some fields given by keyword, of which `dtype` is the dtype of matmuls.
+
+    Raises:
+        UserError: If a dtype is unknown.
+    """
+    if "dtype" in how:
+        rest = {name: value for name, value in how.items() if name != "dtype"}
+        how = {**rest, "precision": Precision(matmul=parse_dtype(how["dtype"]))}
+    return replace(execution or Execution(), **how)
+
+
+def _place(model: StagedModel, execution: Execution, *, training: bool) -> Placement:
+    """Which device runs which block, and which blocks are streamed."""
+    devices = execution.torch_devices
+    placed = place_blocks(model, devices, execution.split_points)
+    has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
+    streamed = choose_streamed(placed, execution.swap_blocks, has_weights)
+    return replace(placed, streamed=streamed, checkpointing=execution.schedule if training else None)
+
+
+def _load(unloaded: MetaModel, placement: Placement, ranks: Ranks, device: torch.device, seed: int) -> Model:
+    if ranks.shard == 1:
+        return load_weights(unloaded, placement=placement, seed=seed, say=_LOGGER.info)
+    model = load_divided(unloaded, placement, ranks, device, seed=seed, say=_LOGGER.info)
+    assert model.shards is not None
+    model.shards.divide_gradients_by(ranks.size)  # a loop of one's own has a mean on each rank
+    return model
+
+
+def _ranks(execution: Execution) -> Ranks:
+    """The processes that divide the weights.
+
+    Raises:
+        UserError: If there are no such ranks.
+    """
+    wanted, ranks = execution.ranks, world()
+    if wanted.context > 1:
+        raise UserError(f"ranks.context = {wanted.context} is for the train command; leave it out")
+    if wanted.shard == 1:
+        return Ranks()
+    if ranks is None:
+        raise UserError(
+            f"ranks.shard = {wanted.shard} needs as many processes: start with torchrun and call torch.distributed.init_process_group first"
+        )
+    if ranks.size % wanted.shard:
+        raise UserError(f"ranks.shard = {wanted.shard} does not divide {ranks.size} ranks; set it to {ranks.size}")
+    return replace(ranks, shard=wanted.shard)

@@ -1,0 +1,123 @@
+"""The programs of docs/library.md run as they are, for Wan and for FLUX.2 on the bases of their demos."""
+
+import re
+import runpy
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ditkit_core
+from ditkit_core.data.media.clip import write_image
+from pages import blocks
+from workspace import MODELS, ROOT
+
+PAGE = ROOT / "docs" / "library.md"
+MOST_LINES, MOST_NAMES = 12, 15
+HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
+
+
+def programs() -> dict[str, str]:
+    """The programs of the page by the heading that they are under."""
+    text = PAGE.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    return {
+        [line.removeprefix("## ") for line in lines[: block.line] if line.startswith("## ")][-1]: block.text
+        for block in blocks(PAGE)
+        if block.language == "python"
+    }
+
+
+def for_family(program: str, package: str) -> str:
+    """A program of the page for another family."""
+    name = package.removeprefix("ditkit_").upper()
+    return program.replace("ditkit_wan", package).replace("WAN", name)
+
+
+@pytest.fixture(scope="module", params=[member.package for member in MODELS])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def world(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo's checkpoint, and two captioned images."""
+    folder = tmp_path_factory.mktemp(family)
+    write = import_module(f"{family}.demo.write")
+    getattr(write, "write_trained", write.write_checkpoint)(folder / "checkpoint")
+    for index, caption in enumerate(("a red circle", "a blue square")):
+        write_image(folder / "data" / f"{index}.png", torch.full((3, 64, 64), 0.5 * index))
+        (folder / "data" / f"{index}.txt").write_text(caption)
+    return folder
+
+
+@pytest.fixture
+def run(family: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, object]]:
+    """Runs a program of the page in the world, and returns its names."""
+    monkeypatch.chdir(world)
+
+    def run_program(heading: str) -> dict[str, object]:
+        file = world / "program.py"
+        file.write_text(for_family(programs()[heading], family), encoding="utf-8")
+        return runpy.run_path(str(file))
+
+    return run_program
+
+
+def test_a_model_is_loaded_and_frozen(run, family):
+    model = run("Load a model")["model"]
+    assert not list(model.parameters()) and not any(p.requires_grad for p in model.module.parameters())
+    assert repr(model).startswith(f"<Model {family.removeprefix('ditkit_')}") and "0 trained" in repr(model)
+
+
+def test_a_lora_has_peft_s_rank_and_scale_and_the_engine_is_replaced(run):
+    names = run("Add a LoRA, choose a policy")
+    model = names["model"]
+    assert {p.shape[0] for name, p in model.trainable.items() if name.endswith("lora_A.weight")} == {8}
+    assert model.origin.adapter.scaling == 16 / 8**0.5
+    assert str(model.engine.schedule.policies([None, None])[0]) == "none"
+
+
+def test_a_loop_trains_and_saves(run, world):
+    names = run("Train in a loop of your own")
+    ups = [
+        tensor
+        for name, tensor in load_file(world / "cats.safetensors").items()
+        if "lora_B" in name or "lora_up" in name
+    ]
+    assert ups and all(up.any() for up in ups)
+    assert len(names["samples"]) == 2 and (world / "cache").is_dir()
+
+
+def test_the_trainer_trains_with_defaults_and_resumes(run, world):
+    result = run("Train with the Trainer")["result"]
+    assert (result.step, result.finished) == (3, True) and result.save.is_dir()
+    assert run("Train with the Trainer")["result"].step == 3, "the second start finds nothing to do"
+
+
+def test_an_adapter_goes_to_a_file_and_back_and_is_sampled(run):
+    names = run("Sample, save an adapter, read one")
+    assert names["image"].shape == (3, 1, 64, 64) and names["image"].isfinite().all()
+
+
+def test_the_door_offers_few_names_and_the_page_lists_them():
+    assert len(ditkit_core.__all__) <= MOST_NAMES
+    assert set(dir(ditkit_core)) == {*ditkit_core.__all__, "__version__"}
+    listed = re.findall(r"^\| (`.+?`) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for row in listed for name in re.findall(r"`(\w+)`", row)} == set(ditkit_core.__all__)
+    for name in ditkit_core.__all__:
+        assert getattr(ditkit_core, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'train'; it has BlockEngine, "):
+        getattr(ditkit_core, "train")  # noqa: B009
+
+
+def test_programs_are_short_and_each_is_run():
+    found = programs()
+    assert {
+        heading: len(text.splitlines()) for heading, text in found.items() if len(text.splitlines()) > MOST_LINES
+    } == {}
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [heading for heading in found if f'run("{heading}")' not in source] == []
