@@ -1,7 +1,10 @@
 """The programs of docs/library.md run as they are, for Wan and for FLUX.2 on the bases of their demos."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -103,6 +106,21 @@ def test_an_adapter_goes_to_a_file_and_back_and_is_sampled(run):
     assert names["image"].shape == (3, 1, 64, 64) and names["image"].isfinite().all()
 
 
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_ranks_divide_the_weights_in_a_loop_of_ones_own(run, family, world):
+    """Under torchrun, as the page says."""
+    file = world / "ranks.py"
+    file.write_text(for_family(programs()["Divide the weights over ranks"], family), encoding="utf-8")
+    (world / "cats.safetensors").unlink(missing_ok=True)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(start, cwd=world, env=quiet, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ups = [tensor for name, tensor in load_file(world / "cats.safetensors").items() if "lora_B" in name]
+    assert ups and all(up.any() for up in ups)
+
+
 def test_the_door_offers_few_names_and_the_page_lists_them():
     assert len(ditkit_core.__all__) <= MOST_NAMES
     assert set(dir(ditkit_core)) == {*ditkit_core.__all__, "__version__"}
@@ -120,4 +138,5 @@ def test_programs_are_short_and_each_is_run():
         heading: len(text.splitlines()) for heading, text in found.items() if len(text.splitlines()) > MOST_LINES
     } == {}
     source = Path(__file__).read_text(encoding="utf-8")
-    assert [heading for heading in found if f'run("{heading}")' not in source] == []
+    run_here = [heading for heading in found if f'run("{heading}")' in source or f'programs()["{heading}"]' in source]
+    assert run_here == list(found)

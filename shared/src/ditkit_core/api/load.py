@@ -14,7 +14,7 @@ from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
-from ditkit_core.io.ranks import Ranks, world
+from ditkit_core.io.ranks import Ranks, RanksConfig, world
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.kernels import resolve_kernels
 from ditkit_core.loading.meta_model import MetaModel, build_meta_model
@@ -53,7 +53,8 @@ def load(
         merge: LoRA files to merge into the weights, each as FILE or FILE@strength.
         component: The one to load of a model with several transformers: `transformer` or `transformer_2`.
         seed: Seed of the adapter's first values.
-        how: Fields of `Execution` instead of a value of it, and `dtype`: `bf16`, `fp16` or `fp32`, of the frozen base and of matmuls.
+        how: Fields of `Execution` instead of a value of it, or `dtype`, short for its precision: `bf16`, `fp16` or `fp32`, of the frozen base and
+            of matmuls; or `shard`, short for its ranks: how many processes divide the weights.
 
     Raises:
         UserError: If a file is missing, damaged or does not fit, or a setting does not fit the model or this machine.
@@ -99,15 +100,17 @@ def paths_of(path: ModelSource) -> ModelPaths:
 
 
 def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execution:
-    """A value with some fields given by keyword, of which `dtype` is the dtype of matmuls.
+    """A value with some fields replaced, of which `dtype` is that of matmuls, and `shard` the number of ranks that divide the weights.
 
     Raises:
         UserError: If a dtype is unknown.
     """
+    fields = {name: value for name, value in how.items() if name not in ("dtype", "shard")}
     if "dtype" in how:
-        rest = {name: value for name, value in how.items() if name != "dtype"}
-        how = {**rest, "precision": Precision(matmul=parse_dtype(how["dtype"]))}
-    return replace(execution or Execution(), **how)
+        fields["precision"] = Precision(matmul=parse_dtype(how["dtype"]))
+    if "shard" in how:
+        fields["ranks"] = RanksConfig(shard=how["shard"])
+    return replace(execution or Execution(), **fields)
 
 
 def _place(model: StagedModel, execution: Execution, *, training: bool) -> Placement:
