@@ -17,6 +17,7 @@ SOURCES = [file for member in MEMBERS for file in member.modules]
 MODULES_IN_NO_FOLDER = ("errors.py", "execution.py")
 GIVEN_NAMES = {
     "encode": ("api.encode", "encoding.encode"),  # names of the library's door
+    "plan": ("api.plan", "planner.plan"),
     "sample": ("api.sample", "commands.sample"),
     "main": ("diagnostics.verification.worker", "previews.worker"),  # of programs
     **dict.fromkeys(

@@ -106,6 +106,18 @@ def test_an_adapter_goes_to_a_file_and_back_and_is_sampled(run):
     assert names["image"].shape == (3, 1, 64, 64) and names["image"].isfinite().all()
 
 
+def test_a_step_is_planned_for_a_gpu_that_is_not_here(run, capsys):
+    step = run("Plan my step on that GPU")["step"]
+    assert step.fits and step.seconds > 0 and step.job.execution.kernels == "triton"
+    assert capsys.readouterr().out.endswith(" s, fits\n")
+
+
+def test_what_fits_this_machine_is_loaded_so(run):
+    names = run("Split or stream my model by memory")
+    assert names["step"].fits and len(list(names["model"].parameters())) > 10
+    assert names["model"].engine.schedule == names["step"].job.execution.schedule
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_divide_the_weights_in_a_loop_of_ones_own(run, family, world):

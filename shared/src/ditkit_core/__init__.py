@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ditkit_core.adapters.config import LoraConfig
     from ditkit_core.api.encode import encode
     from ditkit_core.api.load import load
+    from ditkit_core.api.plan import plan
     from ditkit_core.api.sample import sample
     from ditkit_core.engine.engine import BlockEngine
     from ditkit_core.errors import UserError
@@ -39,6 +40,7 @@ __all__ = [
     "encode",
     "flow_loss",
     "load",
+    "plan",
     "sample",
 ]
 __getattr__, __dir__ = lazy_names(
@@ -57,6 +59,7 @@ __getattr__, __dir__ = lazy_names(
         "encode": "api.encode",
         "flow_loss": "training.micro_batch",
         "load": "api.load",
+        "plan": "api.plan",
         "sample": "api.sample",
     },
 )

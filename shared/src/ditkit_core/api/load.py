@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
-from ditkit_core.engine.block_swap import choose_streamed
-from ditkit_core.engine.placement import Placement, place_blocks
+from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
@@ -22,8 +22,9 @@ from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for, load_divided, load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, parse_dtype
-from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.partition import needs_profile, place
+from ditkit_core.planner.planned_step import StepJob
 
 _LOGGER = getLogger(__name__)
 ModelSource = str | Path | ModelPaths
@@ -39,6 +40,7 @@ def load(
     merge: Sequence[str | Path] = (),
     component: str = "transformer",
     seed: int = 0,
+    batch: Sequence[Mapping[str, Tensor]] = (),
     **how: Any,
 ) -> Model:
     """Load a model's weights onto its devices, with an adapter to train or without.
@@ -53,6 +55,8 @@ def load(
         merge: LoRA files to merge into the weights, each as FILE or FILE@strength.
         component: The one to load of a model with several transformers: `transformer` or `transformer_2`.
         seed: Seed of the adapter's first values.
+        batch: A micro-batch, of which shapes alone count: several GPUs without split points are split by the memory of a step with it, and a budget
+            of checkpointing is resolved by it. Empty: one sample of the model's own size.
         how: Fields of `Execution` instead of a value of it, or `dtype`, short for its precision: `bf16`, `fp16` or `fp32`, of the frozen base and
             of matmuls; or `shard`, short for its ranks: how many processes divide the weights.
 
@@ -82,7 +86,7 @@ def load(
     )
     devices, ranks = execution.torch_devices, _ranks(execution)
     kernels = resolve_kernels(execution.kernels, devices, compiles=bool(execution.compile))
-    placement = _place(unloaded.model, execution, training=adapter is not None)
+    placement = _place(unloaded, replace(execution, kernels=kernels), batch)
     model = _load(unloaded, placement, ranks, devices[0], seed)
     model.engine = engine_for(model, replace(execution, kernels=kernels), placement.checkpointing)
     return model
@@ -113,13 +117,32 @@ def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execu
     return replace(execution or Execution(), **fields)
 
 
-def _place(model: StagedModel, execution: Execution, *, training: bool) -> Placement:
-    """Which device runs which block, and which blocks are streamed."""
-    devices = execution.torch_devices
-    placed = place_blocks(model, devices, execution.split_points)
-    has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
-    streamed = choose_streamed(placed, execution.swap_blocks, has_weights)
-    return replace(placed, streamed=streamed, checkpointing=execution.schedule if training else None)
+def _place(unloaded: MetaModel, execution: Execution, batch: Sequence[Mapping[str, Tensor]]) -> Placement:
+    """Which device runs which block, which blocks are streamed, and the policy of each."""
+    if not batch and needs_profile(execution):
+        batch = empty_batch(unloaded.spec, unloaded.arch)
+    job = StepJob(
+        spec=unloaded.spec,
+        arch=unloaded.arch,
+        batch=[{name: tensor.to("meta") for name, tensor in item.items()} for item in batch],
+        execution=execution,
+        adapter=unloaded.trained or AdapterConfig(),
+        kind=execution.torch_devices[0].type,
+    )
+    return place(unloaded.model, job, training=unloaded.trained is not None)
+
+
+def empty_batch(
+    spec: ModelSpec, arch: Any, size: tuple[int, int, int] | None = None, count: int = 1
+) -> list[dict[str, Tensor]]:
+    """A micro-batch without values, on `meta`.
+
+    Args:
+        size: Frames, height and width of its clips; None for the model's own.
+        count: Number of samples.
+    """
+    with torch.device("meta"):
+        return [spec.training.empty_item(arch, size or spec.data.size, ()) for _ in range(count)]
 
 
 def _load(unloaded: MetaModel, placement: Placement, ranks: Ranks, device: torch.device, seed: int) -> Model:
