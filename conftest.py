@@ -65,6 +65,15 @@ def _no_network_and_no_waiting() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _messages_as_of_commands() -> Iterator[None]:
+    """Settings have their keys in messages. Tests of the library turn that off: `ditkit_core.errors.keys_shown(False)`."""
+    from ditkit_core.errors import keys_shown
+
+    with keys_shown():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
     """Undoes what a test changes in torch's global state. Does not import torch for tests that do without."""

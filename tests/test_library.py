@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import ditkit_core
 from ditkit_core.data.media.clip import write_image
+from ditkit_core.errors import keys_shown
 from pages import blocks
 from workspace import MODELS, ROOT
 
@@ -116,6 +117,22 @@ def test_what_fits_this_machine_is_loaded_so(run):
     names = run("Split or stream my model by memory")
     assert names["step"].fits and len(list(names["model"].parameters())) > 10
     assert names["model"].engine.schedule == names["step"].job.execution.schedule
+
+
+def test_a_walk_predicts_a_velocity(run):
+    names = run("A walk through one model")
+    assert names["velocity"].shape == names["item"]["latents"].shape and names["velocity"].requires_grad
+
+
+def test_errors_name_arguments(run, family, world):
+    spec = getattr(import_module(family), family.removeprefix("ditkit_").upper())
+    with keys_shown(False):
+        with pytest.raises(ditkit_core.UserError, match="^checkpointing = 'selective': unknown policy"):
+            ditkit_core.load(spec, "checkpoint", checkpointing="selective")
+        with pytest.raises(ditkit_core.UserError, match="^targets: 'nothing' fits no layer of this model"):
+            ditkit_core.load(spec, "checkpoint", ditkit_core.LoraConfig(target_modules="nothing"))
+        with pytest.raises(ditkit_core.UserError, match="^base = 'elsewhere' does not exist"):
+            ditkit_core.load(spec, "elsewhere")
 
 
 @pytest.mark.ranks

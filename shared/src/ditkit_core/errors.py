@@ -5,6 +5,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
+_shows_keys = False
+
+
+@contextmanager
+def keys_shown(shown: bool = True) -> Iterator[None]:
+    """Inside the block messages name a setting by its key in a run file, as commands do; else by the argument that has it.
+
+    Of the process, and not of a thread: commands work in several.
+    """
+    global _shows_keys
+    before, _shows_keys = _shows_keys, shown
+    try:
+        yield
+    finally:
+        _shows_keys = before
+
+
+def argument(key: str) -> str:
+    """A setting in a message: `train.checkpointing` in a command, and `checkpointing` in any other program."""
+    return key if _shows_keys else key.rpartition(".")[2]
+
 
 def printable(text: str) -> str:
     """A text as one line that is safe to print: line breaks, control and private characters and lone surrogates are escaped.

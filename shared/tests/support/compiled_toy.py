@@ -19,7 +19,7 @@ from ditkit_core.engine import activation_offload as offload
 from ditkit_core.engine import compile as compiled
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, keys_shown
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, numbers
 from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
@@ -162,7 +162,7 @@ def daily() -> dict[str, Any]:
 def refusal(model: Any, items: Any, engine: BlockEngine) -> str:
     """What a first step is refused with."""
     try:
-        with counted_calls(AttentionCalls()):
+        with keys_shown(), counted_calls(AttentionCalls()):
             numbers(TOY, model, items, engine)
     except UserError as error:
         return str(error)

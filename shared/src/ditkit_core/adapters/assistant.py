@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.inject import adapter_layers
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.lora import ASSISTANT
 
@@ -35,7 +35,7 @@ def ranks_next_to_dora(file: AdapterFile, doras: Collection[str], key: str) -> d
             kind = "DoRA" if file_module.use_dora else file_module.method
             raise UserError(
                 f"{key} = {file.source.path} is a {kind} ({module}), and next to a DoRA that is trained an assistant must be a LoRA; train a "
-                "LoRA, LoKr or LoHa or leave its layers out of adapter.targets, or make a LoRA of the assistant: merge it with the export command's --merge, then --extract"
+                f"LoRA, LoKr or LoHa or leave its layers out of {argument('adapter.targets')}, or make a LoRA of the assistant: merge it with the export command's --merge, then --extract"
             )
     return {module: file_module.rank for module, file_module in both.items()}
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.layer_patterns import check_used, parse_patterns, value_for
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.models.adapter_formats import set_forms
 
 METHOD_NAMES = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
@@ -108,39 +108,39 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha < 0 or not 0 <= self.dropout < 1:
             raise UserError(
-                f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
+                f"{argument('adapter.rank')} = {self.rank}, {argument('adapter.alpha')} = {self.alpha}, {argument('adapter.dropout')} = {self.dropout}: "
                 "set the rank to at least 1, alpha to at least 0, and dropout from 0 to below 1"
             )
         if (largest := max(self.rank, *self._ranks.values(), 0)) > _LARGEST_RANK:
             raise UserError(
-                f"adapter.rank or adapter.rank_pattern has a rank of {largest:g}, and no layer has a side above {_LARGEST_RANK}; "
+                f"{argument('adapter.rank')} or {argument('adapter.rank_pattern')} has a rank of {largest:g}, and no layer has a side above {_LARGEST_RANK}; "
                 "write a smaller one"
             )
         if self.method in ("lokr", "loha") and (self.dropout or self.use_rslora or self.use_dora):
             raise UserError(
-                f"adapter.dropout, use_rslora and use_dora are for adapter.method = lora, and this one is {self.method}; leave them out"
+                f"{argument('adapter.dropout')}, use_rslora and use_dora are for {argument('adapter.method')} = lora, and this one is {self.method}; leave them out"
             )
         if self.method != "lokr" and (self.decompose_factor != -1 or self.decompose_both):
             raise UserError(
-                f"adapter.decompose_factor and adapter.decompose_both are for adapter.method = lokr, and this one is {self.method}; leave them out"
+                f"{argument('adapter.decompose_factor')} and {argument('adapter.decompose_both')} are for {argument('adapter.method')} = lokr, and this one is {self.method}; leave them out"
             )
         if self.decompose_factor < 1 and self.decompose_factor != -1:
             raise UserError(
-                f"adapter.decompose_factor = {self.decompose_factor} must be at least 1, or -1 for factors of about equal size"
+                f"{argument('adapter.decompose_factor')} = {self.decompose_factor} must be at least 1, or -1 for factors of about equal size"
             )
         if self.method == "full" and (self._ranks or self._alphas):
             raise UserError(
-                "adapter.rank_pattern and adapter.alpha_pattern are for adapters, and adapter.method = full trains the weights themselves; "
+                f"{argument('adapter.rank_pattern')} and {argument('adapter.alpha_pattern')} are for adapters, and {argument('adapter.method')} = full trains the weights themselves; "
                 "leave them out"
             )
 
     @cached_property
     def _ranks(self) -> dict[str, float]:
-        return parse_patterns("adapter.rank_pattern", self.rank_pattern, "RANK", is_integer=True)
+        return parse_patterns(argument("adapter.rank_pattern"), self.rank_pattern, "RANK", is_integer=True)
 
     @cached_property
     def _alphas(self) -> dict[str, float]:
-        return parse_patterns("adapter.alpha_pattern", self.alpha_pattern, "ALPHA")
+        return parse_patterns(argument("adapter.alpha_pattern"), self.alpha_pattern, "ALPHA")
 
     @property
     def name(self) -> str:
@@ -161,8 +161,8 @@ class AdapterConfig:
         Raises:
             UserError: Naming the first of them.
         """
-        check_used("adapter.rank_pattern", self._ranks, layers)
-        check_used("adapter.alpha_pattern", self._alphas, layers)
+        check_used(argument("adapter.rank_pattern"), self._ranks, layers)
+        check_used(argument("adapter.alpha_pattern"), self._alphas, layers)
 
     @property
     def scaling(self) -> float:
@@ -252,13 +252,13 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp32", FP8_SCALED):
-            raise UserError(f"export.dtype = {self.dtype!r}: choose bf16, fp32 or {FP8_SCALED}")
+            raise UserError(f"{argument('export.dtype')} = {self.dtype!r}: choose bf16, fp32 or {FP8_SCALED}")
         if not self.forms or len(set(self.forms)) < len(self.forms):
-            raise UserError(f"export.forms = {list(self.forms)}: name at least one form, and each once")
+            raise UserError(f"{argument('export.forms')} = {list(self.forms)}: name at least one form, and each once")
         # No other program reads these files, so a second form would be a file that nobody can load.
         if self.scaled and self.forms != ("official",):
             raise UserError(
-                f"export.dtype = {FP8_SCALED} is for ComfyUI, which reads the official form; {set_forms(['official'])}, "
+                f"{argument('export.dtype')} = {FP8_SCALED} is for ComfyUI, which reads the official form; {set_forms(['official'])}, "
                 "or another dtype"
             )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import norm_ratio
 from ditkit_core.config.layer_patterns import fits
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.factored import factored_linear_class, parts_of
@@ -135,7 +135,7 @@ def chosen_of(
         if not fitting:
             kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in linears})
             raise UserError(
-                f"adapter.targets: {target!r} fits no layer of this model; its Linear layers are {', '.join(kinds)}; "
+                f"{argument('adapter.targets')}: {target!r} fits no layer of this model; its Linear layers are {', '.join(kinds)}; "
                 f"named sets are {', '.join(map(repr, named_sets))}"
             )
         chosen |= fitting

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.engine.placement import Placement
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
 from ditkit_core.io.ranks import Ranks, RanksConfig, world
@@ -162,13 +162,15 @@ def _ranks(execution: Execution) -> Ranks:
     """
     wanted, ranks = execution.ranks, world()
     if wanted.context > 1:
-        raise UserError(f"ranks.context = {wanted.context} is for the train command; leave it out")
+        raise UserError(f"{argument('ranks.context')} = {wanted.context} is for the train command; leave it out")
     if wanted.shard == 1:
         return Ranks()
     if ranks is None:
         raise UserError(
-            f"ranks.shard = {wanted.shard} needs as many processes: start with torchrun and call torch.distributed.init_process_group first"
+            f"{argument('ranks.shard')} = {wanted.shard} needs as many processes: start with torchrun and call torch.distributed.init_process_group first"
         )
     if ranks.size % wanted.shard:
-        raise UserError(f"ranks.shard = {wanted.shard} does not divide {ranks.size} ranks; set it to {ranks.size}")
+        raise UserError(
+            f"{argument('ranks.shard')} = {wanted.shard} does not divide {ranks.size} ranks; set it to {ranks.size}"
+        )
     return replace(ranks, shard=wanted.shard)

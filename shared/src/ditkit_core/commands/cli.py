@@ -22,7 +22,7 @@ from ditkit_core.config.help import format_help
 from ditkit_core.config.json_schema import json_schema
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import changes_to_toml, to_toml
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, keys_shown
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.files import local_path
@@ -103,7 +103,7 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
     typed = tuple(sys.argv[1:] if argv is None else argv)
     token = TYPED.set(typed)
     try:
-        with terminated_like_interrupted():
+        with terminated_like_interrupted(), keys_shown():
             return _run(family, command, typed)
     except KeyboardInterrupt:
         warn("interrupted")

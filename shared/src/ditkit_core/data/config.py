@@ -8,7 +8,7 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.nearest import path_remedy
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import local_path
 
 Windows = Literal["first", "uniform", "random", "all"]
@@ -123,7 +123,9 @@ class DataConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 nearest = most if value > most else least
-                raise UserError(f"data.{name} = {value} is not between {least} and {most}; set {nearest}")
+                raise UserError(
+                    f"{argument(f'data.{name}')} = {value} is not between {least} and {most}; set {nearest}"
+                )
         self._check_folders()
         self._check_resolutions()
         self._check_windows()
@@ -148,7 +150,7 @@ class DataConfig:
             several = f"data.frame_buckets = {list(self.frame_buckets)}: {frames}"
             what = several if self.frame_buckets else f"data.frames = {frames}"
             if frame_step == 0 and frames != 1:
-                raise UserError(f"data.frames = {frames}: this model takes still images only; set 1")
+                raise UserError(f"{argument('data.frames')} = {frames}: this model takes still images only; set 1")
             if frame_step and (frames - 1) % frame_step:
                 below = 1 + (frames - 1) // frame_step * frame_step
                 raise UserError(f"{what} is not 1 + k * {frame_step}; set {below} or {below + frame_step}")
@@ -178,27 +180,31 @@ class DataConfig:
 
     def _check_folders(self) -> None:
         if self.folder and self.folders:
-            raise UserError("data.folder and data.folders are both set; put all folders into data.folders")
+            raise UserError(
+                f"{argument('data.folder')} and {argument('data.folders')} are both set; put all folders into {argument('data.folders')}"
+            )
         if "" in self.folders:
-            raise UserError("data.folders has an empty name; enter the folder, or remove the item")
+            raise UserError(f"{argument('data.folders')} has an empty name; enter the folder, or remove the item")
         if len(set(self.folders)) < len(self.folders):
-            raise UserError("data.folders has a folder twice; name it once and raise its number in data.repeats")
+            raise UserError(
+                f"{argument('data.folders')} has a folder twice; name it once and raise its number in {argument('data.repeats')}"
+            )
         for repeats in self.repeats:
             if not 0 < repeats <= 1000:
                 raise UserError(
-                    f"data.repeats has {repeats:g}, which is not above 0 and at most 1000; set 1, or remove the folder"
+                    f"{argument('data.repeats')} has {repeats:g}, which is not above 0 and at most 1000; set 1, or remove the folder"
                 )
         named = max(1, len(self.folders))
         if self.repeats and len(self.repeats) != named:
             raise UserError(
-                f"data.repeats has {len(self.repeats)} numbers for {named} folders; set one for each, in the same order"
+                f"{argument('data.repeats')} has {len(self.repeats)} numbers for {named} folders; set one for each, in the same order"
             )
         if len(self.folders) > 1 and (
             one := [each for each in ("references", "controls", "masks") if getattr(self, each)]
         ):
             name = f"data.{one[0]}"
             raise UserError(
-                f"{name} works with one folder only; with data.folders, name the files in each folder's metadata"
+                f"{name} works with one folder only; with {argument('data.folders')}, name the files in each folder's metadata"
             )
 
     def _check_resolutions(self) -> None:
@@ -209,32 +215,40 @@ class DataConfig:
             raise UserError(f"{listed} must contain different sides from 1 to 16384, such as [512, 768, 1024]")
         sides = {self.height, self.width} - {0, max(self.resolutions, default=0)}
         if self.resolutions and sides:
-            raise UserError(f"{listed} and data.height or data.width are both set; remove data.height and data.width")
+            raise UserError(
+                f"{listed} and {argument('data.height')} or {argument('data.width')} are both set; remove {argument('data.height')} and {argument('data.width')}"
+            )
 
     def _check_windows(self) -> None:
         if len(set(self.frame_buckets)) < len(self.frame_buckets) or any(
             not 1 <= n <= 65536 for n in self.frame_buckets
         ):
             raise UserError(
-                f"data.frame_buckets = {list(self.frame_buckets)} must contain different lengths from 1 to 65536, such as [1, 33, 81]"
+                f"{argument('data.frame_buckets')} = {list(self.frame_buckets)} must contain different lengths from 1 to 65536, such as [1, 33, 81]"
             )
         if self.frame_buckets and self.frames not in (0, max(self.frame_buckets)):
-            raise UserError("data.frames and data.frame_buckets are both set; remove data.frames")
+            raise UserError(
+                f"{argument('data.frames')} and {argument('data.frame_buckets')} are both set; remove {argument('data.frames')}"
+            )
         if self.clips_per_file > 1 and self.windows in ("first", "all"):
             remedy = 'set data.windows = "uniform" or "random"' if self.windows == "first" else "remove it"
             raise UserError(
-                f'data.clips_per_file = {self.clips_per_file} has no effect with data.windows = "{self.windows}"; {remedy}'
+                f'{argument("data.clips_per_file")} = {self.clips_per_file} has no effect with {argument("data.windows")} = "{self.windows}"; {remedy}'
             )
 
     def _check_captions(self) -> None:
         for name in ("trigger", "tag_separator"):
             value = getattr(self, name)
             if value != "" and not value.strip() or (name == "tag_separator" and not value):
-                raise UserError(f"data.{name} is blank; enter a text, or remove the setting")
+                raise UserError(f"{argument(f'data.{name}')} is blank; enter a text, or remove the setting")
             # Python keeps bytes of the command line that are not UTF-8 as lone surrogates, which tokenizers and files refuse.
             if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-                raise UserError(f"data.{name} contains a lone surrogate (half of a character); correct it")
+                raise UserError(
+                    f"{argument(f'data.{name}')} contains a lone surrogate (half of a character); correct it"
+                )
         for name in () if self.shuffle_tags else ("keep_tags", "tag_variants", "tag_separator"):
             value = getattr(self, name)
             if value != getattr(DataConfig, name):  # its default
-                raise UserError(f"data.{name} = {value} has no effect without data.shuffle_tags = true; set it as well")
+                raise UserError(
+                    f"{argument(f'data.{name}')} = {value} has no effect without {argument('data.shuffle_tags')} = true; set it as well"
+                )

@@ -19,7 +19,7 @@ from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.metadata import Reader, Record
 from ditkit_core.data.references import ReferenceSize, checked_references, references_by_name
 from ditkit_core.data.windows import Window, longest_that_fits, windows_of
-from ditkit_core.errors import EnvironmentFault, UserError, printable
+from ditkit_core.errors import EnvironmentFault, UserError, argument, printable
 from ditkit_core.io.files import inside
 from ditkit_core.models.conditions import Column
 
@@ -170,7 +170,7 @@ def _check_read_once(samples: Sequence[Sample], folder: str, read_from: dict[str
         if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
             raise UserError(
                 f"{sample.media} is read from {other} and again from {folder}; name folders that do not overlap in "
-                "data.folders, and raise a number in data.repeats to use clips more often"
+                f"{argument('data.folders')}, and raise a number in {argument('data.repeats')} to use clips more often"
             )
 
 
@@ -253,7 +253,9 @@ def _check_folder(folder: str, key: str, config: DataConfig) -> None:
         raise folder_error(folder, key)
     references = Path(config.references)
     if config.references and status(references) and references.resolve() == Path(folder).resolve():
-        raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")
+        raise UserError(
+            f"{argument('data.references')} is {key} {folder} itself; put the references into a folder of their own"
+        )
 
 
 def shortened_clips(samples: Sequence[Sample], config: DataConfig) -> list[Sample]:
@@ -353,7 +355,9 @@ class _Reader:
 
     def _check_image_folder(self, media: Path) -> None:
         if not self.config.image_folders:
-            raise UserError(f"{media} is a folder; set data.image_folders = true to read its images as one clip")
+            raise UserError(
+                f"{media} is a folder; set {argument('data.image_folders')} = true to read its images as one clip"
+            )
         check_inside(media, Path(self.config.folder), allow_outside=self.config.allow_outside)
 
     def _windows(self, media: Path, id: str, there: int) -> list[Window]:
@@ -384,7 +388,7 @@ class _Reader:
         if own is None and other is None:
             if column.required:
                 raise UserError(
-                    f"{media} has no {column.name}, which this model requires; add it to the metadata, or to data.controls"
+                    f"{media} has no {column.name}, which this model requires; add it to the metadata, or to {argument('data.controls')}"
                 )
             return None
         if other is not None and column.kind == "text":
@@ -401,7 +405,9 @@ class _Reader:
         if self.reference_size is None:
             raise NoReferences(f"{media} has references, but this model does not edit images; remove them")
         if entry.references and named:
-            raise UserError(f"{media} has references in the metadata and in data.references; remove one of the two")
+            raise UserError(
+                f"{media} has references in the metadata and in {argument('data.references')}; remove one of the two"
+            )
         folder = Path(self.config.folder if entry.references else self.config.references)
         return checked_references(
             folder, entry.references or named, self.reference_size, allow_outside=self.config.allow_outside
@@ -437,7 +443,9 @@ def _stop_at(config: DataConfig, problems: list[UserError]) -> None:
     short = [error for error in problems if isinstance(error, ShortClip)]
     if bad and config.on_bad == "error":
         others = f"and {len(bad) - 1} more; " if len(bad) > 1 else ""
-        raise UserError(f'{bad[0]} ({others}data.on_bad = "skip" skips {"them" if others else "it"})') from bad[0]
+        raise UserError(
+            f'{bad[0]} ({others}{argument("data.on_bad")} = "skip" skips {"them" if others else "it"})'
+        ) from bad[0]
     if short and config.short_clips != "skip":
         others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
         raise UserError(f"{short[0]}{others}") from short[0]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ditkit_core.config.field import setting
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,28 +27,30 @@ class PriorConfig:
 
     def __post_init__(self) -> None:
         if self.prompt and not self.prompt.strip():
-            raise UserError("prior.prompt is blank; describe the class, such as 'a photo of a dog'")
+            raise UserError(f"{argument('prior.prompt')} is blank; describe the class, such as 'a photo of a dog'")
         if "\0" in self.prompt:  # it becomes the caption of each image, and captions must not contain one
-            raise UserError("prior.prompt has a null byte; correct it")
+            raise UserError(f"{argument('prior.prompt')} has a null byte; correct it")
         if not 1 <= self.images <= 100_000:
-            raise UserError(f"prior.images = {self.images} is not between 1 and 100000; set 100")
+            raise UserError(f"{argument('prior.images')} = {self.images} is not between 1 and 100000; set 100")
         if not 0 < self.weight <= 1000:
-            raise UserError(f"prior.weight = {self.weight} is not above 0 and at most 1000; set 1, or remove [prior]")
+            raise UserError(
+                f"{argument('prior.weight')} = {self.weight} is not above 0 and at most 1000; set 1, or remove [prior]"
+            )
         if not 0 <= self.match_base < 1:
             raise UserError(
-                f"prior.match_base = {self.match_base} must be a share of the steps, from 0 to below 1; set 0.25"
+                f"{argument('prior.match_base')} = {self.match_base} must be a share of the steps, from 0 to below 1; set 0.25"
             )
         if self.match_base and self.folder:
             raise UserError(
-                "prior.match_base needs no class images, and prior.folder names some; leave one of the two out"
+                f"{argument('prior.match_base')} needs no class images, and {argument('prior.folder')} names some; leave one of the two out"
             )
         if self.weight != 1 and not (self.wanted or self.match_base):
             raise UserError(
-                f"prior.weight = {self.weight} has no effect without prior.folder, prior.prompt or prior.match_base; set one of them"
+                f"{argument('prior.weight')} = {self.weight} has no effect without {argument('prior.folder')}, {argument('prior.prompt')} or {argument('prior.match_base')}; set one of them"
             )
         if self.images != 100 and not self.class_prompt:
             raise UserError(
-                f"prior.images = {self.images} needs prior.prompt to generate them from, without prior.match_base; set it, or remove it"
+                f"{argument('prior.images')} = {self.images} needs {argument('prior.prompt')} to generate them from, without {argument('prior.match_base')}; set it, or remove it"
             )
 
     @property

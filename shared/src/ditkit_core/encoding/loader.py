@@ -17,7 +17,7 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.data.masks import MASK
 from ditkit_core.encoding.batch_sampler import BatchSampler, BucketBatchSampler
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.rng import generator, seed_of
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -93,7 +93,7 @@ def split_held_out(
     if len(held_out) >= len(ids):
         together = f" of {len(windows)} files, whose windows stay together," if len(windows) < len(ids) else ""
         raise UserError(
-            f"holding out {count} of {len(ids)} clips{together} leaves none to train on; lower held_out.clips or add clips"
+            f"holding out {count} of {len(ids)} clips{together} leaves none to train on; lower {argument('held_out.clips')} or add clips"
         )
     return [id for id in ids if id not in held_out], [id for id in ids if id in held_out]
 

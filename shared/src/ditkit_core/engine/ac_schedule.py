@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ditkit_core.config.sizes import parse_size, per_device
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
 from ditkit_core.engine.op_names import check_names
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ class ACSchedule:
                 is not resolved yet.
         """
         if self.budget is not None:
-            raise UserError(f"{KEY} = budget: a plan must resolve it into policies before a model runs")
+            raise UserError(f"{argument(KEY)} = budget: a plan must resolve it into policies before a model runs")
         # A block without parameters runs where the carry is.
         here: torch.device | None = None
         devices = [here := here if device is None else device for device in devices]
@@ -153,13 +153,13 @@ class ACSchedule:
         for rule in (rule for rule in self.rules if rule.where):
             named = _blocks(rule.where, devices)
             if twice := sorted(set(named) & set(by_block)):
-                raise UserError(f"{KEY}: block {twice[0]} has two policies; name each block once")
+                raise UserError(f"{argument(KEY)}: block {twice[0]} has two policies; name each block once")
             by_block |= _policies_of(rule, named)
         rest = [i for i in range(len(devices)) if i not in by_block]
         default = next((rule for rule in self.rules if not rule.where), None)
         if rest and default is None:
             raise UserError(
-                f"{KEY} has no policy for block {rest[0]}; name it, or begin with a policy for all others: full, …"
+                f"{argument(KEY)} has no policy for block {rest[0]}; name it, or begin with a policy for all others: full, …"
             )
         if default is not None:
             by_block |= _policies_of(default, rest)
@@ -176,12 +176,14 @@ def _blocks(where: str, devices: "Sequence[torch.device | None]") -> list[int]:
         first = int(match[1])
         last = int(match[3]) if match[3] else len(devices) - 1 if match[2] else first
         if not first <= last < len(devices):
-            raise UserError(f"{KEY}: blocks {where} are not among the model's {len(devices)}, 0 to {len(devices) - 1}")
+            raise UserError(
+                f"{argument(KEY)}: blocks {where} are not among the model's {len(devices)}, 0 to {len(devices) - 1}"
+            )
         return list(range(first, last + 1))
     named = [i for i, device in enumerate(devices) if str(device) == where]
     if not named:
         names = ", ".join(dict.fromkeys(str(device) for device in devices if device is not None))
-        raise UserError(f"{KEY}: no block runs on {where}; the devices are {names}")
+        raise UserError(f"{argument(KEY)}: no block runs on {where}; the devices are {names}")
     return named
 
 
@@ -194,15 +196,15 @@ def parse_schedule(text: str) -> ACSchedule:
     parts = [part.strip() for part in _NOT_INSIDE_PARENTHESES.split(text)]
     matches = [_RULE.fullmatch(part.replace(" ", "")) for part in parts]
     if (wrong := next((part for part, entry in zip(parts, matches, strict=True) if entry is None), None)) is not None:
-        raise UserError(f"{KEY} = {text!r}: {wrong!r} is not a policy; write {examples()}")
+        raise UserError(f"{argument(KEY)} = {text!r}: {wrong!r} is not a policy; write {examples()}")
     pieces = [entry for entry in matches if entry is not None]
     if any(piece["kind"] == BUDGET for piece in pieces):
         if len(pieces) > 1 or pieces[0]["where"] or pieces[0]["offload"]:
-            raise UserError(f"{KEY} = {text!r}: budget chooses for all blocks; write nothing else next to it")
+            raise UserError(f"{argument(KEY)} = {text!r}: budget chooses for all blocks; write nothing else next to it")
         return ACSchedule(budget=_arguments(pieces[0]))
     rules = tuple(_rule(piece, text) for piece in pieces)
     if any(not rule.where for rule in rules[1:]):
-        raise UserError(f"{KEY} = {text!r}: the policy for all other blocks comes first, and only once")
+        raise UserError(f"{argument(KEY)} = {text!r}: the policy for all other blocks comes first, and only once")
     return ACSchedule(rules=rules)
 
 
@@ -223,7 +225,7 @@ def parse_policy(text: str) -> Policy:
     """
     policy = parse_schedule(text).uniform
     if policy is None:
-        raise UserError(f"{KEY} = {text!r} is a schedule; write one policy: {examples()}")
+        raise UserError(f"{argument(KEY)} = {text!r} is a schedule; write one policy: {examples()}")
     return policy
 
 
@@ -232,18 +234,18 @@ def _rule(piece: re.Match[str], text: str) -> ACRule:
     # `every_n(2)` is `full` for every second block, written shorter, so that it has no maker of its own.
     if kind == EVERY:
         if len(arguments) != 1 or not re.fullmatch(r"\d{1,9}", arguments[0]) or int(arguments[0]) < 2:
-            raise UserError(f"{KEY} = {text!r}: every_n takes a number of at least 2; write every_n(2)")
+            raise UserError(f"{argument(KEY)} = {text!r}: every_n takes a number of at least 2; write every_n(2)")
         kind, every, arguments = "full", int(arguments[0]), ()
     if kind not in MAKERS:
         near = difflib.get_close_matches(kind, words(), n=1)
         meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(words())}"
-        raise UserError(f"{KEY} = {text!r}: unknown policy {kind!r}; {meant}")
+        raise UserError(f"{argument(KEY)} = {text!r}: unknown policy {kind!r}; {meant}")
     try:
         policy = MAKERS[kind](arguments)
         # The word `offload` is `full+offload`, so that the maker may have set it already.
         policy = replace(policy, offload=policy.offload or piece["offload"] is not None)
     except ValueError as error:
-        raise UserError(f"{KEY} = {text!r}: {error}") from error
+        raise UserError(f"{argument(KEY)} = {text!r}: {error}") from error
     return ACRule(where=piece["where"] or "", policy=policy, every=every)
 
 
@@ -267,7 +269,9 @@ def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[i
     Raises:
         UserError: If one is not a size, or if there is neither one per device nor one for all.
     """
-    num_bytes = [parse_size(size, f"{KEY} = budget:") for size in sizes]
+    num_bytes = [parse_size(size, f"{argument(KEY)} = budget:") for size in sizes]
     return tuple(
-        num_bytes if num_devices is None or not num_bytes else per_device(num_bytes, num_devices, f"{KEY} = budget")
+        num_bytes
+        if num_devices is None or not num_bytes
+        else per_device(num_bytes, num_devices, f"{argument(KEY)} = budget")
     )

@@ -27,7 +27,7 @@ from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.pinned_memory import HOST, CopyLane, Location, PinnedPool, Streamed
 from ditkit_core.engine.placement import Placement
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.models.protocol import StagedModel
 
 
@@ -73,9 +73,9 @@ def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Se
     if not counts:
         return frozenset()
     devices = list(dict.fromkeys(placement.blocks))
-    where = f"train.swap_blocks = {list(counts)}"
+    where = f"{argument('train.swap_blocks')} = {list(counts)}"
     chosen: set[int] = set()
-    for device, count in zip(devices, per_device(counts, len(devices), "train.swap_blocks"), strict=True):
+    for device, count in zip(devices, per_device(counts, len(devices), argument("train.swap_blocks")), strict=True):
         device_blocks = [
             i for i, block_device in enumerate(placement.blocks) if block_device == device and has_weights[i]
         ]
@@ -393,5 +393,5 @@ def _check_sharing(model: StagedModel, placement: Placement) -> None:
             other = stage_of.setdefault(id(parameter), stage_index)
             if parameter.requires_grad and other != stage_index and {other, stage_index} & placement.streamed:
                 raise UserError(
-                    f"train.swap_blocks streams a block whose trained weight {name} is used elsewhere as well; leave it out"
+                    f"{argument('train.swap_blocks')} streams a block whose trained weight {name} is used elsewhere as well; leave it out"
                 )

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
 from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.selective_ac import KeptOps, kept_ops
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.nn.attention.backends import BACKENDS, MOST_GRAPHS
 from ditkit_core.nn.context import BlockSettings, calls_in_force, traced_settings
 
@@ -67,19 +67,25 @@ def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
         backends = torch.compiler.list_backends(exclude_tags=())  # imports all of them, which takes seconds
         if backend not in backends:
             usable = ", ".join(name for name in ("inductor", "aot_eager", "eager", "cudagraphs") if name in backends)
-            raise UserError(f"{KEY} = {backend!r} is not a backend of torch's compiler; write true, or one of {usable}")
+            raise UserError(
+                f"{argument(KEY)} = {backend!r} is not a backend of torch's compiler; write true, or one of {usable}"
+            )
         if backend in ("eager", "cudagraphs"):
-            raise UserError(f"{KEY} = {backend!r} {_UNFIT[backend]}; write true, or aot_eager to look for an error")
+            raise UserError(
+                f"{argument(KEY)} = {backend!r} {_UNFIT[backend]}; write true, or aot_eager to look for an error"
+            )
         return
     # Inductor writes C++ for CPUs and Triton for GPUs. A missing compiler would show only in the first
     # step, as a long trace.
     named = os.environ.get("CXX")  # replaces inductor's search
     if "cpu" in devices and not any(map(shutil.which, [named] if named else ["g++", "clang++", "c++"])):
         raise UserError(
-            f"{KEY} needs a C++ compiler for a CPU, and found none; install g++, set CXX, or leave {KEY} out"
+            f"{argument(KEY)} needs a C++ compiler for a CPU, and found none; install g++, set CXX, or leave {argument(KEY)} out"
         )
     if any(kind != "cpu" for kind in devices) and find_spec("triton") is None:
-        raise UserError(f"{KEY} needs triton for a GPU, which is not installed; install it, or leave {KEY} out")
+        raise UserError(
+            f"{argument(KEY)} needs triton for a GPU, which is not installed; install it, or leave {argument(KEY)} out"
+        )
 
 
 _UNFIT = {
@@ -109,25 +115,25 @@ def check_compiled(
             name for name, other_backend in BACKENDS.items() if other_backend.compiles and other_backend.has_backward
         )
         raise UserError(
-            f"{KEY}: torch's compiler cannot trace attention backend {attention!r}, whose kernels are no operations of torch; set "
-            f"train.attention to one of {others}, or leave {KEY} out"
+            f"{argument(KEY)}: torch's compiler cannot trace attention backend {attention!r}, whose kernels are no operations of torch; set "
+            f"{argument('train.attention')} to one of {others}, or leave {argument(KEY)} out"
         )
     for policy in policies or (Policy(),):
         if type(policy) not in _FORMS:
             raise UserError(
-                f"train.checkpointing: {policy} has no compiled form; leave {KEY} out, or use full, attn_only or none"
+                f"{argument('train.checkpointing')}: {policy} has no compiled form; leave {argument(KEY)} out, or use full, attn_only or none"
             )
         # The compiler converts a quantized weight once in the forward and, without a checkpoint, saves the
         # result for the backward.
         if quantized and not policy.recomputes:
             raise UserError(
-                f"train.checkpointing: {policy} with {KEY} keeps every weight of a quantized base a second time, in model.dtype; use full or "
-                f"attn_only for all blocks, or leave {KEY} out"
+                f"{argument('train.checkpointing')}: {policy} with {argument(KEY)} keeps every weight of a quantized base a second time, in {argument('model.dtype')}; use full or "
+                f"attn_only for all blocks, or leave {argument(KEY)} out"
             )
         if isinstance(policy, Ops) and kept_ops(policy.names).may_sample:
             raise UserError(
-                f"train.checkpointing: {policy} names an operation that samples random numbers, and compiled blocks sample them in another way; "
-                f"name others, or leave {KEY} out"
+                f"{argument('train.checkpointing')}: {policy} names an operation that samples random numbers, and compiled blocks sample them in another way; "
+                f"name others, or leave {argument(KEY)} out"
             )
 
 
@@ -181,14 +187,14 @@ def run_compiled(
             after = function(block, carry, paths)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise UserError(
-            f"{KEY}: {type(block).__name__} under {policy} had more kinds of input than the {MOST_GRAPHS} that are compiled, such as numbers of samples; "
-            f"give batches fewer sizes (train.batch_size instead of train.batch_tokens), or leave {KEY} out"
+            f"{argument(KEY)}: {type(block).__name__} under {policy} had more kinds of input than the {MOST_GRAPHS} that are compiled, such as numbers of samples; "
+            f"give batches fewer sizes ({argument('train.batch_size')} instead of {argument('train.batch_tokens')}), or leave {argument(KEY)} out"
         ) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         said = str(error).strip().splitlines()
         raise UserError(
-            f"{KEY}: torch could not compile {type(block).__name__} under {policy}: {said[0] if said else type(error).__name__}; "
-            f"leave {KEY} out"
+            f"{argument(KEY)}: torch could not compile {type(block).__name__} under {policy}: {said[0] if said else type(error).__name__}; "
+            f"leave {argument(KEY)} out"
         ) from error
     if after is None:
         return None
@@ -226,7 +232,7 @@ def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | No
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and issubclass(kind, fsdp.FSDPModule):
         raise UserError(
-            f"{KEY}: {kind.__name__} is sharded over ranks, and gathering its weights cannot be compiled; call BlockEngine without compile"
+            f"{argument(KEY)}: {kind.__name__} is sharded over ranks, and gathering its weights cannot be compiled; call BlockEngine without compile"
         )
     # The compiler's cache belongs to the code object. A copy of it for each kind of block, policy and device gives each a cache of its own.
     traced = _FORMS[type(policy)](policy)
@@ -239,7 +245,9 @@ def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | No
 def _inside(block: nn.Module, carry: Any, paths: tuple[_Path, ...]) -> tuple[Any, ...]:
     after = block(carry)
     if type(after) is not type(carry):
-        raise UserError(f"{KEY}: {type(block).__name__} returns another type of carry than it takes; leave {KEY} out")
+        raise UserError(
+            f"{argument(KEY)}: {type(block).__name__} returns another type of carry than it takes; leave {argument(KEY)} out"
+        )
     return tuple(_at(after, path) for path in paths)
 
 
@@ -297,6 +305,6 @@ def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], A
     names = [name for name, part in carry._asdict().items() if _static(getattr(after, name, None)) != _static(part)]
     if names:
         raise UserError(
-            f"{KEY}: {type(block).__name__} changes {', '.join(names)} of its carry, but a compiled block returns only the tensors of a carry; "
-            f"leave {KEY} out"
+            f"{argument(KEY)}: {type(block).__name__} changes {', '.join(names)} of its carry, but a compiled block returns only the tensors of a carry; "
+            f"leave {argument(KEY)} out"
         )

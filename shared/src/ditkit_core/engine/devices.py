@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.launch import local_rank
 
 ALL = "all"
@@ -52,14 +52,14 @@ def choose_devices(names: Sequence[str]) -> tuple[torch.device, ...]:
     """
     if ALL in names:
         if len(names) > 1:
-            raise UserError(f'train.devices = {list(names)}: "all" means every GPU; leave the others out')
+            raise UserError(f'{argument("train.devices")} = {list(names)}: "all" means every GPU; leave the others out')
         if not torch.cuda.is_available():
             reason = why_unusable() or "this machine has none; leave it out"
-            raise UserError(f'train.devices = ["all"] means the CUDA devices: {reason}')
+            raise UserError(f'{argument("train.devices")} = ["all"] means the CUDA devices: {reason}')
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    devices = [choose_device(name, "train.devices") for name in names] if len(names) == 1 else _several(names)
+    devices = [choose_device(name, argument("train.devices")) for name in names] if len(names) == 1 else _several(names)
     if len(set(devices)) < len(devices):
-        raise UserError(f"train.devices = {list(names)} names a device twice; name each once")
+        raise UserError(f"{argument('train.devices')} = {list(names)} names a device twice; name each once")
     return tuple(devices)
 
 
@@ -70,8 +70,8 @@ def _several(names: Sequence[str]) -> list[torch.device]:
         reason = why_unusable() or (
             f"this machine has {_num_gpus()}; name those that it has, or none (CUDA_VISIBLE_DEVICES hides GPUs that it does not list)"
         )
-        raise UserError(f"train.devices = {list(names)} names {wanted} GPUs, and {reason}")
-    return [choose_device(name, "train.devices") for name in names]
+        raise UserError(f"{argument('train.devices')} = {list(names)} names {wanted} GPUs, and {reason}")
+    return [choose_device(name, argument("train.devices")) for name in names]
 
 
 def _num_gpus() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ditkit_core.engine.ac_schedule import ACSchedule
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.models.protocol import StagedModel
 
 
@@ -82,17 +82,17 @@ def _checked(split_points: Sequence[int], num_devices: int, num_blocks: int, sta
     """The split points, each moved to the first block from there on that has parameters."""
     if split_points and num_devices == 1:
         raise UserError(
-            f"train.split_points = {list(split_points)} splits over several devices, and train.devices names one; name more"
+            f"{argument('train.split_points')} = {list(split_points)} splits over several devices, and {argument('train.devices')} names one; name more"
         )
     if len(split_points) != num_devices - 1:
         raise UserError(
-            f"train.split_points = {list(split_points)}: {num_devices} devices need {num_devices - 1}; leave it empty to split by bytes"
+            f"{argument('train.split_points')} = {list(split_points)}: {num_devices} devices need {num_devices - 1}; leave it empty to split by bytes"
         )
     begin = tuple(
         next((start for start in starts if start >= cut), num_blocks) if cut > 0 else 0 for cut in split_points
     )
     if not all(low < high for low, high in zip((0, *begin), (*begin, num_blocks), strict=True)):
         raise UserError(
-            f"train.split_points = {list(split_points)} must be increasing, above 0 and below {num_blocks}, the model's number of blocks"
+            f"{argument('train.split_points')} = {list(split_points)} must be increasing, above 0 and below {num_blocks}, the model's number of blocks"
         )
     return begin

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
 from ditkit_core.engine.generator_state import GeneratorHook
 from ditkit_core.engine.selective_ac import Region, kept_ops
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.nn.context import BlockSettings, block_settings, calls_in_force, scope_set
 from ditkit_core.nn.remat import RecomputeDone, RecomputeScope
@@ -70,7 +70,7 @@ def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) ->
     # `attention`.
     if calls is not None and "attention" in names and (count := calls.made.total() - before) > region.num_attention:
         raise UserError(
-            f"train.checkpointing: ops({', '.join(names)}) keeps {region.num_attention} of the {count} attention calls of {name}: the "
+            f"{argument('train.checkpointing')}: ops({', '.join(names)}) keeps {region.num_attention} of the {count} attention calls of {name}: the "
             "others are not one operation (dropout, the math kernel, flex, kernels in Python); use attn_only, which keeps every one"
         )
     return outputs

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ditkit_core.config.field import setting
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,14 +39,14 @@ class RanksConfig:
     def __post_init__(self) -> None:
         for name in ("shard", "context"):
             if getattr(self, name) < 1:
-                raise UserError(f"ranks.{name} = {getattr(self, name)} must be at least 1")
+                raise UserError(f"{argument(f'ranks.{name}')} = {getattr(self, name)} must be at least 1")
         small, large = sorted((self.shard, self.context))
         if large % small:
             raise UserError(
-                f"ranks.shard = {self.shard} and ranks.context = {self.context} do not nest; one must be a multiple of the other"
+                f"{argument('ranks.shard')} = {self.shard} and {argument('ranks.context')} = {self.context} do not nest; one must be a multiple of the other"
             )
         if not self.timeout >= 1:
-            raise UserError(f"ranks.timeout = {self.timeout:g} must be at least 1 second")
+            raise UserError(f"{argument('ranks.timeout')} = {self.timeout:g} must be at least 1 second")
 
 
 class RankLost(UserError):
@@ -118,7 +118,7 @@ class Ranks:
         if self.size % context:
             fitting = [str(number) for number in range(1, self.size + 1) if self.size % number == 0]
             raise UserError(
-                f"ranks.context = {context} does not divide {self.size} ranks into groups; set it to {', '.join(fitting[:-1])} or "
+                f"{argument('ranks.context')} = {context} does not divide {self.size} ranks into groups; set it to {', '.join(fitting[:-1])} or "
                 f"{fitting[-1]}, or start a multiple of {context} processes"
             )
         group, _ = distributed().new_subgroups(context, timeout=WITHOUT_LIMIT)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.errors import UserError, printable
+from ditkit_core.errors import UserError, keys_shown, printable
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, warn
 
@@ -117,7 +117,8 @@ def work(act: Callable[[], None]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        act()
+        with keys_shown():
+            act()
     except UserError as error:
         warn(f"error: {error}")
         return 1

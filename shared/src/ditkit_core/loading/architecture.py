@@ -7,7 +7,7 @@ from typing import Any
 
 from ditkit_core.adapters.files.identify import parameters_of, presets_of
 from ditkit_core.config.nearest import nearest_word
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.other_models import looks_like, wrong_config
@@ -51,7 +51,7 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
             return "", arch
         likeness, remedy = looks_like(() if fitting else source.tensors, spec.architecture.names.others)
         what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
-        remedy = remedy or f"set model.preset to one of {', '.join(fitting or spec.architecture.presets)}"
+        remedy = remedy or f"set {argument('model.preset')} to one of {', '.join(fitting or spec.architecture.presets)}"
         raise UserError(f"{what} the weights in {source.path}{likeness}; {remedy}")
     return fitting[0], spec.architecture.presets[fitting[0]]
 
@@ -60,7 +60,7 @@ def _described(spec: ModelSpec, path: Path) -> Any:
     """The architecture that a config.json of unknown origin describes; None if it is not in diffusers' format."""
     if spec.architecture.infer_arch is None:
         return None
-    remedy = f"set model.preset to one of {', '.join(spec.architecture.presets)}"
+    remedy = f"set {argument('model.preset')} to one of {', '.join(spec.architecture.presets)}"
     config = read_json_object(path, remedy, "does not describe this model because it")
     try:
         arch = spec.architecture.infer_arch(config, _pipeline_index(path.parent))
@@ -99,7 +99,7 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     path = path or components.here("transformer_2")  # enough to train the second expert alone
     if path is None:
         raise UserError(
-            f"{components.not_described()} model.preset to one of {', '.join(spec.architecture.presets)}{meant}"
+            f"{components.not_described()} {argument('model.preset')} to one of {', '.join(spec.architecture.presets)}{meant}"
         )
     described = config_json_of(path) is not None and spec.architecture.infer_arch is not None
     # A config.json decides by itself, so the headers of the weights need not be read.

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.console import doing, warn
 from ditkit_core.io.ranks import Ranks
 from ditkit_core.nn.kernel_check import KernelCheck, compare_kernels
@@ -35,7 +35,7 @@ def resolve_kernels(
     check = KernelCheck()
     if kernels == "triton":
         if fault := _checked(gpus).fault:
-            raise UserError(f"train.kernels = triton {fault}; set train.kernels = torch")
+            raise UserError(f"{argument('train.kernels')} = triton {fault}; set {argument('train.kernels')} = torch")
         return kernels
     if compiles:
         why = "train.compile has kernels of its own"

@@ -16,7 +16,7 @@ from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.merge import merge_into, parse_merge
 from ditkit_core.adapters.files.read import AdapterFile, config_from_file, initial_adapter, open_adapter
 from ditkit_core.adapters.inject import inject
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.architecture import choose_arch, config_json_of
@@ -177,7 +177,7 @@ def _started_from_file(
         return adapter, None
     if adapter.method == "full":
         raise UserError(
-            f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to {merge_key}"
+            f"{argument('adapter.init')} = {adapter.init} needs {argument('adapter.method')} = 'lora'; for a full fine-tune add it to {merge_key}"
         )
     file = open_file(local_path(adapter.init))
     config, line = config_from_file(adapter, file, merge_key)

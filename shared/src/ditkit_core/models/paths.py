@@ -13,7 +13,7 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.nearest import nearest_word, path_remedy
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import PICKLES, local_path, readable, refuse_pickles
 
 # Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
@@ -67,7 +67,7 @@ def check_preset(preset: str, presets: Iterable[str]) -> None:
         short = re.sub(r"^(wan|flux)[\d.]*[_-]", "", preset.lower().replace("_", "-"))
         near = nearest_word(short, names)
         remedy = f"did you mean {near}? Choose one of" if near else "choose one of"
-        raise UserError(f"model.preset = {preset!r} is unknown; {remedy} {', '.join(names)}")
+        raise UserError(f"{argument('model.preset')} = {preset!r} is unknown; {remedy} {', '.join(names)}")
 
 
 _MAY_FETCH = ContextVar("may fetch", default=True)
@@ -154,7 +154,9 @@ class ModelPaths:
             return None
         inner = (match["inner"] or "") if own_path else f"{match['inner'] or ''}/{part}".lstrip("/")
         wanted = [f"{inner}/config.json".lstrip("/"), _PIPELINE_INDEX]
-        where = f"model.{part} = {own_path!r}" if own_path else f"model.base = {self.base!r}"
+        where = (
+            f"{argument(f'model.{part}')} = {own_path!r}" if own_path else f"{argument('model.base')} = {self.base!r}"
+        )
         folder = _snapshot(match["repository"], wanted, [], where) / inner
         return folder if (folder / "config.json").is_file() else None
 
@@ -162,7 +164,7 @@ class ModelPaths:
         """The beginning of an error: no file that is here describes the transformer."""
         key, value = ("transformer", self.transformer) if self.transformer else ("base", self.base)
         if value and local_path(value).exists():
-            lacks = "contains no transformer to say which architecture it is; set model.transformer to its file, and if need be"
+            lacks = f"contains no transformer to say which architecture it is; set {argument('model.transformer')} to its file, and if need be"
         elif value and not is_hub_id(value):
             remedy = path_remedy(value)
             lacks = (
@@ -171,7 +173,7 @@ class ModelPaths:
             )
         else:
             lacks = "is not here to say which architecture it is; set"
-        return f"model.{key} = {value!r} {lacks}"
+        return f"{argument(f'model.{key}')} = {value!r} {lacks}"
 
     def fetch_commands(self, parts: Sequence[str]) -> str:
         """The commands that download components with a hub id into the local cache, which a run looks into first."""
@@ -203,11 +205,11 @@ class ModelPaths:
             UserError: If the component has no path, the path does not exist, the download fails, or the file is a pickle.
         """
         own_path = self._own_path(part)
-        key, value = (f"model.{part}", own_path) if own_path else ("model.base", self.base)
-        remedy = f"set model.{part}" if part in _WITH_PATHS else "set model.base"
+        key, value = (argument(f"model.{part}"), own_path) if own_path else (argument("model.base"), self.base)
+        remedy = f"set {argument(f'model.{part}')}" if part in _WITH_PATHS else f"set {argument('model.base')}"
         if not value:
             raise UserError(
-                f"the model has no {part}: {remedy} to its file or folder, or model.base to a folder in diffusers layout"
+                f"the model has no {part}: {remedy} to its file or folder, or {argument('model.base')} to a folder in diffusers layout"
             )
         path = local_path(value)
         with readable(path):

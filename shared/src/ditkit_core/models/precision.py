@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ditkit_core.config.field import setting
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 
 if TYPE_CHECKING:
     import torch
@@ -221,23 +221,23 @@ class PrecisionConfig:
         """
         if self.optimizer is not None and optimizer in in_8_bits:
             raise UserError(
-                f"precision.optimizer = {self.optimizer}: optim.name = {optimizer} stores its moments in 8 bits; remove this "
-                "setting, or set optim.name = adamw for moments in fp32"
+                f"{argument('precision.optimizer')} = {self.optimizer}: {argument('optim.name')} = {optimizer} stores its moments in 8 bits; remove this "
+                f"setting, or set {argument('optim.name')} = adamw for moments in fp32"
             )
         if self.optimizer not in (None, "fp32"):
             raise UserError(
-                f"precision.optimizer = {self.optimizer}: moments and updates are fp32; remove this setting, or for less memory set "
-                f"optim.name = {' or '.join(in_8_bits)}, which stores its moments in 8 bits"
+                f"{argument('precision.optimizer')} = {self.optimizer}: moments and updates are fp32; remove this setting, or for less memory set "
+                f"{argument('optim.name')} = {' or '.join(in_8_bits)}, which stores its moments in 8 bits"
             )
         if self.reduction not in (None, "fp32") and not sharded:
             raise UserError(
-                f"precision.reduction = {self.reduction} is for gradients of weights that ranks divide (ranks.shard), and here each rank has "
+                f"{argument('precision.reduction')} = {self.reduction} is for gradients of weights that ranks divide ({argument('ranks.shard')}), and here each rank has "
                 "all weights; remove it"
             )
         if self.accumulation is not None and fused_backward:
             raise UserError(
-                f"precision.accumulation = {self.accumulation} is for gradients summed over micro-batches, but "
-                "optim.fused_backward applies each gradient at once; remove one of the two"
+                f"{argument('precision.accumulation')} = {self.accumulation} is for gradients summed over micro-batches, but "
+                f"{argument('optim.fused_backward')} applies each gradient at once; remove one of the two"
             )
 
 

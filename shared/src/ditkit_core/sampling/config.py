@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ditkit_core.config.field import setting
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 
 if TYPE_CHECKING:
     from ditkit_core.models.spec import SampleDefaults
@@ -85,16 +85,16 @@ class SampleConfig:
         )
         for name, value in least.items():
             if not getattr(self, name) >= value:
-                raise UserError(f"sample.{name} = {getattr(self, name)} must be at least {value}")
+                raise UserError(f"{argument(f'sample.{name}')} = {getattr(self, name)} must be at least {value}")
 
         if not re.fullmatch("|cpu|cuda(:[0-9]{1,3})?", self.device, re.ASCII):
             raise UserError(
-                f"sample.device = {self.device!r} must be a device that does not train, such as cuda:1, or cpu; if it is empty, previews "
+                f"{argument('sample.device')} = {self.device!r} must be a device that does not train, such as cuda:1, or cpu; if it is empty, previews "
                 "are generated on the devices that train"
             )
 
         if not abs(self.seed) < 2**62:  # torch's generators take 64 bits; each image adds to it
-            raise UserError(f"sample.seed = {self.seed} is too large, 2**62 or more; set 0")
+            raise UserError(f"{argument('sample.seed')} = {self.seed} is too large, 2**62 or more; set 0")
 
     def check(self, *, frame_step: int, size_step: int, takes_references: bool) -> None:
         """Refuse settings that the model cannot sample with.
@@ -108,17 +108,19 @@ class SampleConfig:
             UserError: If a size is impossible, naming the nearest possible one, or if references are not used.
         """
         if not frame_step and self.frames > 1:
-            raise UserError(f"sample.frames = {self.frames}: this model generates images; set 1, or 0")
+            raise UserError(f"{argument('sample.frames')} = {self.frames}: this model generates images; set 1, or 0")
         if frame_step and self.frames and (self.frames - 1) % frame_step:
             near = max(1, round((self.frames - 1) / frame_step) * frame_step + 1)
-            raise UserError(f"sample.frames = {self.frames}: frames are 1 + a multiple of {frame_step}; try {near}")
+            raise UserError(
+                f"{argument('sample.frames')} = {self.frames}: frames are 1 + a multiple of {frame_step}; try {near}"
+            )
         # Refused and not rounded: a sample of another size than asked for would go unnoticed.
         for key, size in (("height", self.height), ("width", self.width)):
             if size % size_step:
                 near = max(size_step, round(size / size_step) * size_step)
-                raise UserError(f"sample.{key} = {size} must be a multiple of {size_step}; try {near}")
+                raise UserError(f"{argument(f'sample.{key}')} = {size} must be a multiple of {size_step}; try {near}")
         if self.references and not takes_references:
-            raise UserError("sample.references: this model takes no reference images; leave it empty")
+            raise UserError(f"{argument('sample.references')}: this model takes no reference images; leave it empty")
 
     def resolved(self, defaults: "SampleDefaults", warn: Callable[[str], None]) -> "SampleConfig":
         """The section with the model's defaults for unset values.

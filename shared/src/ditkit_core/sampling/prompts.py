@@ -12,7 +12,7 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import available, media_kind, probe
 from ditkit_core.data.media.files import status
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import local_path
 from ditkit_core.models.conditions import ClipInputs, Column, alternatives_of, named_columns
 from ditkit_core.models.encoders import GenerationRequest
@@ -87,23 +87,25 @@ def control_files(config: SampleConfig, columns: Sequence[Column]) -> dict[str, 
     for entry in config.controls:
         name, equals, value = entry.partition("=")
         if not equals or not value:
-            raise UserError(f"sample.controls: {entry!r} is not column=path; write {name or 'input_image'}=FILE")
+            raise UserError(
+                f"{argument('sample.controls')}: {entry!r} is not column=path; write {name or 'input_image'}=FILE"
+            )
         if name not in columns_by_name:
             close = difflib.get_close_matches(name, columns_by_name, n=1)
             hint = f"did you mean {close[0]!r}" if close else f"it has {', '.join(columns_by_name) or 'none'}"
-            raise UserError(f"sample.controls: {name!r} is no column of this model; {hint}")
+            raise UserError(f"{argument('sample.controls')}: {name!r} is no column of this model; {hint}")
         # Compared by the column's own name: two aliases of one column are a repetition too.
         if columns_by_name[name].name in files:
-            raise UserError(f"sample.controls: {name!r} is given twice; leave one of them out")
+            raise UserError(f"{argument('sample.controls')}: {name!r} is given twice; leave one of them out")
         if columns_by_name[name].kind != "text":
             value = str(local_path(value))
             if status(Path(value)) is None:
-                raise UserError(f"sample.controls: {name} = {value} does not exist; correct the path")
+                raise UserError(f"{argument('sample.controls')}: {name} = {value} does not exist; correct the path")
         files[columns_by_name[name].name] = value
     for column in columns:
         if column.name in files and (twice := next((other for other in column.alternative_to if other in files), "")):
             raise UserError(
-                f"sample.controls: {column.name} and {twice} give the same condition; leave one of them out"
+                f"{argument('sample.controls')}: {column.name} and {twice} give the same condition; leave one of them out"
             )
     return files
 
@@ -131,7 +133,7 @@ def choose_prompts(
     references = tuple(local_path(reference) for reference in config.references)
     for reference in references:
         if status(reference) is None:
-            raise UserError(f"sample.references: {reference} does not exist; correct the path")
+            raise UserError(f"{argument('sample.references')}: {reference} does not exist; correct the path")
     frames, height, width = size
     # An edit should have the shape of the image that it edits, with about as many pixels as in training.
     if references and not config.height and not config.width:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 
 ClipBy = Literal["step", "last_step", "block"]
 """Which norm `train.clip_norm` limits."""
@@ -51,30 +51,34 @@ class FlowConfig:
 
     def __post_init__(self) -> None:
         if self.shift <= 0 or self.logit_std <= 0:
-            raise UserError(f"flow.shift = {self.shift} and flow.logit_std = {self.logit_std} must be above 0")
+            raise UserError(
+                f"{argument('flow.shift')} = {self.shift} and {argument('flow.logit_std')} = {self.logit_std} must be above 0"
+            )
         if not 0 <= self.min_sigma < self.max_sigma <= 1:
             raise UserError(
-                f"flow.min_sigma = {self.min_sigma} must be below flow.max_sigma = {self.max_sigma}, both in [0, 1]"
+                f"{argument('flow.min_sigma')} = {self.min_sigma} must be below {argument('flow.max_sigma')} = {self.max_sigma}, both in [0, 1]"
             )
         if self.guidance < 0:
-            raise UserError(f"flow.guidance = {self.guidance} must not be negative; 1 is usual")
+            raise UserError(f"{argument('flow.guidance')} = {self.guidance} must not be negative; 1 is usual")
         if self.weighting == "sigma_sqrt" and self.min_sigma == 0:
-            raise UserError("flow.weighting = sigma_sqrt grows without bound; set flow.min_sigma above 0")
+            raise UserError(
+                f"{argument('flow.weighting')} = sigma_sqrt grows without bound; set {argument('flow.min_sigma')} above 0"
+            )
         if (self.logit_mean, self.logit_std) != (0, 1) and self.sampling != "logit_normal":
             raise UserError(
-                f"flow.logit_mean = {self.logit_mean} and flow.logit_std = {self.logit_std} need flow.sampling = "
+                f"{argument('flow.logit_mean')} = {self.logit_mean} and {argument('flow.logit_std')} = {self.logit_std} need {argument('flow.sampling')} = "
                 '"logit_normal"'
             )
         if self.target_guidance < 1:
             raise UserError(
-                f"flow.target_guidance = {self.target_guidance} must be at least 1; 1 trains the plain velocity, and the peers' default is 3"
+                f"{argument('flow.target_guidance')} = {self.target_guidance} must be at least 1; 1 trains the plain velocity, and the peers' default is 3"
             )
         if self.target_schedule != "constant" and self.target_guidance == 1:
             raise UserError(
-                f"flow.target_schedule = {self.target_schedule} has no effect with flow.target_guidance = 1; set that above 1"
+                f"{argument('flow.target_schedule')} = {self.target_schedule} has no effect with {argument('flow.target_guidance')} = 1; set that above 1"
             )
         if self.shift != 1 and self.shifting != "constant":
-            raise UserError(f'flow.shift = {self.shift} needs flow.shifting = "constant"')
+            raise UserError(f'{argument("flow.shift")} = {self.shift} needs {argument("flow.shifting")} = "constant"')
 
     def shift_for(self, model_shift: float) -> float:
         """The shift of a sample's noise level, given the one that its model was trained with."""
@@ -92,7 +96,7 @@ class EMAConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1 or self.update_every < 1:
-            raise UserError("ema.decay must be in [0, 1), ema.update_every at least 1")
+            raise UserError(f"{argument('ema.decay')} must be in [0, 1), {argument('ema.update_every')} at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +177,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.sentinels < 0:
-            raise UserError(f"train.sentinels = {self.sentinels} must be steps between two checks, or 0 for none")
+            raise UserError(
+                f"{argument('train.sentinels')} = {self.sentinels} must be steps between two checks, or 0 for none"
+            )
         for name, least in {
             "batch_size": 1,
             "accumulation": 1,
@@ -184,26 +190,28 @@ class TrainConfig:
         }.items():
             # `not … >=` also refuses NaN, which compares false.
             if not getattr(self, name) >= least:
-                raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
+                raise UserError(f"{argument(f'train.{name}')} = {getattr(self, name)} must be at least {least}")
         if self.batch_tokens < 0:
-            raise UserError(f"train.batch_tokens = {self.batch_tokens} must be at least 0, which uses train.batch_size")
+            raise UserError(
+                f"{argument('train.batch_tokens')} = {self.batch_tokens} must be at least 0, which uses {argument('train.batch_size')}"
+            )
         if self.batch_tokens and self.batch_size != 1:
             raise UserError(
-                f"train.batch_tokens = {self.batch_tokens} takes the place of train.batch_size = {self.batch_size}; leave one of them out"
+                f"{argument('train.batch_tokens')} = {self.batch_tokens} takes the place of {argument('train.batch_size')} = {self.batch_size}; leave one of them out"
             )
         if self.threads > 256:
             raise UserError(
-                f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
+                f"{argument('train.threads')} = {self.threads}: torch would start as many; give the number of cores, or 0"
             )
         check_sizes(self.schedule.budget or ())
         if not all(0 <= reserve < math.inf for reserve in self.reserve):
-            raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
+            raise UserError(f"{argument('train.reserve')} = {list(self.reserve)} must be GiB of at least 0")
         for name in ("caption_dropout", "mask_weight"):
             if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"train.{name} = {getattr(self, name)} must be in [0, 1]")
+                raise UserError(f"{argument(f'train.{name}')} = {getattr(self, name)} must be in [0, 1]")
         if not 0 <= self.control_dropout <= 1 and self.control_dropout != -1:
             raise UserError(
-                f"train.control_dropout = {self.control_dropout} must be in [0, 1], or -1 for the model's own"
+                f"{argument('train.control_dropout')} = {self.control_dropout} must be in [0, 1], or -1 for the model's own"
             )
 
     @cached_property
@@ -227,7 +235,7 @@ class SaveConfig:
 
     def __post_init__(self) -> None:
         if self.every_steps < 0 or self.every_minutes < 0 or self.keep_last < 1 or self.keep_best < 0:
-            raise UserError("save.keep_last must be at least 1, the other keys of [save] at least 0")
+            raise UserError(f"{argument('save.keep_last')} must be at least 1, the other keys of [save] at least 0")
 
     def due(self, step: int, seconds_since_save: float) -> bool:
         """Whether to save after `step` optimizer steps."""
@@ -249,12 +257,14 @@ class HeldOutConfig:
 
     def __post_init__(self) -> None:
         if self.clips < 0 or self.every_steps < 0:
-            raise UserError("held_out.clips and held_out.every_steps must be at least 0")
+            raise UserError(f"{argument('held_out.clips')} and {argument('held_out.every_steps')} must be at least 0")
         if not self.sigmas or not all(0 <= sigma <= 1 for sigma in self.sigmas):
-            raise UserError(f"held_out.sigmas = {list(self.sigmas)} must be noise levels in [0, 1], at least one")
+            raise UserError(
+                f"{argument('held_out.sigmas')} = {list(self.sigmas)} must be noise levels in [0, 1], at least one"
+            )
         if len({f"{sigma:g}" for sigma in self.sigmas}) < len(self.sigmas):
             raise UserError(
-                f"held_out.sigmas = {list(self.sigmas)} has a noise level twice, to six digits; leave one of them out"
+                f"{argument('held_out.sigmas')} = {list(self.sigmas)} has a noise level twice, to six digits; leave one of them out"
             )
 
     def due(self, step: int, *, saving: bool) -> bool:

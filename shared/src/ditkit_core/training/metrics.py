@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ditkit_core.config.field import setting
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import write_text
 from ditkit_core.io.trackers import TIMES, LibraryTracker, TensorBoard, TrackedRun, Trackers, has_new_samples
 
@@ -30,7 +30,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         if self.every_steps < 1:
-            raise UserError(f"log.every_steps = {self.every_steps} must be at least 1")
+            raise UserError(f"{argument('log.every_steps')} = {self.every_steps} must be at least 1")
 
 
 class MetricsLog:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.engine.block_swap import BlockSwap
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.models.precision import precision_of
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.parameters import copy_values, swapped
@@ -99,7 +99,9 @@ class TrainState:
             parameters, optim, matrices=matrices, accumulation=accumulation, elements=elements, kernels=kernels
         )
         if self.optimizer.averages and ema.decay:
-            raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")
+            raise UserError(
+                f"{argument('optim.name')} = {optim.name} averages weights itself; set {argument('ema.decay')} = 0"
+            )
         self._ema_config = ema
         self.average = EMA(self.values, ema)
         # Trained weights that are streamed take their optimizer state along.
@@ -174,7 +176,7 @@ def saved_weights(state: State, parameters: Mapping[str, Tensor], path: Path) ->
     shapes = {name: tensor.shape for name, tensor in saved.items()}
     if shapes != {name: parameter.shape for name, parameter in parameters.items()}:
         raise UserError(
-            f"{path} was saved with other trained parameters; use the [model] and [adapter] of that run, or train in another run.folder"
+            f"{path} was saved with other trained parameters; use the [model] and [adapter] of that run, or train in another {argument('run.folder')}"
         )
     return saved
 

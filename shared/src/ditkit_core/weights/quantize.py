@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import TensorSlice
@@ -37,8 +37,8 @@ def check_quantize(kind: str, method: str) -> None:
     """
     if kind != "none" and method == "full":
         raise UserError(
-            f"base.quantize = {kind} stores the base in a form without gradients, and adapter.method = full trains the base; "
-            "set base.quantize = none, or adapter.method = lora, which works with int8, fp8 and nf4 (DoRA and dropout included)"
+            f"{argument('base.quantize')} = {kind} stores the base in a form without gradients, and {argument('adapter.method')} = full trains the base; "
+            f"set {argument('base.quantize')} = none, or {argument('adapter.method')} = lora, which works with int8, fp8 and nf4 (DoRA and dropout included)"
         )
 
 
@@ -54,8 +54,8 @@ def check_scaled(file: str, method: str) -> None:
     """
     if method == "full":
         raise UserError(
-            f"{file} contains quantized weights, and adapter.method = full trains the base; "
-            "get the bf16 file, or set adapter.method = lora"
+            f"{file} contains quantized weights, and {argument('adapter.method')} = full trains the base; "
+            f"get the bf16 file, or set {argument('adapter.method')} = lora"
         )
 
 
@@ -74,14 +74,14 @@ def check_compute(compute: str, stored: str, method: str) -> None:
         return
     if method == "full":
         raise UserError(
-            f"base.compute = {compute} is for products with a frozen base, and adapter.method = full trains the base; "
-            "leave base.compute out, or set adapter.method = lora"
+            f"{argument('base.compute')} = {compute} is for products with a frozen base, and {argument('adapter.method')} = full trains the base; "
+            f"leave {argument('base.compute')} out, or set {argument('adapter.method')} = lora"
         )
     if compute != stored:
         storage = "in model.dtype" if stored == "none" else f"in {stored}"
         raise UserError(
-            f"base.compute = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {storage}; "
-            f"set base.quantize = {compute}, or leave base.compute out"
+            f"{argument('base.compute')} = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {storage}; "
+            f"set {argument('base.quantize')} = {compute}, or leave {argument('base.compute')} out"
         )
 
 
@@ -104,8 +104,8 @@ def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
         if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]:
             other = ", or base.quantize and base.compute to int8" if (7, 5) <= capability else ""
             raise UserError(
-                f"base.compute = {compute} needs a GPU of the generation {_ARCHITECTURES[compute]} or later, compute capability "
-                f"{capability_text(_CAPABILITY[compute])}, and {device} has {capability_text(capability)}; leave base.compute out{other}"
+                f"{argument('base.compute')} = {compute} needs a GPU of the generation {_ARCHITECTURES[compute]} or later, compute capability "
+                f"{capability_text(_CAPABILITY[compute])}, and {device} has {capability_text(capability)}; leave {argument('base.compute')} out{other}"
             )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.models.paths import ModelPaths
 
@@ -23,17 +23,21 @@ def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tup
     """
     # `locate` would ask for model.base, which a run with separate files does not have.
     if not components.tokenizer and not components.base:
-        raise UserError("the text encoder has no tokenizer; set model.tokenizer to the tokenizer's folder")
+        raise UserError(
+            f"the text encoder has no tokenizer; set {argument('model.tokenizer')} to the tokenizer's folder"
+        )
     path = components.locate("tokenizer")
     either = f"tokenizer.json or {or_vocabulary}" if or_vocabulary else "tokenizer.json"
     with readable(path):
         if not path.is_dir():
-            raise UserError(f"model.tokenizer = {path} is a file; name the folder with {either}")
+            raise UserError(f"{argument('model.tokenizer')} = {path} is a file; name the folder with {either}")
         inside = {file.name for file in path.iterdir()}
     if not inside & {"tokenizer.json", or_vocabulary}:
-        raise UserError(f"{path} has no tokenizer: {either} is missing; set model.tokenizer")
+        raise UserError(f"{path} has no tokenizer: {either} is missing; set {argument('model.tokenizer')}")
     if missing := [name for name in also if name not in inside]:
-        raise UserError(f"{path} has no tokenizer: {missing[0]} is missing; fetch it, or set model.tokenizer")
+        raise UserError(
+            f"{path} has no tokenizer: {missing[0]} is missing; fetch it, or set {argument('model.tokenizer')}"
+        )
     # Read once for its errors alone: the library would fail later, in the middle of encoding, and not in one line.
     if "tokenizer.json" in inside:
         _vocabulary(path / "tokenizer.json")

@@ -17,7 +17,7 @@ from typing import Any
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.alpha import AlphaHeader
 from ditkit_core.adapters.files.file_adapter import FileAdapter
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.weights.factored import METHOD_OF_PART, is_complete, low_rank_of, rank_of_parts, shape_of_parts
@@ -32,7 +32,9 @@ class MixedAdapter(UserError):
 
 def mixed_adapter(path: Path | str, merge_key: str, why: str) -> MixedAdapter:
     """The refusal to train such a file further, with the key of `[base]` that merges it into its transformer instead."""
-    return MixedAdapter(f"adapter.init = {path} cannot be trained further: {why}; merge it with {merge_key}")
+    return MixedAdapter(
+        f"{argument('adapter.init')} = {path} cannot be trained further: {why}; merge it with {merge_key}"
+    )
 
 
 def understand_factored(
@@ -101,7 +103,7 @@ def factored_config(
     (method,) = methods
     if config.dropout or config.use_rslora or config.use_dora:
         raise UserError(
-            f"adapter.init = {path} is a {method}, which has no adapter.dropout, use_rslora or use_dora; leave them out"
+            f"{argument('adapter.init')} = {path} is a {method}, which has no {argument('adapter.dropout')}, use_rslora or use_dora; leave them out"
         )
     ranks = {name: module.rank for name, module in modules.items()}
     rank = max(ranks.values())
@@ -142,10 +144,10 @@ def _with_factors_of(
         if all(lokr_shapes(tried, name, layers[name]) == dict(parts) for name, parts in shapes.items()):
             break
     else:
-        raise mixed_adapter(user_config.init, merge_key, "no adapter.decompose_factor makes its factors")
+        raise mixed_adapter(user_config.init, merge_key, f"no {argument('adapter.decompose_factor')} makes its factors")
     if factor != user_config.decompose_factor != -1 or (user_config.decompose_both and not both):
         raise UserError(
-            f"adapter.init = {config.init} has the factors of adapter.decompose_factor = {factor} and decompose_both = {str(both).lower()}; "
+            f"{argument('adapter.init')} = {config.init} has the factors of {argument('adapter.decompose_factor')} = {factor} and decompose_both = {str(both).lower()}; "
             "leave both keys out"
         )
     return tried

@@ -40,7 +40,7 @@ from ditkit_core.adapters.files.differences import (
 from ditkit_core.adapters.files.factored import factored_config, mixed_adapter, understand_factored
 from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.adapters.files.keys import KnownNames, another_model
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
@@ -378,13 +378,13 @@ def config_from_file(
     path, modules = file.source.path, file.modules
     if config.rank_pattern or config.alpha_pattern:
         raise UserError(
-            f"adapter.init = {path} decides ranks and alphas by layer; leave adapter.rank_pattern and adapter.alpha_pattern out"
+            f"{argument('adapter.init')} = {path} decides ranks and alphas by layer; leave {argument('adapter.rank_pattern')} and {argument('adapter.alpha_pattern')} out"
         )
     methods = {module.method for module in modules.values()}
     if config.method not in ("lora", *methods):  # `lora` is the default, which a file replaces
         has = " and ".join(sorted(methods))
         raise UserError(
-            f"adapter.init = {path} has a {has}, which adapter.method = {config.method} cannot start from; leave adapter.method out, or merge "
+            f"{argument('adapter.init')} = {path} has a {has}, which {argument('adapter.method')} = {config.method} cannot start from; leave {argument('adapter.method')} out, or merge "
             f"the file with {merge_key}"
         )
     if methods != {"lora"}:
@@ -396,7 +396,7 @@ def config_from_file(
     shapes = {name: (module.rank, module.scale) for name, module in modules.items()}
     (rank, scale), _ = Counter(shapes.values()).most_common(1)[0]
     if (least := min(scale for _, scale in shapes.values())) <= 0:  # alpha = 0 means alpha = rank in our configuration
-        raise UserError(f"adapter.init = {path} has scale {least:g}, so nothing could be trained")
+        raise UserError(f"{argument('adapter.init')} = {path} has scale {least:g}, so nothing could be trained")
 
     def alpha_of(rank: int, scale: float) -> float:
         return scale * (math.sqrt(rank) if config.use_rslora else rank)
@@ -428,8 +428,8 @@ def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[st
     """
     if dropped := [module for module in file.modules if module not in adapted]:
         raise UserError(
-            f"adapter.init = {file.source.path} has modules that adapter.targets leaves out: {first_ten(dropped)}; "
-            "leave adapter.targets empty to take the file's"
+            f"{argument('adapter.init')} = {file.source.path} has modules that {argument('adapter.targets')} leaves out: {first_ten(dropped)}; "
+            f"leave {argument('adapter.targets')} empty to take the file's"
         )
 
     def start(module: str) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch_remat as remat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.nn.attention.backends import BACKENDS, Backend
 from ditkit_core.nn.context import settings_in_force
 
@@ -84,7 +84,7 @@ def _kept(function: Callable[..., Tensor], what: str, name: str, *given: Any) ->
 def _refuse(what: str, *given: object) -> NoReturn:
     raise UserError(
         f"{what} should have been kept but is computed again: the checkpoint around the block does not see its mark. "
-        "Write train.checkpointing = full to recompute everything, and report this policy"
+        f"Write {argument('train.checkpointing')} = full to recompute everything, and report this policy"
     )
 
 

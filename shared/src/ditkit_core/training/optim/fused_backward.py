@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.training.optim.clipping import Clipping, norm_of
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 
@@ -111,8 +111,8 @@ class OptimizerInBackward:
         away = [name for name in (*late, *itertools.chain(*self._waiting.values())) if name in self._optimizer.streamed]
         if away:
             raise UserError(
-                f"{away[0]} is streamed (train.swap_blocks), and the last micro-batch of this step used only some weights of its block; leave "
-                "train.swap_blocks out, or set train.accumulation = 1 and train.clip_by = last_step"
+                f"{away[0]} is streamed ({argument('train.swap_blocks')}), and the last micro-batch of this step used only some weights of its block; leave "
+                f"{argument('train.swap_blocks')} out, or set {argument('train.accumulation')} = 1 and {argument('train.clip_by')} = last_step"
             )
         for name, gradient in late.items():
             self._complete(name, gradient)

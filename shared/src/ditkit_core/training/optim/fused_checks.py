@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.training.config import TrainConfig
 from ditkit_core.training.optim.optimizers import OptimConfig, optimizers_that
 
@@ -24,8 +24,8 @@ def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, adapts: boo
     conflicts = [(setting, remedy) for setting, (remedy, is_asked) in refused.items() if is_asked]
     if conflicts:
         raise UserError(
-            f"optim.fused_backward applies each gradient before the others are there, so it does not go with "
-            f"{' or '.join(setting for setting, _ in conflicts)}: {'; '.join(remedy for _, remedy in conflicts)}; or set optim.fused_backward = false"
+            f"{argument('optim.fused_backward')} applies each gradient before the others are there, so it does not go with "
+            f"{' or '.join(setting for setting, _ in conflicts)}: {'; '.join(remedy for _, remedy in conflicts)}; or set {argument('optim.fused_backward')} = false"
         )
 
 
@@ -40,11 +40,11 @@ def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
     where = f"train.swap_blocks = {list(counts)} with adapter.method = full streams trained weights"
     if not optim.fused_backward:
         raise UserError(
-            f"{where}, which have to be updated while they are on the device: set optim.fused_backward = true (and train.clip_by = last_step "
-            "or block), or leave train.swap_blocks out, or split the model with train.devices"
+            f"{where}, which have to be updated while they are on the device: set {argument('optim.fused_backward')} = true (and {argument('train.clip_by')} = last_step "
+            f"or block), or leave {argument('train.swap_blocks')} out, or split the model with {argument('train.devices')}"
         )
     if not optim.kind.streams:
         raise UserError(
-            f"{where} and their optimizer state, which optim.name = {optim.name} cannot; "
+            f"{where} and their optimizer state, which {argument('optim.name')} = {optim.name} cannot; "
             f"use {', '.join(optimizers_that(lambda kind: kind.streams))}"
         )

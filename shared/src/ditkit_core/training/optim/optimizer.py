@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import is_adapter_name, module_of
 from ditkit_core.config.layer_patterns import check_used
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.rng import seed_of
 from ditkit_core.nn.kernels.launch import kernels_on
 from ditkit_core.nn.parameters import swapped
@@ -127,7 +127,7 @@ class NamedOptimizer:
         if config.kind.rest:
             if not matrices:
                 raise UserError(
-                    f"optim.name = {config.name} is for a full fine-tune; with an adapter use adamw or adamw8bit"
+                    f"{argument('optim.name')} = {config.name} is for a full fine-tune; with an adapter use adamw or adamw8bit"
                 )
             self._add(config.name, {name: self.parameters[name] for name in matrices}, config)
             rest = {name: parameter for name, parameter in self.parameters.items() if name not in set(matrices)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.layer_patterns import fits, parse_patterns
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, argument
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,9 @@ def _adamw8bit(groups: list[dict[str, Any]], config: "OptimConfig") -> "torch.op
 
     on_gpu = any(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
     if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError("optim.name = adamw8bit compiles its step with triton, which is not installed; use adamw")
+        raise UserError(
+            f"{argument('optim.name')} = adamw8bit compiles its step with triton, which is not installed; use adamw"
+        )
     return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
@@ -164,34 +166,38 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
             raise UserError(
-                f"optim.lr = {self.lr:g}, optim.eps = {self.eps:g}, optim.weight_decay = {self.weight_decay:g}, optim.warmup_steps = "
+                f"{argument('optim.lr')} = {self.lr:g}, {argument('optim.eps')} = {self.eps:g}, {argument('optim.weight_decay')} = {self.weight_decay:g}, {argument('optim.warmup_steps')} = "
                 f"{self.warmup_steps}: set the first two above 0, the others to at least 0"
             )
         if not 0 < self.loraplus_lr_ratio < math.inf:
             raise UserError(
-                f"optim.loraplus_lr_ratio = {self.loraplus_lr_ratio} must be above 0; 16 is usual, 1 is none"
+                f"{argument('optim.loraplus_lr_ratio')} = {self.loraplus_lr_ratio} must be above 0; 16 is usual, 1 is none"
             )
         if self.kind.estimates_rate and (self.lr_pattern or self.loraplus_lr_ratio != 1):
             raise UserError(
-                f"optim.lr_pattern and optim.loraplus_lr_ratio do not go with {self.name}, which estimates one rate for all parameters; "
-                "leave them out, or use another optim.name"
+                f"{argument('optim.lr_pattern')} and {argument('optim.loraplus_lr_ratio')} do not go with {self.name}, which estimates one rate for all parameters; "
+                f"leave them out, or use another {argument('optim.name')}"
             )
         assert self.rates is not None  # parsed here, so that a wrong entry fails before anything else
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optim.betas = {self.betas} must be in [0, 1)")
+            raise UserError(f"{argument('optim.betas')} = {self.betas} must be in [0, 1)")
         if self.kind.estimates_rate and self.lr < 0.01:
-            raise UserError(f"optim.lr = {self.lr:g} multiplies the rate that {self.name} estimates; set optim.lr = 1")
+            raise UserError(
+                f"{argument('optim.lr')} = {self.lr:g} multiplies the rate that {self.name} estimates; set {argument('optim.lr')} = 1"
+            )
         if self.kind.averages and self.schedule != "constant":
-            raise UserError(f"optim.schedule = {self.schedule} does not go with {self.name}; use constant")
+            raise UserError(
+                f"{argument('optim.schedule')} = {self.schedule} does not go with {self.name}; use constant"
+            )
         if self.rounding != "nearest" and not self.kind.one_by_one:
             raise UserError(
-                f"optim.rounding = {self.rounding} does not go with optim.name = {self.name}, which updates all weights together or "
+                f"{argument('optim.rounding')} = {self.rounding} does not go with {argument('optim.name')} = {self.name}, which updates all weights together or "
                 f"computes the weights to use from the trained ones; use {', '.join(optimizers_that(lambda kind: kind.one_by_one))}"
             )
         if self.kind.estimates_rate and self.fused_backward:
             *others, last = optimizers_that(lambda kind: not kind.estimates_rate)
             raise UserError(
-                f"optim.fused_backward does not go with {self.name}, which estimates one rate from all gradients together; "
+                f"{argument('optim.fused_backward')} does not go with {self.name}, which estimates one rate from all gradients together; "
                 f"use {', '.join(others)} or {last}"
             )
 
