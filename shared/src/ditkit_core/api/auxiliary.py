@@ -51,7 +51,11 @@ class Auxiliary:
     @property
     def optional_conditions(self) -> list[str]:
         """Kinds of conditions that only some samples may have."""
-        return [each.kind for each in self.readers.conditioners if each.optional] if self.readers else []
+        return (
+            [conditioner.kind for conditioner in self.readers.conditioners if conditioner.optional]
+            if self.readers
+            else []
+        )
 
     def _conditioning(self, components: ModelPaths | None) -> Conditioning | None:
         if self.arch is None:

@@ -34,7 +34,7 @@ def read_dataset(config: DataConfig, data: DataSpec, columns: Sequence[Column], 
     Raises:
         UserError: As `scan`, and if samples cannot be mirrored.
     """
-    found = scan(
+    dataset = scan(
         config,
         frame_step=data.frame_step,
         size_step=data.size_step,
@@ -44,5 +44,5 @@ def read_dataset(config: DataConfig, data: DataSpec, columns: Sequence[Column], 
         key=key,
     )
     if config.flip:
-        check_flip(found.samples, columns)
-    return found
+        check_flip(dataset.samples, columns)
+    return dataset

@@ -23,7 +23,7 @@ from ditkit_core.loading.weights import engine_for, load_divided, load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.partition import needs_profile, place
+from ditkit_core.planner import partition
 from ditkit_core.planner.planned_step import StepJob
 
 _LOGGER = getLogger(__name__)
@@ -55,7 +55,7 @@ def load(
         merge: LoRA files to merge into the weights, each as FILE or FILE@strength.
         component: The one to load of a model with several transformers: `transformer` or `transformer_2`.
         seed: Seed of the adapter's first values.
-        batch: A micro-batch, of which shapes alone count: several GPUs without split points are split by the memory of a step with it, and a budget
+        batch: A micro-batch, whose shapes alone count: several GPUs without split points are split by the memory of a step with it, and a budget
             of checkpointing is resolved by it. Empty: one sample of the model's own size.
         how: Fields of `Execution` instead of a value of it, or `dtype`, short for its precision: `bf16`, `fp16` or `fp32`, of the frozen base and
             of matmuls; or `shard`, short for its ranks: how many processes divide the weights.
@@ -96,15 +96,15 @@ def paths_of(path: ModelSource) -> ModelPaths:
     """The paths of a model's components."""
     if isinstance(path, ModelPaths):
         return path
-    found = local_path(str(path))
-    # The folder of a transformer has its weights, and that of a whole model has folders.
-    if found.is_file() or (found.is_dir() and any(found.glob("*.safetensors"))):
+    source = local_path(str(path))
+    # The folder of a transformer has its weights, and the folder of a complete model has folders.
+    if source.is_file() or (source.is_dir() and any(source.glob("*.safetensors"))):
         return ModelPaths(transformer=str(path))
     return ModelPaths(base=str(path))
 
 
 def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execution:
-    """A value with some fields replaced, of which `dtype` is that of matmuls, and `shard` the number of ranks that divide the weights.
+    """A value with some fields replaced; `dtype` is for matmuls, and `shard` is the number of ranks that divide the weights.
 
     Raises:
         UserError: If a dtype is unknown.
@@ -119,7 +119,7 @@ def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execu
 
 def _place(unloaded: MetaModel, execution: Execution, batch: Sequence[Mapping[str, Tensor]]) -> Placement:
     """Which device runs which block, which blocks are streamed, and the policy of each."""
-    if not batch and needs_profile(execution):
+    if not batch and partition.needs_profile(execution):
         batch = empty_batch(unloaded.spec, unloaded.arch)
     job = StepJob(
         spec=unloaded.spec,
@@ -129,7 +129,7 @@ def _place(unloaded: MetaModel, execution: Execution, batch: Sequence[Mapping[st
         adapter=unloaded.trained or AdapterConfig(),
         kind=execution.torch_devices[0].type,
     )
-    return place(unloaded.model, job, training=unloaded.trained is not None)
+    return partition.place(unloaded.model, job, training=unloaded.trained is not None)
 
 
 def empty_batch(

@@ -39,8 +39,8 @@ def plan(
         size: Frames, height and width of a sample; None for the model's own.
         fit: Whether to change what does not fit, from what changes numbers and time least: checkpointing, streamed blocks, quantization. The plan's
             `job.execution` is then one that fits, for `load`.
-        how: Fields of `Execution` instead of a value of it, and `dtype`; `batch_size` for the samples of a micro-batch, and `micro_batches` for
-            those of a step.
+        how: Fields of `Execution` instead of a value of it, and `dtype`; `batch_size`, the samples of a micro-batch; and
+            `micro_batches`, the micro-batches of a step.
 
     Raises:
         UserError: If a GPU is unknown, the execution does not fit the model, or `fit` finds nothing that fits.

@@ -34,7 +34,7 @@ def sample(model: Model, prompts: str | Sequence[str], **settings: Any) -> list[
             left out is as the model's authors set it.
 
     Returns:
-        Pixels in [0, 1] on the CPU; for several `images` of a prompt, those of the first prompt first.
+        Pixels in [0, 1] on the CPU; with several `images`, all of the first prompt come first.
 
     Raises:
         UserError: If the model cannot sample with these settings, or a component cannot be used.

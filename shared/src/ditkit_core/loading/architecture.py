@@ -39,7 +39,7 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
         return preset, spec.architecture.presets[preset]
     path = config_json_of(source.path)
     if path is not None and (arch := _described(spec, path)) is not None:
-        return next((name for name, known in spec.architecture.presets.items() if known == arch), ""), arch
+        return next((name for name, preset_arch in spec.architecture.presets.items() if preset_arch == arch), ""), arch
     fitting = list(presets_of(source, spec)) if source.tensors else []
     if len(fitting) != 1:
         folder = replace(components, transformer="").here("transformer")
@@ -50,9 +50,9 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
         ):
             return "", arch
         likeness, remedy = looks_like(() if fitting else source.tensors, spec.architecture.names.others)
-        what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
+        reason = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
         remedy = remedy or f"set {argument('model.preset')} to one of {', '.join(fitting or spec.architecture.presets)}"
-        raise UserError(f"{what} the weights in {source.path}{likeness}; {remedy}")
+        raise UserError(f"{reason} the weights in {source.path}{likeness}; {remedy}")
     return fitting[0], spec.architecture.presets[fitting[0]]
 
 

@@ -57,9 +57,13 @@ def _of_ranks(reason: str, ranks: Ranks) -> str:
 
     Ranks with other kernels than the others would train other last bits, and one of them would be as slow as torch anyway.
     """
-    found = ranks.all_gather_object((socket.gethostname(), reason))
+    reasons = ranks.all_gather_object((socket.gethostname(), reason))
     return next(
-        (f"{each}{f' (rank {rank} on {host})' * (ranks.size > 1)}" for rank, (host, each) in enumerate(found) if each),
+        (
+            f"{text}{f' (rank {rank} on {host})' * (ranks.size > 1)}"
+            for rank, (host, text) in enumerate(reasons)
+            if text
+        ),
         "",
     )
 

@@ -80,7 +80,7 @@ class Model:
         """
         device = self.device
         there = [{name: sent_to(tensor, device) for name, tensor in item.items()} for item in items]
-        latents = [sent_to(each, device) for each in noised]
+        latents = [sent_to(sample, device) for sample in noised]
         return self.predict(self.spec.training.make_inputs(latents, sent_to(sigma, device), there, guidance))
 
     def predict(self, inputs: Any) -> Any:
@@ -107,7 +107,7 @@ class Model:
         Raises:
             UserError: If blocks are streamed, or ranks divide the weights: these stay where they were loaded.
         """
-        self._check_whole("to(device)", "devices")
+        self._check_undivided("to(device)", "devices")
         module: Any = self.module
         module.to(device)
         return self
@@ -164,10 +164,10 @@ class Model:
         Raises:
             UserError: If the file does not fit the model or its adapter, blocks are streamed, or ranks divide the weights.
         """
-        self._check_whole("load_adapter(path)", "adapter")
+        self._check_undivided("load_adapter(path)", "adapter")
         names, modules = self.spec.architecture.names, layers_of(self.spec.architecture.build, self.origin.arch)
         file = open_adapter(local_path(str(path)), names=names, modules=modules)
-        before = {name: each for name, each in self.module.named_parameters() if is_adapter_name(name)}
+        before = {name: weight for name, weight in self.module.named_parameters() if is_adapter_name(name)}
         if before:
             self._check_same_layers(file)
         else:
@@ -181,10 +181,10 @@ class Model:
             return next(layers[name].get_base_layer().parameters()).device
 
         def start(name: str) -> Mapping[str, Tensor]:
-            found, scale = values(name), layers[name].scaling["default"]
-            if (up := found.get("lora_B.weight")) is not None:
-                found = {**found, "lora_B.weight": up * (file.modules[name].scale / scale)}
-            return found
+            parts, scale = values(name), layers[name].scaling["default"]
+            if (up := parts.get("lora_B.weight")) is not None:
+                parts = {**parts, "lora_B.weight": up * (file.modules[name].scale / scale)}
+            return parts
 
         initialise(self.module, 0, device_of=device_of, start=start)
         for name, parameter in before.items():
@@ -204,23 +204,25 @@ class Model:
             raise UserError(f"{path} adapts other layers than the model's adapter, such as {differing}; {remedy}")
         for name, module in file.modules.items():
             rank, scale = layers[name].r["default"], layers[name].scaling["default"]
-            # Of a LoRA the scale goes into its values: files have that of 1 more often than not.
+            # Of a LoRA the scale goes into its values: most files have a scale of 1.
             if module.rank != rank or (module.method != "lora" and module.scale != scale):
                 raise UserError(
                     f"{path} has rank {module.rank} and scale {module.scale:g} for {name}, and the model's adapter has {rank} and {scale:g}; "
                     f"{remedy}"
                 )
 
-    def _check_whole(self, what: str, argument: str) -> None:
+    def _check_undivided(self, method: str, setting: str) -> None:
         """Refuse what needs all weights where they were loaded for good."""
         if self.streamer is not None or self.shards is not None:
             reason = "streams blocks" if self.streamer is not None else "is divided over ranks"
-            raise UserError(f"{what} does not work on a model that {reason}; call load again with another `{argument}`")
+            raise UserError(
+                f"{method} does not work on a model that {reason}; call load again with another `{setting}`"
+            )
 
     def __repr__(self) -> str:
         weights = [*self.module.parameters()]
-        total, trained = sum(each.numel() for each in weights), sum(each.numel() for each in self.parameters())
-        devices = ", ".join(dict.fromkeys(str(each.device) for each in weights))
+        total, trained = sum(map(torch.numel, weights)), sum(map(torch.numel, self.parameters()))
+        devices = ", ".join(dict.fromkeys(str(weight.device) for weight in weights))
         preset = "" if self.loaded_from is None or not self.loaded_from.preset else f" {self.loaded_from.preset}"
         return f"<Model {self.spec.name}{preset}: {total:,} parameters in {dtype_name(self.matmul_dtype)} on {devices}, {trained:,} trained>"
 
@@ -251,8 +253,8 @@ class Model:
             # A forward leaves blocks there. Whoever empties their memory and fills it again does so on the device's own stream, which would
             # later give it to other work while the streamer's stream still copies from it.
             self.streamer.host_changed()
-        found = [*self.module.parameters(), *self.module.buffers()]
-        return found if self.shards is None else self.shards.own(found)
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return tensors if self.shards is None else self.shards.local_parts(tensors)
 
     def readable(self) -> AbstractContextManager[None]:
         """Inside the block every weight can be read, on the host or its device; the model may be unable to run meanwhile.

@@ -94,12 +94,12 @@ class QuantizedCache:
             say: Called with one line: the file that was read or written, or what is wrong with it.
         """
         read = partial(self._read, model, device_of=device_of, dtype_of=dtype_of, division=division, say=say)
-        found = self._written()
+        state = self._written()
         if read():
             return
         with alone_with(self.file) if division is None else nullcontext():  # ranks that divide it convert together
             # Of these ranks one could see the file of another run a moment before the others, and wait for them to read it.
-            if division is None and self._written() != found and read():
+            if division is None and self._written() != state and read():
                 return
             convert()
             self._write(_entries(model, dtype_of), division, say)
@@ -139,8 +139,8 @@ class QuantizedCache:
         """The file, with the digests of its tensors in their order."""
         source = SafetensorsSource.open(self.file)
         expected = {name: (entry.shape, entry.dtype) for name, entry in entries.items()} | _digests_about(len(entries))
-        found = {name: (stored.shape, stored.dtype) for name, stored in source.tensors.items()}
-        if source.metadata.get(_KEY) != self.key or found != expected:
+        shapes = {name: (stored.shape, stored.dtype) for name, stored in source.tensors.items()}
+        if source.metadata.get(_KEY) != self.key or shapes != expected:
             raise UserError("it was not made for this base")
         return source, source.read(_DIGESTS)
 
@@ -221,15 +221,15 @@ def _read_rows(
 ) -> str:
     """The same for this rank's rows. Ranks read the tensors in turn and send them to the others, so that each is verified as a whole."""
     passing, problem = Scratch(torch.uint8), ""
-    for place, ((name, entry), digest) in enumerate(zip(entries.items(), digests, strict=True)):
+    for index, ((name, entry), digest) in enumerate(zip(entries.items(), digests, strict=True)):
         stored, device = source.tensors[name], device_of(entry.ours)
         host = passing.of(stored.num_bytes)
-        if division.reads(place) and not problem:
+        if division.reads(index) and not problem:
             try:
                 _verified(source, name, digest, host)
             except UserError as error:
                 problem = str(error)  # and go on: the others wait for the next tensors
-        shared = division.share(host.to(device), place)
+        shared = division.share(host.to(device), index)
         tensor = shared.view(stored.dtype).view(stored.shape)
         if (rows := division.rows(entry.tensor)) is None:
             _put(entry, tensor.clone())

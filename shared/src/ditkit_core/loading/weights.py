@@ -46,7 +46,7 @@ def load_weights(
     Args:
         placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
-        division: Of the rows of the model over ranks, each of which reads its own.
+        division: How the rows of the model are divided over ranks, which read their rows alone.
         say: Called with one line if a quantized base was read from the cache or written to it.
 
     Raises:
@@ -87,7 +87,7 @@ def load_divided(
     seed: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> Model:
-    """Load the weights of which this rank keeps some rows, onto its device; all ranks call it.
+    """Load the rows of weights that this rank keeps, onto its device; all ranks call it.
 
     The model is divided before it has values, and each rank reads its rows. Arguments as of `load_weights`.
     """
@@ -109,8 +109,8 @@ def give_dtypes(unloaded: MetaModel, dtype_of: Callable[[str], torch.dtype]) -> 
             if parameter is not None:
                 name = f"{prefix}.{leaf}"
                 default = torch.float32 if is_adapter_name(name) else dtype_of(canonical_name(name))
-                given = torch.empty_like(parameter, dtype=final_dtype(module, leaf, default))
-                module._parameters[leaf] = nn.Parameter(given, requires_grad=parameter.requires_grad)
+                typed = torch.empty_like(parameter, dtype=final_dtype(module, leaf, default))
+                module._parameters[leaf] = nn.Parameter(typed, requires_grad=parameter.requires_grad)
 
 
 def engine_for(

@@ -43,7 +43,7 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Mo
 
 
 def load_run(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> Model:
-    """Load the weights of which this rank keeps some rows, onto its device: unchanged `load_model` if `ranks.shard` is 1."""
+    """Load the rows of weights that this rank keeps, onto its device: unchanged `load_model` if `ranks.shard` is 1."""
     if ranks.shard == 1:
         return load_model(run, unloaded, placement)
     return load_divided(unloaded, placement, ranks, run.devices[0], seed=run.config.train.seed, say=say)

@@ -72,7 +72,7 @@ def flow_loss(
 
     Args:
         items: Training items, such as `EncodedSample.load` returns.
-        flow: Distribution, shift and weighting of noise levels; None for those of the model.
+        flow: Distribution, shift and weighting of noise levels; None for the model's own.
         generator: Samples noise levels and noise, on the CPU; None for torch's own.
     """
     flow, spec = flow or FlowConfig(), model.spec

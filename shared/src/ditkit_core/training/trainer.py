@@ -162,8 +162,8 @@ class Trainer:
         """Make optimizer and average.
 
         Args:
-            data: Micro-batches by index; or encoded samples, of which micro-batches are made as `config.train` says.
-            config: How it is trained; None for the defaults, which are those of the commands.
+            data: Micro-batches by index; or encoded samples, which become micro-batches as `config.train` says.
+            config: How it is trained; None for the defaults of the commands.
             folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
                 finite.
             validator: Measures the validation loss; None disables validation.

@@ -89,7 +89,7 @@ class Shards:
         channel = distributed().new_group(backend="gloo", timeout=WITHOUT_LIMIT)
         return replace(self.ranks, channel=channel, seconds_waited=0.0, bytes_sent=0)
 
-    def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def local_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The memory that this rank has of the model's tensors: its rows, or all. What it gathered for a forward is freed."""
         self.changed()
         return [self._division.local_values(tensor) for tensor in tensors]
