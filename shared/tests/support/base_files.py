@@ -47,7 +47,7 @@ def prepared(
 
 def values_of(path: Path, **settings: object) -> State:
     """What the model holds, dequantized."""
-    model = prepared(path, **settings).model
+    model = prepared(path, **settings).module
     held = quantized_weights(model)
     dense = {
         name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name
