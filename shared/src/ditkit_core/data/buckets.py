@@ -78,7 +78,7 @@ class Resolution:
     """The size of samples that it cuts little of, whichever is nearest; None if the nearest is always chosen."""
 
     def of(self, height: int, width: int) -> Size:
-        """The size of a sample at this resolution, by that of its file in pixels."""
+        """The size of a sample at this resolution, by the size of its file in pixels."""
         if self.kept is not None and cut_share(height, width, self.kept) <= _LITTLE:
             return self.kept
         return nearest_size(height, width, self.sizes)
@@ -105,7 +105,7 @@ def _resolution(size: Size, config: DataConfig, step: int) -> Resolution:
 
 
 def size_of(height: int, width: int, resolutions: Sequence[Resolution]) -> Size:
-    """The size of a sample: that of the largest resolution at which it is not enlarged, or of the smallest resolution.
+    """The size of a sample: of the largest resolution at which it is not enlarged, or of the smallest resolution.
 
     Args:
         height: Pixels of its file; likewise `width`.
@@ -116,7 +116,7 @@ def size_of(height: int, width: int, resolutions: Sequence[Resolution]) -> Size:
 
 
 def nearest_size(height: int, width: int, sizes: Sequence[Size]) -> Size:
-    """The bucket whose aspect ratio is nearest to that of an image; of equally near ones the largest."""
+    """The bucket whose aspect ratio is nearest to an image's; of equally near ones the largest."""
     aspect = math.log(height / width)  # logarithms make twice as wide and half as wide equally far from square
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size))
 

@@ -17,11 +17,11 @@ _MOST_TRIES = 1024
 
 def captions_of(written: tuple[str, ...], config: DataConfig) -> tuple[str, ...]:
     """The different captions that a sample is trained with; the first one keeps its tags in the written order."""
-    found: dict[str, None] = {}  # a dict and not a set: the order is part of the result
+    captions: dict[str, None] = {}  # a dict and not a set: the order is part of the result
     for caption in written:
         orders = tag_orders(caption, config) if config.shuffle_tags else (caption,)
-        found |= dict.fromkeys(with_trigger(order, config) for order in orders)
-    return tuple(found)
+        captions |= dict.fromkeys(with_trigger(order, config) for order in orders)
+    return tuple(captions)
 
 
 def with_trigger(caption: str, config: DataConfig) -> str:
@@ -43,18 +43,18 @@ def tag_orders(caption: str, config: DataConfig) -> tuple[str, ...]:
     tags = [tag.strip() for tag in caption.split(config.tag_separator) if tag.strip()]
     if not tags:
         return (caption,)
-    kept, loose = tags[: config.keep_tags], tags[config.keep_tags :]
+    leading, loose = tags[: config.keep_tags], tags[config.keep_tags :]
     trigger = config.trigger.strip()
     if trigger in loose:  # the trigger word comes first, wherever it was written
         loose.remove(trigger)
-        kept.insert(0, trigger)
+        leading.insert(0, trigger)
     wanted = min(config.tag_variants, math.factorial(min(len(loose), _FEW_TAGS)))
     orders: dict[str, None] = {}
     for number in range(_MOST_TRIES):
-        places = list(range(len(loose)))
+        order = list(range(len(loose)))
         if number:  # Sorting by a hash and not random.shuffle: the order stays the same across Python versions.
-            places.sort(key=lambda place: (seed_of(config.seed, "tags", caption, number, place), place))
-        orders[f"{config.tag_separator} ".join(kept + [loose[place] for place in places])] = None
+            order.sort(key=lambda index: (seed_of(config.seed, "tags", caption, number, index), index))
+        orders[f"{config.tag_separator} ".join(leading + [loose[index] for index in order])] = None
         if len(orders) == wanted:
             break
     return tuple(orders)

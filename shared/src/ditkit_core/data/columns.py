@@ -40,34 +40,34 @@ def number_of(name: str) -> int | None:
     return int(match[1] or 0) if match else None
 
 
-def media_columns(found: Iterable[str]) -> tuple[str, ...]:
+def media_columns(headers: Iterable[str]) -> tuple[str, ...]:
     """The accepted names of the clip's column, given the headers that are present."""
     first = tuple(name for name in MEDIA_COLUMNS if name not in _FALLBACK)
-    return first if any(name in first for name in found) else MEDIA_COLUMNS
+    return first if any(name in first for name in headers) else MEDIA_COLUMNS
 
 
-def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
+def only_column(where: str, headers: Iterable[str], accepted: tuple[str, ...], kind: str) -> str:
     """The one accepted column among the headers.
 
     Raises:
         UserError: If none of the accepted columns is present, or several are.
     """
-    names = list(found)
+    names = list(headers)
     there = [name for name in names if name in accepted]
     if len(there) > 1:
-        raise UserError(f"{where} has {len(there)} {what} columns, {', '.join(there)}; remove or rename all but one")
+        raise UserError(f"{where} has {len(there)} {kind} columns, {', '.join(there)}; remove or rename all but one")
     if there:
         return there[0]
     remedy = f"accepted: {', '.join(accepted)}"
-    if len(names) == 1 and (apart := next((each for each in (";", "\t", "|") if each in names[0]), "")):
+    if len(names) == 1 and (apart := next((separator for separator in (";", "\t", "|") if separator in names[0]), "")):
         remedy = f"fields must be separated by commas, not by {apart!r}: save the file with commas"
     elif near := next((name for name in names if name.strip().lower() in accepted), ""):
         remedy = f"write {near!r} as {near.strip().lower()!r}"
-    raise UserError(f"{where} has no {what} column: found {', '.join(names) or 'none'}; {remedy}")
+    raise UserError(f"{where} has no {kind} column: found {', '.join(names) or 'none'}; {remedy}")
 
 
 def reference_columns(
-    where: str, found: Iterable[str], *, edits: bool, model_columns: Sequence[str] = ()
+    where: str, headers: Iterable[str], *, edits: bool, model_columns: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """The columns that name references, in the order of the references; empty if there are none.
 
@@ -75,16 +75,16 @@ def reference_columns(
     has columns of its own, because it may mean any of them.
 
     Args:
-        found: The headers that are present, without the model's own columns.
+        headers: The headers that are present, without the model's own columns.
 
     Raises:
         UserError: If a header is a misspelt reference column, is ambiguous, or occurs twice.
     """
-    found = list(found)
-    numbered = {name: number for name in found if (number := number_of(name)) is not None}
-    there = [name for name in found if name in REFERENCE_COLUMNS]
+    headers = list(headers)
+    numbered = {name: number for name in headers if (number := number_of(name)) is not None}
+    there = [name for name in headers if name in REFERENCE_COLUMNS]
     if edits:
-        _refuse_misspelt(where, found, known=[*there, *numbered])
+        _refuse_misspelt(where, headers, valid_headers=[*there, *numbered])
     if numbered and edits:
         if there:
             both = f"{there[0]}, {next(iter(numbered))}"
@@ -92,14 +92,14 @@ def reference_columns(
         if len(set(numbered.values())) < len(numbered):
             raise UserError(f"{where} has a number of {', '.join(numbered)} twice; remove or rename one")
         return tuple(sorted(numbered, key=numbered.__getitem__))
-    own = [*model_columns, *(["references"] if edits else [])]
-    if own and (vague := next((name for name in found if name in numbered or name in OF_THE_MODEL), "")):
+    accepted = [*model_columns, *(["references"] if edits else [])]
+    if accepted and (vague := next((name for name in headers if name in numbered or name in OF_THE_MODEL), "")):
         raise UserError(
-            f"{where} has a column {vague!r}, which is ambiguous for this model; rename it to {_either(own)}, or remove it"
+            f"{where} has a column {vague!r}, which is ambiguous for this model; rename it to {_either(accepted)}, or remove it"
         )
     if there:
         return (only_column(where, there, REFERENCE_COLUMNS, "reference"),)
-    for name in () if edits else found:  # for a model that edits, _refuse_misspelt has checked them above
+    for name in () if edits else headers:  # for a model that edits, _refuse_misspelt has checked them above
         if name in _NO_REFERENCES or name in OF_THE_MODEL or name in numbered:
             continue
         if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
@@ -107,21 +107,21 @@ def reference_columns(
     return ()
 
 
-def _refuse_misspelt(where: str, found: Sequence[str], *, known: Sequence[str]) -> None:
-    """Refuse headers that look like misspelt reference columns; `known` are the headers that are spelt correctly."""
-    for name in found:
-        if name in known or name in _NO_REFERENCES or name in OF_THE_MODEL:
+def _refuse_misspelt(where: str, headers: Sequence[str], *, valid_headers: Sequence[str]) -> None:
+    """Refuse headers that look like misspelt reference columns; `valid_headers` are spelt correctly."""
+    for name in headers:
+        if name in valid_headers or name in _NO_REFERENCES or name in OF_THE_MODEL:
             continue
         lowered = name.lower()
         plain = re.sub(r"_[0-9]+$", "", lowered)
         number = lowered[len(plain) :]
         scores = [(difflib.SequenceMatcher(None, right, plain).ratio(), right) for right in _MISSPELT_FROM]
-        close = max((each for each in scores if each[0] >= _MISSPELT_FROM[each[1]]), default=(0.0, ""))[1]
-        if not close or (known and _NO_MORE_REFERENCES.fullmatch(plain)):
+        close = max((score for score in scores if score[0] >= _MISSPELT_FROM[score[1]]), default=(0.0, ""))[1]
+        if not close or (valid_headers and _NO_MORE_REFERENCES.fullmatch(plain)):
             continue
-        if known:
+        if valid_headers:
             raise UserError(
-                f"{where} has a column {name!r} besides {known[0]!r}; move its references there, in order, or rename it"
+                f"{where} has a column {name!r} besides {valid_headers[0]!r}; move its references there, in order, or rename it"
             )
         if number:
             close = NUMBERED_REFERENCES + number

@@ -148,12 +148,12 @@ class DataConfig:
         """
         for frames in self.lengths:
             several = f"data.frame_buckets = {list(self.frame_buckets)}: {frames}"
-            what = several if self.frame_buckets else f"data.frames = {frames}"
+            length_setting = several if self.frame_buckets else f"data.frames = {frames}"
             if frame_step == 0 and frames != 1:
                 raise UserError(f"{argument('data.frames')} = {frames}: this model takes still images only; set 1")
             if frame_step and (frames - 1) % frame_step:
                 below = 1 + (frames - 1) // frame_step * frame_step
-                raise UserError(f"{what} is not 1 + k * {frame_step}; set {below} or {below + frame_step}")
+                raise UserError(f"{length_setting} is not 1 + k * {frame_step}; set {below} or {below + frame_step}")
         sides = [("resolutions", side) for side in self.resolutions] or [("height", self.height), ("width", self.width)]
         for name, pixels in (*sides, ("bucket_step", self.bucket_step)):
             if (pixels < size_step or pixels % size_step) and not (name == "bucket_step" and pixels == 0):
@@ -200,7 +200,7 @@ class DataConfig:
                 f"{argument('data.repeats')} has {len(self.repeats)} numbers for {named} folders; set one for each, in the same order"
             )
         if len(self.folders) > 1 and (
-            one := [each for each in ("references", "controls", "masks") if getattr(self, each)]
+            one := [setting for setting in ("references", "controls", "masks") if getattr(self, setting)]
         ):
             name = f"data.{one[0]}"
             raise UserError(

@@ -56,20 +56,22 @@ def control_headers(
     """
     names = {name: [column.name for column in meant] for name, meant in named_columns(columns).items()}
     headers = [header for header in headers if isinstance(header, str)]
-    found: dict[str, list[str]] = {}
+    columns_by_header: dict[str, list[str]] = {}
     for header in headers:
-        if header in media and (header not in names or all(each in names for each in headers if each in media)):
+        if header in media and (
+            header not in names or all(media_header in names for media_header in headers if media_header in media)
+        ):
             continue
         if meant := names.get(header) or _first_of_several(where, header, names):
-            alike = [each for each, theirs in found.items() if (len(theirs) > 1) == (len(meant) > 1)]
-            if twice := next((each for each in alike if set(found[each]) & set(meant)), ""):
+            alike = [earlier for earlier, theirs in columns_by_header.items() if (len(theirs) > 1) == (len(meant) > 1)]
+            if twice := next((earlier for earlier in alike if set(columns_by_header[earlier]) & set(meant)), ""):
                 raise UserError(
                     f"{where} has {twice!r} and {header!r}, which mean the same; remove one of the two columns"
                 )
-            found[header] = meant
+            columns_by_header[header] = meant
         elif header not in other and (close := difflib.get_close_matches(header.lower(), names, n=1, cutoff=0.85)):
             raise UserError(f"{where} has a column {header!r}; did you mean {close[0]!r}? Rename it if not")
-    return found
+    return columns_by_header
 
 
 def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -> list[str]:
@@ -102,22 +104,22 @@ def control_values(
         UserError: If a value is not a path (in a text column: neither a text nor numbers), or a list has more values than free columns.
     """
     kinds = {column.name: column.kind for column in columns}
-    found: dict[str, str] = {}
+    column_values: dict[str, str] = {}
     # Headers of one column first: a list fills only the columns that none of them has filled.
-    for header, meant in sorted(headers.items(), key=lambda each: len(each[1])):
+    for header, meant in sorted(headers.items(), key=lambda header_columns: len(header_columns[1])):
         value = row.get(header)
-        left = [name for name in meant if name not in found]
+        free_names = [name for name in meant if name not in column_values]
         values = [value] if len(meant) == 1 or not isinstance(value, list) else value
-        if not all(map(_is_empty, values[len(left) :])):
-            own = [name for name in meant if name not in left]
-            there = f"{len(left)} besides {', '.join(own)}" if own else f"{len(left)}"
+        if not all(map(_is_empty, values[len(free_names) :])):
+            filled_names = [name for name in meant if name not in free_names]
+            there = f"{len(free_names)} besides {', '.join(filled_names)}" if filled_names else f"{len(free_names)}"
             raise UserError(
-                f"{where}: {header!r} names {len(values)} files, but this model takes {there}; remove {len(values) - len(left)}"
+                f"{where}: {header!r} names {len(values)} files, but this model takes {there}; remove {len(values) - len(free_names)}"
             )
-        for name, each in zip(left, values, strict=False):
-            if not _is_empty(each):
-                found[name] = _written(f"{where}: {header!r}", each, kinds[name])
-    return {column.name: found[column.name] for column in columns if column.name in found}
+        for name, item in zip(free_names, values, strict=False):
+            if not _is_empty(item):
+                column_values[name] = _written(f"{where}: {header!r}", item, kinds[name])
+    return {column.name: column_values[column.name] for column in columns if column.name in column_values}
 
 
 def _is_empty(value: object) -> bool:
@@ -149,7 +151,7 @@ def control_folders(written: Sequence[str], columns: Sequence[Column], masks: st
         UserError: If an item is not `column=folder`, or names an unknown column, a column twice, or a folder that does not exist.
     """
     names = {name: meant[0].name for name, meant in named_columns(columns).items()}
-    found: dict[str, Path] = {}
+    folder_by_column: dict[str, Path] = {}
     for item in written:
         name, equals, folder = item.partition("=")
         if not (equals and name.strip() and folder.strip()):
@@ -163,18 +165,18 @@ def control_folders(written: Sequence[str], columns: Sequence[Column], masks: st
             remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
             raise UserError(f"data.controls has {name.strip()!r}, which is not a column of this model; {remedy}")
         column = names[name.strip()]
-        if column in found:
+        if column in folder_by_column:
             raise UserError(f"data.controls names {column} twice; remove one")
         if not is_folder(Path(folder.strip())):
             raise UserError(
                 f"data.controls {item!r}: the path does not exist or is not a folder; {path_remedy(folder.strip())}"
             )
-        found[column] = Path(folder.strip())
+        folder_by_column[column] = Path(folder.strip())
     if masks:
         if not is_folder(Path(masks)):
             raise UserError(f"data.masks {masks} does not exist or is not a folder; {path_remedy(masks)}")
-        found[MASK.name] = Path(masks)
-    return found
+        folder_by_column[MASK.name] = Path(masks)
+    return folder_by_column
 
 
 class Control(NamedTuple):
@@ -205,7 +207,7 @@ def controls_by_name(
     for column in columns:
         if column.name not in folders:
             continue
-        folder, found = folders[column.name], defaultdict[str, list[str]](list)
+        folder, files_by_id = folders[column.name], defaultdict[str, list[str]](list)
         setting = f"data.masks {folder}" if column is MASK else f"data.controls {column.name}={folder}"
         for name in _files(folder, samples):
             path, is_folder = Path(name), (folder / name).is_dir()
@@ -213,10 +215,10 @@ def controls_by_name(
             if accepted is not None and path.suffix.lower() not in accepted and not is_folder:
                 continue
             id = (path if is_folder else path.with_suffix("")).as_posix()
-            found[samples.find(id) or id].append(name)
-        if not found.keys() & set(ids):
+            files_by_id[samples.find(id) or id].append(name)
+        if not files_by_id.keys() & set(ids):
             raise UserError(f"{setting}: no file has the name of a sample; name the files like those in {dataset}")
-        for id, names in found.items():
+        for id, names in files_by_id.items():
             if id in ids:
                 controls[id][column.name] = Control(folder, _only(folder, column, id, names))
             else:
@@ -226,8 +228,8 @@ def controls_by_name(
 
 def _files(folder: Path, ids: Names) -> Iterator[str]:
     """Relative paths of files, and of folders that have the name of a clip."""
-    for place, folders, names in walk(folder):
-        here = place.relative_to(folder)
+    for directory, folders, names in walk(folder):
+        here = directory.relative_to(folder)
         clips = [name for name in folders if ids.find((here / name).as_posix()) is not None]
         yield from ((here / name).as_posix() for name in clips + names)
         folders[:] = [name for name in folders if name not in clips]
@@ -255,7 +257,7 @@ def checked_control(
     """
     if column.kind == "text":
         return name
-    path, what = folder / name, f"{column.name} {folder / name}"
+    path, label = folder / name, f"{column.name} {folder / name}"
     frames = max(window.first + window.frames for window in windows)
     try:
         at = status(path)  # raises for a name that no file can have
@@ -265,12 +267,14 @@ def checked_control(
         raise error.at(column.name) from error
     inside(folder, name, allow_outside=allow_outside)
     if at is None:
-        raise UserError(f"{what} does not exist; {path_remedy(path)}")
+        raise UserError(f"{label} does not exist; {path_remedy(path)}")
     if stat.S_ISREG(at.st_mode) and at.st_size == 0:
-        raise UserError(f"{what} is empty (0 bytes); copy it again")
+        raise UserError(f"{label} is empty (0 bytes); copy it again")
     accepted = _SUFFIXES.get(column.kind)
     if accepted is not None and path.suffix.lower() not in accepted and not (column.kind == "video" and path.is_dir()):
-        raise UserError(f"{what} is not of kind {column.kind} by its extension; accepted: {' '.join(sorted(accepted))}")
+        raise UserError(
+            f"{label} is not of kind {column.kind} by its extension; accepted: {' '.join(sorted(accepted))}"
+        )
     if column.kind in ("image", "video"):
         try:
             if media_kind(path) == "video" and path.is_dir():
@@ -281,19 +285,19 @@ def checked_control(
             raise error.at(column.name) from error
         if not still and there < frames:
             raise UserError(
-                f"{what} has {there} frames at {fps:g} fps, but its clip needs {frames}; make it as long as the clip"
+                f"{label} has {there} frames at {fps:g} fps, but its clip needs {frames}; make it as long as the clip"
             )
         # The column describes one moment of the file (its start, say), so it is wrong for windows that begin later.
         if column.moment and any(window.first for window in windows):
             clips = f"{len(windows)} clips" if len(windows) > 1 else "a clip"
             raise UserError(
-                f"{what} shows how one clip {column.moment}s, but data.windows takes {clips} from its file, not only from the start; "
+                f"{label} shows how one clip {column.moment}s, but data.windows takes {clips} from its file, not only from the start; "
                 'set data.windows = "first", split the file into clips, or leave the column empty for it'
             )
     elif not stat.S_ISREG(at.st_mode):
-        raise UserError(f"{what} is a folder, not a file; correct the path")
+        raise UserError(f"{label} is a folder, not a file; correct the path")
     elif at.st_size > MOST_LIST_BYTES and path.suffix.lower() not in VIDEO_SUFFIXES:
-        raise UserError(f"{what} has {at.st_size} bytes, more than the {MOST_LIST_BYTES} that are read; shorten it")
+        raise UserError(f"{label} has {at.st_size} bytes, more than the {MOST_LIST_BYTES} that are read; shorten it")
     return str(path)
 
 

@@ -151,14 +151,14 @@ def scan(
             resolutions=resolutions_of(config, size_step),
             prefix=prefix,
         )
-        found, not_used = _scan_folder(reader, key)
-        _check_read_once(found, folder, read_from)
-        samples += found
+        folder_samples, not_used = _scan_folder(reader, key)
+        _check_read_once(folder_samples, folder, read_from)
+        samples += folder_samples
         left_out += not_used
     return Dataset(
         samples=sorted(samples, key=lambda sample: sample.id),
-        excluded=[each[:2] for each in left_out],
-        kinds=[each.kind for each in left_out],
+        excluded=[exclusion[:2] for exclusion in left_out],
+        kinds=[exclusion.kind for exclusion in left_out],
         fps=config.fps or fps,
     )
 
@@ -186,8 +186,8 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     """The samples of one folder, and the files that were left out."""
     config, folder = reader.config, Path(reader.config.folder)
     control_paths = control_folders(config.controls, reader.columns, config.masks)
-    for name, place in control_paths.items():
-        if place.resolve() == folder.resolve():
+    for name, control_folder in control_paths.items():
+        if control_folder.resolve() == folder.resolve():
             setting = "data.masks" if name == MASK.name else f"data.controls {name}"
             raise UserError(f"{setting} is {key} {folder} itself; put the files into a folder of their own")
     by_id, unread = _entries_by_id(reader, control_paths)
@@ -219,7 +219,9 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
         reason = f"first of {len(problems)}: {problems[0][1]}" if problems else f"no media file; accepted: {accepted}"
         message = f"{key} {folder} has no usable sample ({reason})"
-        raise NothingToTrain(message, [each[:2] for each in left_out], [each.kind for each in left_out])
+        raise NothingToTrain(
+            message, [exclusion[:2] for exclusion in left_out], [exclusion.kind for exclusion in left_out]
+        )
     return samples, left_out
 
 
@@ -324,8 +326,8 @@ class _Reader:
             self._check_image_folder(media)
         # Opened here, before `encoding` hashes and decodes the file, so that errors show before anything slow begins. If only
         # the first window is used, its timestamps are enough.
-        whole = self.config.windows != "first"
-        there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
+        all_windows = self.config.windows != "first"
+        there = available(media, self.fps, at_most=None if all_windows else max(self.config.lengths))
         height, width = size_of(there.height, there.width, self.resolutions)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)
         mask = self._control(MASK, media, entry, controls, windows)
@@ -339,9 +341,9 @@ class _Reader:
             frames=1,
             references=self._references(media, entry, references),
             controls={
-                column.name: given
+                column.name: control
                 for column in self.columns
-                if (given := self._control(column, media, entry, controls, windows)) is not None
+                if (control := self._control(column, media, entry, controls, windows)) is not None
             },
             mask=None if mask is None else checked_mask(Path(mask), media, (there.height, there.width)),
             repeats=(*self.config.repeats, 1.0)[0],
@@ -378,14 +380,14 @@ class _Reader:
         self, column: Column, media: Path, entry: Record, named: Mapping[str, Control], windows: Sequence[Window]
     ) -> str | None:
         """The path of a file, or the text, that a clip has in a column."""
-        own, other = entry.controls.get(column.name), named.get(column.name)
-        folder, name = other or Control(Path(self.config.folder), own or "")
+        entry_control, other = entry.controls.get(column.name), named.get(column.name)
+        folder, name = other or Control(Path(self.config.folder), entry_control or "")
         if isinstance(name, UserError):
             raise name
-        if own is not None and other is not None:
-            places = "of its own and in data.masks" if column is MASK else "in the metadata and in data.controls"
-            raise UserError(f"{media} has {column.name} {places}; remove one of the two")
-        if own is None and other is None:
+        if entry_control is not None and other is not None:
+            sources = "of its own and in data.masks" if column is MASK else "in the metadata and in data.controls"
+            raise UserError(f"{media} has {column.name} {sources}; remove one of the two")
+        if entry_control is None and other is None:
             if column.required:
                 raise UserError(
                     f"{media} has no {column.name}, which this model requires; add it to the metadata, or to {argument('data.controls')}"
@@ -417,11 +419,11 @@ class _Reader:
 def _check_single(id: str, entries: Sequence[Record], folder: Path) -> None:
     if len(entries) == 1:
         return
-    if len({os.path.normpath(each.media) for each in entries}) == 1:
+    if len({os.path.normpath(entry.media) for entry in entries}) == 1:
         raise UserError(
             f"{entries[0].media} is listed {len(entries)} times in {folder}; list it once, with a list of its captions in .jsonl or .json"
         )
-    names = " and ".join(each.media for each in entries)
+    names = " and ".join(entry.media for entry in entries)
     raise UserError(f"{names} in {folder} have the same name {id!r}; rename or remove all but one")
 
 

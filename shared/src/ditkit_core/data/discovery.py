@@ -65,20 +65,20 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
         UserError: If the metadata as a whole cannot be used.
     """
     folder = reader.folder
-    found = (
+    list_names = (
         [reader.stored(metadata)]
         if metadata
         else lists_of(folder, skip=reader.skip, image_folders=reader.image_folders)
     )
-    if len(found) > 1:
+    if len(list_names) > 1:
         raise UserError(
-            f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; set data.metadata to the right one"
+            f"{folder} has {'both ' * (len(list_names) == 2)}{' and '.join(list_names)}; set data.metadata to the right one"
         )
-    if not found:
+    if not list_names:
         return list(_caption_files(reader)), _not_read(reader)
-    path = folder / found[0]
+    path = folder / list_names[0]
     if status(path) is None:
-        raise UserError(f"data.metadata {path} does not exist; {_path_remedy(folder, found[0])}")
+        raise UserError(f"data.metadata {path} does not exist; {_path_remedy(folder, list_names[0])}")
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
     if path.name.lower() in MEDIA_LISTS:
         readers[".txt"] = _line_lists
@@ -125,17 +125,17 @@ def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = F
     Raises:
         UserError: If the folder cannot be read.
     """
-    if found := [name for name in METADATA_NAMES if status(folder / name) is not None]:
-        return found
-    if found := [name for name in entries(folder) if name.lower() in METADATA_NAMES]:
-        return found
-    found = _both_lists(folder, image_folders)
-    if not found and status(folder / _PARQUET) is not None:
-        found = [_PARQUET]
+    if names := [name for name in METADATA_NAMES if status(folder / name) is not None]:
+        return names
+    if names := [name for name in entries(folder) if name.lower() in METADATA_NAMES]:
+        return names
+    names = _both_lists(folder, image_folders)
+    if not names and status(folder / _PARQUET) is not None:
+        names = [_PARQUET]
     texts = _Texts(folder)
-    if found and any(map(texts.of, media_files(folder, skip=skip, image_folders=image_folders))):
+    if names and any(map(texts.of, media_files(folder, skip=skip, image_folders=image_folders))):
         return []
-    return found
+    return names
 
 
 def _both_lists(folder: Path, image_folders: bool) -> list[str]:
@@ -170,17 +170,21 @@ class _Texts:
         return exact or self._similar(media)
 
     def _similar(self, media: str) -> list[str]:
-        place = Path(media).parent
-        if place not in self._listed:
-            listed = entries(self._folder / place)
+        directory = Path(media).parent
+        if directory not in self._listed:
+            listed = entries(self._folder / directory)
             stems = {_stem(name) for name in listed if called_like_media(name)}
-            self._listed[place] = Names(listed), stems
-        names, stems = self._listed[place]
-        own = dict.fromkeys((Path(_stem(media)).name, Path(media).name))
-        found = [text for name in own for suffix in CAPTION_SUFFIXES for text in names.similar(f"{name}{suffix}")]
+            self._listed[directory] = Names(listed), stems
+        names, stems = self._listed[directory]
+        text_stems = dict.fromkeys((Path(_stem(media)).name, Path(media).name))
+        candidates = [
+            text for name in text_stems for suffix in CAPTION_SUFFIXES for text in names.similar(f"{name}{suffix}")
+        ]
         # `A.png` does not take the caption of `a.png`.
-        free = [text for text in dict.fromkeys(found) if Path(text).stem in own or Path(text).stem not in stems]
-        return [(place / text).as_posix() for text in free if is_regular(self._folder / place / text)]
+        free = [
+            text for text in dict.fromkeys(candidates) if Path(text).stem in text_stems or Path(text).stem not in stems
+        ]
+        return [(directory / text).as_posix() for text in free if is_regular(self._folder / directory / text)]
 
 
 def _stem(media: str) -> str:
@@ -191,11 +195,11 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
     """The records of a folder without metadata: every media file, with the caption in a text file next to it."""
     folder = reader.folder
     lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
-    found = list(media_files(folder, skip=reader.skip, image_folders=reader.image_folders))
+    media_paths = list(media_files(folder, skip=reader.skip, image_folders=reader.image_folders))
     texts = _Texts(folder)
-    masks = _masks_by_clip(found, texts)
+    masks = _masks_by_clip(media_paths, texts)
     are_masks = {mask for names in masks.values() for mask in names}
-    for media in (each for each in found if each not in are_masks):
+    for media in (path for path in media_paths if path not in are_masks):
         try:
             if called_like_media(media) and is_folder(folder / media):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
@@ -209,14 +213,16 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
                     f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
                 )
             text = read_dataset_text(folder, there[0], allow_outside=reader.allow_outside)
-            own = masks.get(_stem(media), [])
-            if len(own) > 1:
-                raise UserError(f"{' and '.join(own)} in {folder} are both the mask of {media}; remove all but one")
+            clip_masks = masks.get(_stem(media), [])
+            if len(clip_masks) > 1:
+                raise UserError(
+                    f"{' and '.join(clip_masks)} in {folder} are both the mask of {media}; remove all but one"
+                )
             captions = reader.split(f"caption {folder / there[0]}", [text])
-            yield Record(media=media, captions=captions, controls={MASK.name: own[0]} if own else {})
+            yield Record(media=media, captions=captions, controls={MASK.name: clip_masks[0]} if clip_masks else {})
         except UserError as error:
             yield Record(media=media, problem=error)
-    if not found:
+    if not media_paths:
         _hint_at_tables(folder)
 
 
@@ -224,9 +230,9 @@ def _masks_by_clip(media: Sequence[str], texts: _Texts) -> dict[str, list[str]]:
     """The masks among the media files of a folder, by the name of their clip; a file with a caption of its own is a sample."""
     masks: dict[str, list[str]] = defaultdict(list)
     stems = Names(map(_stem, media))
-    for each in media:
-        if (clip := clip_of_mask(_stem(each), stems)) is not None and not texts.of(each):
-            masks[clip].append(each)
+    for path in media:
+        if (clip := clip_of_mask(_stem(path), stems)) is not None and not texts.of(path):
+            masks[clip].append(path)
     return masks
 
 
@@ -236,7 +242,7 @@ def _hint_at_tables(folder: Path) -> None:
     Raises:
         UserError: If there is such a table; the message names it.
     """
-    table = next((each for pattern in ("*.parquet", "*/*.parquet") for each in sorted(folder.glob(pattern))), None)
+    table = next((path for pattern in ("*.parquet", "*/*.parquet") for path in sorted(folder.glob(pattern))), None)
     if table is not None:
         raise UserError(
             f"{folder} has no media files, only {table.relative_to(folder)}: Parquet tables are not supported; write the images or "
@@ -251,13 +257,13 @@ def _hint_at_lists(reader: Reader) -> str:
         return f', or set data.metadata = "{both[0]}" if that lists the clips'
     names = entries(folder)
     if half := _lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), reader.image_folders)[:1]:
-        other, what = (CAPTION_LISTS[0], "clips") if half[0] in MEDIA_LISTS else (MEDIA_LISTS[0], "captions")
-        return f", or, if {half[0]} lists {what}, write {other} next to it, line by line"
+        other, content = (CAPTION_LISTS[0], "clips") if half[0] in MEDIA_LISTS else (MEDIA_LISTS[0], "captions")
+        return f", or, if {half[0]} lists {content}, write {other} next to it, line by line"
     kinds = {Path(name).suffix for name in METADATA_NAMES}
-    found = [name for name in names if Path(name).suffix.lower() in kinds]
-    if not found or any(name.lower().endswith(".txt") for name in names):
+    candidates = [name for name in names if Path(name).suffix.lower() in kinds]
+    if not candidates or any(name.lower().endswith(".txt") for name in names):
         return ""
-    return f", or set data.metadata = {json.dumps(found[0], ensure_ascii=False)} if that lists clips and captions"
+    return f", or set data.metadata = {json.dumps(candidates[0], ensure_ascii=False)} if that lists clips and captions"
 
 
 def _hint_at_shots(reader: Reader, media: str) -> str:
@@ -276,11 +282,11 @@ def names_of(folders: Sequence[str]) -> list[str]:
         return [""]
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
-    for own in parts:
+    for path_parts in parts:
         count = 1
-        while count < len(own) and sum(other[-count:] == own[-count:] for other in parts) > 1:
+        while count < len(path_parts) and sum(other[-count:] == path_parts[-count:] for other in parts) > 1:
             count += 1
-        names.append("/".join(own[-count:]) + "/")
+        names.append("/".join(path_parts[-count:]) + "/")
     return names
 
 
@@ -293,12 +299,14 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
     Raises:
         UserError: If a folder cannot be read.
     """
-    for place, folders, names in walk(folder, skip=skip):
-        if image_folders and place != Path(folder) and not folders and numbered(names):
-            yield place.relative_to(folder).as_posix()
+    for directory, folders, names in walk(folder, skip=skip):
+        if image_folders and directory != Path(folder) and not folders and numbered(names):
+            yield directory.relative_to(folder).as_posix()
             continue
         yield from (
-            (place / name).relative_to(folder).as_posix() for name in sorted(folders + names) if called_like_media(name)
+            (directory / name).relative_to(folder).as_posix()
+            for name in sorted(folders + names)
+            if called_like_media(name)
         )
         folders[:] = [name for name in folders if not called_like_media(name)]
 
@@ -306,21 +314,21 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
 def _not_read(reader: Reader) -> list[tuple[str, str]]:
     """The images and videos of formats that are not read, and other files with a caption: for each format its files and the reason."""
     by_format: dict[str, list[str]] = defaultdict(list)
-    for place, _, names in walk(reader.folder, skip=reader.skip):
+    for directory, _, names in walk(reader.folder, skip=reader.skip):
         paths = list(map(Path, names))
         read = {path.stem for path in paths if called_like_media(path)}
         captioned = {path.stem for path in paths if path.suffix.lower() in CAPTION_SUFFIXES} - read
         for path in paths:
             suffix = path.suffix.lower()
-            known = suffix in _NOT_READ and not called_like_media(path)
-            if known or (path.stem in captioned and suffix not in _NO_MEDIA):
-                by_format[suffix].append((place / path).relative_to(reader.folder).as_posix())
-    found = []
+            is_unread_media = suffix in _NOT_READ and not called_like_media(path)
+            if is_unread_media or (path.stem in captioned and suffix not in _NO_MEDIA):
+                by_format[suffix].append((directory / path).relative_to(reader.folder).as_posix())
+    unread = []
     for suffix, files in sorted(by_format.items()):
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         extra = ", or install the extra heic of ditkit-core (pillow-heif)" if suffix in HEIC_SUFFIXES else ""
-        found.append((files[0] + more, f"{suffix} is not read; convert to png, jpg or mp4{extra}"))
-    return found
+        unread.append((files[0] + more, f"{suffix} is not read; convert to png, jpg or mp4{extra}"))
+    return unread
 
 
 def _not_listed(reader: Reader, path: Path, entries: Sequence[Record]) -> list[tuple[str, str]]:
@@ -353,7 +361,12 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     clips, texts = _lines(text), _lines(_read_list(reader, captions))
     if len(clips) != len(texts):
         empty = next(
-            ((file, each.index("") + 1) for file, each in ((captions, texts), (path, clips)) if "" in each), None
+            (
+                (file, file_lines.index("") + 1)
+                for file, file_lines in ((captions, texts), (path, clips))
+                if "" in file_lines
+            ),
+            None,
         )
         remedy = "write one caption per file, each on one line"
         if empty is not None:
@@ -362,7 +375,7 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
             f"{path} has {len(clips)} lines but {captions} has {len(texts)}: line i of one belongs to line i of the other; {remedy}"
         )
     # Each line is one caption: with data.captions = "lines" U+2028 and the like would split it again.
-    whole = replace(reader, captions="whole")
+    line_reader = replace(reader, captions="whole")
     for line, (media, caption) in enumerate(zip(clips, texts, strict=True), start=1):
         if not (media or caption):
             continue
@@ -372,7 +385,7 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
                 raise UserError(
                     f"{where} is empty, but {captions.name} has a caption there; name its file, or remove both lines"
                 )
-            split = whole.split(f"{captions} line {line}", [caption])
+            split = line_reader.split(f"{captions} line {line}", [caption])
             media = reader.stored(media)
             reader.check_media(where, [media])
             yield Record(media=media, captions=split)
@@ -382,18 +395,18 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
 
 def _caption_list(reader: Reader, media: Path) -> Path:
     """The caption list next to a media list."""
-    found = _lists_in(media.parent, CAPTION_LISTS, reader.image_folders)
-    if not found:
+    names = _lists_in(media.parent, CAPTION_LISTS, reader.image_folders)
+    if not names:
         raise UserError(
             f"{media} lists clips, but there is no caption list next to it; write one to "
             f"{media.parent / CAPTION_LISTS[0]}, line by line"
         )
-    if len(found) > 1:
-        both = "both " if len(found) == 2 else ""
+    if len(names) > 1:
+        both = "both " if len(names) == 2 else ""
         raise UserError(
-            f"{media.parent} has {both}{' and '.join(found)} for {media.name}; remove or rename all but one"
+            f"{media.parent} has {both}{' and '.join(names)} for {media.name}; remove or rename all but one"
         )
-    return media.parent / found[0]
+    return media.parent / names[0]
 
 
 def _lines(text: str) -> list[str]:

@@ -71,7 +71,7 @@ class Reader:
 
     @property
     def files(self) -> Sequence[Column]:
-        """The model's columns, and that of the loss mask."""
+        """The model's columns, and the column of the loss mask."""
         return (*self.columns, MASK)
 
     def stored(self, path: str) -> str:
@@ -99,11 +99,11 @@ class Reader:
         Raises:
             UserError: If a text is empty, too long, or not valid UTF-8.
         """
-        found = []
+        captions = []
         for text in texts:
             lines = text.splitlines() if self.captions == "lines" else [text]
-            kept = [line.strip() for line in lines if line.strip()]
-            if not kept:
+            text_captions = [line.strip() for line in lines if line.strip()]
+            if not text_captions:
                 raise UserError(f"{where} is empty; fill it in or remove the clip")
             if len(text) > MOST_CHARACTERS:
                 raise UserError(
@@ -115,8 +115,8 @@ class Reader:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise UserError(f"{where} contains a lone surrogate (half of a character); correct the text") from error
-            found += kept
-        return tuple(found)
+            captions += text_captions
+        return tuple(captions)
 
 
 def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
@@ -141,27 +141,27 @@ def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         yield _record(reader, f"{path} entry {index + 1}", functools.partial(rows.__getitem__, index), _json_paths)
 
 
-def _json(where: str, text: str, what: str) -> object:
-    """The value of a JSON text; `what` it is, a line or a file, is for messages."""
+def _json(where: str, text: str, unit: str) -> object:
+    """The value of a JSON text; `unit` it is, a line or a file, is for messages."""
     try:
         return json.loads(text, object_pairs_hook=functools.partial(_object, where))
     except json.JSONDecodeError as error:
-        where += f" line {error.lineno}" if what == "file" else ""
+        where += f" line {error.lineno}" if unit == "file" else ""
         reason = f"is not valid JSON ({error.msg}, column {error.colno})"
     except RecursionError:
         reason = "is nested too deeply"
     except ValueError:  # Python's limit on the digits of an integer
         reason = "has a number with too many digits"
-    raise UserError(f"{where} {reason}; correct the {what}")
+    raise UserError(f"{where} {reason}; correct the {unit}")
 
 
 def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
+    fields = dict(pairs)
     # json.loads keeps the last of two equal keys: one caption would silently replace the other.
-    if len(found) < len(pairs):
+    if len(fields) < len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
         raise UserError(f"{where} has {twice!r} twice; remove one")
-    return found
+    return fields
 
 
 def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
@@ -214,15 +214,15 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
     column = only_column(where, plain, media_columns(plain), "media")
     (media,) = map(reader.stored, _texts(f"{where}: {column!r}", [row[column]]))
     column = only_column(where, plain, CAPTION_COLUMNS, "caption")
-    given = row[column]
+    caption = row[column]
     named = f"{where}: {column!r}"
-    captions = reader.split(named, _texts(named, given if isinstance(given, list) else [given]))
+    captions = reader.split(named, _texts(named, caption if isinstance(caption, list) else [caption]))
     references = tuple(
         reader.stored(path)
         for name in _reference_columns(reader, where, plain)
         for path in paths(f"{where}: {name!r}", row[name])
     )
-    texts = {each.name for each in reader.files if each.kind == "text"}
+    texts = {file_column.name for file_column in reader.files if file_column.kind == "text"}
     written = control_values(where, row, reader.files, headers)
     controls = {name: value if name in texts else reader.stored(value) for name, value in written.items()}
     reader.check_media(where, (media, *references))
@@ -230,31 +230,33 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
 
 
 def _reference_columns(reader: Reader, where: str, headers: Collection[str]) -> tuple[str, ...]:
-    return reference_columns(where, headers, edits=reader.edits, model_columns=[each.name for each in reader.columns])
+    return reference_columns(
+        where, headers, edits=reader.edits, model_columns=[column.name for column in reader.columns]
+    )
 
 
-def _json_paths(where: str, given: object) -> tuple[str, ...]:
+def _json_paths(where: str, value: object) -> tuple[str, ...]:
     """The paths in a JSON value: one path, a list of paths, or null for none."""
-    if given is None or given == []:
+    if value is None or value == []:
         return ()
-    return _texts(where, given if isinstance(given, list) else [given])
+    return _texts(where, value if isinstance(value, list) else [value])
 
 
-def _csv_paths(where: str, given: object) -> tuple[str, ...]:
+def _csv_paths(where: str, cell: object) -> tuple[str, ...]:
     """The paths in a CSV field: one path, a JSON list of paths, or nothing."""
-    if not isinstance(given, str) or not given.strip():
+    if not isinstance(cell, str) or not cell.strip():
         return ()
-    if not given.lstrip().startswith("["):
-        return _texts(where, [given])
+    if not cell.lstrip().startswith("["):
+        return _texts(where, [cell])
     try:
-        return _json_paths(where, json.loads(given))
+        return _json_paths(where, json.loads(cell))
     except ValueError as error:
         raise UserError(f'{where} is not a JSON list; write one path, or ["first.png", "second.png"]') from error
 
 
-def _csv_list(where: str, given: object) -> object:
+def _csv_list(where: str, cell: object) -> object:
     """The list in a CSV field, or the field as written: the name of a single file may also begin with a bracket."""
-    return list(_csv_paths(where, given)) if isinstance(given, str) and _LIST.match(given) else given
+    return list(_csv_paths(where, cell)) if isinstance(cell, str) and _LIST.match(cell) else cell
 
 
 def _texts(where: str, values: Sequence[object]) -> tuple[str, ...]:

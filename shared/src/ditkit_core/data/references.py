@@ -40,7 +40,7 @@ def references_by_name(
     folder = Path(config.references)
     if not is_folder(folder):
         raise UserError(f"data.references {folder} does not exist or is not a folder; {path_remedy(folder)}")
-    places: dict[str, dict[int | None, list[str]]] = defaultdict(lambda: defaultdict(list))
+    files_by_id: dict[str, dict[int | None, list[str]]] = defaultdict(lambda: defaultdict(list))
     samples = Names(ids)
     left_over = []
     for file in media_files(folder):
@@ -48,17 +48,17 @@ def references_by_name(
         numbered = re.fullmatch(r"(.+)_(\d{1,9})", stem, re.ASCII)
         # A sample that is itself named cat_0 owns cat_0.png; the file is then no reference of the sample cat.
         if (id := samples.find(stem)) is not None:
-            places[id][None].append(file)
+            files_by_id[id][None].append(file)
         elif numbered and (id := samples.find(numbered[1])) is not None:
-            places[id][int(numbered[2])].append(file)
+            files_by_id[id][int(numbered[2])].append(file)
         else:
             left_over.append(file)
-    if not places:
+    if not files_by_id:
         there = f"none of its {len(left_over)} images (first: {left_over[0]})" if left_over else "no image in it"
         raise UserError(
             f"data.references {folder}: {there} has the name of a sample; name them like the images in {config.folder}"
         )
-    named = {id: _in_order(folder, id, files) for id, files in places.items()}
+    named = {id: _in_order(folder, id, files) for id, files in files_by_id.items()}
     return named, [str(folder / file) for file in left_over]
 
 

@@ -49,14 +49,14 @@ def stored_path(folder: Path, path: str) -> str:
     """
     if os.path.lexists(folder / path) or "\0" in path:
         return path
-    place, parts = Path(folder), []
+    directory, parts = Path(folder), []
     for part in Path(path).parts:
         wanted = unicodedata.normalize("NFC", part)
-        same = [name for name in entries(place) if unicodedata.normalize("NFC", name) == wanted]
-        if part in same or os.path.lexists(place / part):  # `..`, the root of an absolute path
+        same = [name for name in entries(directory) if unicodedata.normalize("NFC", name) == wanted]
+        if part in same or os.path.lexists(directory / part):  # `..`, the root of an absolute path
             same = [part]
         if len(same) != 1:
             return path
         parts.append(same[0])
-        place = place / same[0]
+        directory = directory / same[0]
     return str(Path(*parts))

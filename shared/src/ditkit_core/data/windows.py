@@ -50,9 +50,9 @@ def windows_of(there: int, config: DataConfig, name: str) -> list[Window]:
 
 def _one_after_the_other(there: int, lengths: Sequence[int]) -> list[Window]:
     """Windows without gaps, each the longest that fits into the remaining frames; a remainder that is too short is dropped."""
-    found: list[Window] = []
+    windows: list[Window] = []
     at = 0
     while frames := longest_that_fits(there - at, lengths):
-        found.append(Window(len(found), at, frames))
+        windows.append(Window(len(windows), at, frames))
         at += frames
-    return found
+    return windows

@@ -33,7 +33,7 @@ VIDEO_SUFFIXES = frozenset(_COMMON | {".mpg", ".mpeg", ".ts", ".mts", ".m2ts", "
 IMAGE_SUFFIXES = still.SUFFIXES
 
 _LONG = 32.0
-"""An image whose aspect ratio is this many times that of its clip is cropped before it is resized."""
+"""An image whose aspect ratio is this many times the aspect ratio of its clip is cropped before it is resized."""
 _KEPT_OF_LONG = 4.0
 """Length that is kept then, in lengths of the part that is left at the end; the rest is a margin for the filter."""
 
@@ -106,15 +106,15 @@ def probe(path: Path) -> MediaInfo:
         height, width = images.size()
         seconds = len(images.files) / images.fps if images.fps else 0.0
         return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=images.fps, rotation=0)
-    found = video.survey(path)
+    survey = video.survey(path)
     return MediaInfo(
         kind="video",
-        width=found.width,
-        height=found.height,
-        seconds=found.timeline.seconds,
-        fps=found.timeline.count / max(found.timeline.seconds, SLACK_SECONDS),
-        rotation=90 * found.orientation.quarter_turns,
-        is_mirrored=found.orientation.is_mirrored,
+        width=survey.width,
+        height=survey.height,
+        seconds=survey.timeline.seconds,
+        fps=survey.timeline.count / max(survey.timeline.seconds, SLACK_SECONDS),
+        rotation=90 * survey.orientation.quarter_turns,
+        is_mirrored=survey.orientation.is_mirrored,
     )
 
 
@@ -144,10 +144,10 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
         images = open_folder(path)
         there = images.frames(fps)
         return Available(there if at_most is None else min(there, at_most), *images.size())
-    found = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
+    survey = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
     # Without the slack a duration that is rounded up to a millisecond would count one frame too many.
-    frames = max(1, math.ceil((found.timeline.seconds - SLACK_SECONDS) * fps))
-    return Available(frames if at_most is None else min(frames, at_most), found.height, found.width)
+    frames = max(1, math.ceil((survey.timeline.seconds - SLACK_SECONDS) * fps))
+    return Available(frames if at_most is None else min(frames, at_most), survey.height, survey.width)
 
 
 def read_clip(
@@ -189,7 +189,7 @@ def stored_images(
 ) -> Iterator[RgbImage]:
     """The images of a clip at their stored size; if an image stays on screen, the same object is yielded again.
 
-    Args, and the errors raised, are those of `read_clip`.
+    Args and errors: see `read_clip`.
     """
     if _checked(path) == "image":
         if frames != 1:

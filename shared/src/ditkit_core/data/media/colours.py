@@ -44,9 +44,9 @@ _PRIMARIES: dict[int, tuple[str, Chromaticities]] = {
     11: ("DCI-P3", (0.314, 0.351, 0.680, 0.320, 0.265, 0.690, 0.150, 0.060)),
     12: ("Display P3", (0.3127, 0.3290, 0.680, 0.320, 0.265, 0.690, 0.150, 0.060)),
 }
-"""Primaries that are wider than those of sRGB, by number. The others of television are too near to it for a viewer to tell."""
+"""Primaries that are wider than sRGB's, by number. The others of television are too near to it for a viewer to tell."""
 _NEAR_SRGB = (1, 2, 5, 6, 7)
-"""Primaries that are read as those of sRGB; 2 is unspecified."""
+"""Primaries that are read as sRGB's; 2 is unspecified."""
 _SRGB_TRANSFERS = (1, 2, 4, 6, 13, 14, 15)
 """Transfers that displays show with the curve of sRGB; 2 is unspecified."""
 
@@ -100,14 +100,14 @@ def stored_colours(image: "Image", path: Path) -> StoredColours | None:
 
 
 class WidePrimaries(NamedTuple):
-    """Primaries of a video's frames that are wider than those of sRGB."""
+    """Primaries of a video's frames that are wider than sRGB's."""
 
     name: str
     to_srgb: Callable[[Pixels], Pixels]
 
 
 def wide_primaries(primaries: int, transfer: int) -> WidePrimaries | None:
-    """The conversion of frames; None for those of sRGB and the like, and for HDR, which is tone mapped.
+    """The conversion of frames; None for sRGB's primaries and the like, and for HDR, which is tone mapped.
 
     Args:
         primaries: Number of H.273; likewise `transfer`.
@@ -323,8 +323,8 @@ def _matrix(chromaticities: Chromaticities) -> NDArray[np.float64]:
 
 def _converted(pixels: Pixels, curve: _Curve, matrix: NDArray[np.float64]) -> Pixels:
     light = curve(np.arange(256) / 255).astype(np.float32)
-    mixed = light[pixels] @ matrix.T.astype(np.float32)
-    return _light_to_srgb()[(mixed.clip(0, 1) * 65535 + 0.5).astype(np.uint16)]
+    linear_rgb = light[pixels] @ matrix.T.astype(np.float32)
+    return _light_to_srgb()[(linear_rgb.clip(0, 1) * 65535 + 0.5).astype(np.uint16)]
 
 
 def _rgb_converter(curve: _Curve, chromaticities: Chromaticities) -> "Callable[[Image], Image]":

@@ -31,10 +31,10 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
     """
     number = error.errno if isinstance(error, OSError) else errno.ENOMEM
     if number in _OF_THE_MACHINE:
-        what = "the disk fails" if number == errno.EIO else "memory, threads or open files are short"
+        cause = "the disk fails" if number == errno.EIO else "memory, threads or open files are short"
         remedy = "check the disk" if number == errno.EIO else "stop other programs, or raise the limits (ulimit -a)"
         raise EnvironmentFault(
-            f"{path} cannot be read because {what} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
+            f"{path} cannot be read because {cause} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
         ) from error
 
 
@@ -96,14 +96,14 @@ def status(path: Path) -> os.stat_result | None:
 
 def is_regular(path: Path) -> bool:
     """Whether there is a regular file, links followed. Opening a named pipe would wait until somebody writes to it."""
-    found = status(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    file_status = status(path)
+    return file_status is not None and stat.S_ISREG(file_status.st_mode)
 
 
 def is_folder(path: Path) -> bool:
     """Whether there is a folder, links followed."""
-    found = status(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    file_status = status(path)
+    return file_status is not None and stat.S_ISDIR(file_status.st_mode)
 
 
 def walk(folder: Path, *, skip: Iterable[Path] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -114,14 +114,14 @@ def walk(folder: Path, *, skip: Iterable[Path] = ()) -> Iterator[tuple[Path, lis
     Raises:
         UserError: If a folder cannot be read.
     """
-    visited = {os.path.realpath(each) for each in skip}
-    for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
-        real = os.path.realpath(place)
+    visited = {os.path.realpath(path) for path in skip}
+    for directory, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
+        real = os.path.realpath(directory)
         # A link may lead back to a folder above it, which would never end. Two links to one folder would list its clips twice.
         folders[:] = [] if real in visited else sorted(name for name in folders if name[0] != ".")
         if real not in visited:
             visited.add(real)
-            yield Path(place), folders, sorted(name for name in names if name[0] != ".")
+            yield Path(directory), folders, sorted(name for name in names if name[0] != ".")
 
 
 def _cannot_list(error: OSError) -> None:

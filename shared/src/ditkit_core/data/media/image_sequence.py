@@ -59,12 +59,12 @@ class ImageFolder:
             UserError: If an image cannot be read, or the last time is after the last image.
         """
         for time in times:
-            place = time * (self.fps or fps)
-            if place >= len(self.files):
+            position = time * (self.fps or fps)
+            if position >= len(self.files):
                 raise UserError(
                     f"{self.files[0].parent} has {len(self.files)} images, but a frame at {time:.2f} s was requested; lower data.frames"
                 )
-            index = min(math.floor(place + _ROUNDING), len(self.files) - 1)
+            index = min(math.floor(position + _ROUNDING), len(self.files) - 1)
             yield still.read_image(self.files[index], as_stored=as_stored)
 
 

@@ -65,7 +65,7 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
         ) from error
 
 
-def random_model(name: str, kind: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+def random_model(name: str, kind: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
     """A module of a library, in eval mode, with random weights seeded by `name`.
 
     Args:
@@ -73,7 +73,7 @@ def random_model(name: str, kind: Callable[..., Any], *given: Any, **settings: A
     """
     # The library's own initialisation also uses the global generator; forking keeps the caller's random state as it was.
     with torch.random.fork_rng(devices=[]):
-        model = kind(*given, **settings)
+        model = kind(*arguments, **settings)
     randomise(model, name)
     return model.eval()
 
