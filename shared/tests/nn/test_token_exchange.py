@@ -19,7 +19,7 @@ def exchanges(num, lengths):
 def test_parts_of_all_ranks_are_all_tokens(monkeypatch, num, lengths, dtype):
     x = torch.arange(2 * sum(lengths) * 3).reshape(2, sum(lengths), 3).to(dtype)
     every = exchanges(num, lengths)
-    parts = [each.own(x, lengths) for each in every]
+    parts = [each.rank_part(x, lengths) for each in every]
     assert {part.shape for part in parts} == {(2, sum(-(-length // num) for length in lengths), 3)}
     for each, part in zip(every, parts, strict=True):
         monkeypatch.setattr(each.ranks, "all_gather", lambda given: torch.stack(parts), raising=False)
@@ -28,13 +28,13 @@ def test_parts_of_all_ranks_are_all_tokens(monkeypatch, num, lengths, dtype):
 
 def test_a_part_keeps_no_other_tokens_in_memory():
     x = torch.ones(1, 8, 3)
-    part = exchanges(4, (8,))[1].own(x, (8,))
+    part = exchanges(4, (8,))[1].rank_part(x, (8,))
     assert part.untyped_storage().nbytes() == x.nbytes // 4
 
 
 def test_padding_is_behind_the_last_token():
     x = torch.arange(1.0, 6.0).reshape(1, 5, 1)
-    parts = [each.own(x, (5,)).flatten().tolist() for each in exchanges(4, (5,))]
+    parts = [each.rank_part(x, (5,)).flatten().tolist() for each in exchanges(4, (5,))]
     assert parts == [[1, 2], [3, 4], [5, 0], [0, 0]]
 
 

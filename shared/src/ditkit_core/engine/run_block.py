@@ -62,13 +62,13 @@ def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) ->
     replayed, region = Replayed(body, hook), Region(kept_ops(names), hook)
     calls = calls_in_force()
     # Counted over this block alone: the counts go on over all blocks of the forward.
-    before = 0 if calls is None else calls.made.total()
+    before = 0 if calls is None else calls.counts.total()
     outputs: tuple[Tensor, ...] = checkpoint(
         replayed, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: region.contexts
     )
     # An attention call that is several operations has no single name to keep, so it would run again although the schedule says
     # `attention`.
-    if calls is not None and "attention" in names and (count := calls.made.total() - before) > region.num_attention:
+    if calls is not None and "attention" in names and (count := calls.counts.total() - before) > region.num_attention:
         raise UserError(
             f"{argument('train.checkpointing')}: ops({', '.join(names)}) keeps {region.num_attention} of the {count} attention calls of {name}: the "
             "others are not one operation (dropout, the math kernel, flex, kernels in Python); use attn_only, which keeps every one"

@@ -44,7 +44,7 @@ class Split(NamedTuple):
         """The two matrices whose product is the gradient of x, and the gradients of A and of B where they are wanted.
 
         Args:
-            gradient: That of the layer's result.
+            gradient: Gradient of the layer's result.
             saved: x [n, in] in bf16, A, B, and scaling · x Aᵀ [n, rank], the last three in fp32.
             scaling: alpha / rank.
             wanted: For A, for B.

@@ -71,7 +71,9 @@ def _gradients(
     saved = x.flatten(0, -2), down, up, low
     left, right, *factors = _SPLIT.gradients(gradient.flatten(0, -2), saved, scaling, wanted[1:])
     d_x = wide_product(left, right).view(x.shape) if wanted[0] else None
-    d_x, d_down, d_up = (down.new_empty(0) if each is None else each for each in (d_x, *factors))
+    d_x, d_down, d_up = (
+        down.new_empty(0) if factor_gradient is None else factor_gradient for factor_gradient in (d_x, *factors)
+    )
     return d_x, d_down, d_up
 
 
@@ -79,7 +81,7 @@ def _gradients(
 def _(
     gradient: Tensor, x: Tensor, down: Tensor, up: Tensor, low: Tensor, scaling: float, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (each.shape if want else (0,) for each, want in zip((x, down, up), wanted, strict=True))
+    shapes = (tensor.shape if want else (0,) for tensor, want in zip((x, down, up), wanted, strict=True))
     d_x, d_down, d_up = (down.new_empty(shape) for shape in shapes)
     return d_x, d_down, d_up
 
@@ -92,10 +94,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     wanted = list(ctx.needs_input_grad[3:6])
-    found = _gradients(gradient, *ctx.saved_tensors, ctx.scaling, wanted)
-    # The compiler rounds that of x to bf16 when it has added that of the frozen layer.
-    given = (each if want else None for each, want in zip(found, wanted, strict=True))
-    return gradient, None, None, *given, None, None
+    gradients = _gradients(gradient, *ctx.saved_tensors, ctx.scaling, wanted)
+    # The compiler rounds x's gradient to bf16 when it has added the frozen layer's.
+    wanted_gradients = (one if want else None for one, want in zip(gradients, wanted, strict=True))
+    return gradient, None, None, *wanted_gradients, None, None
 
 
 _with_product.register_autograd(_backward, setup_context=_keep)

@@ -31,8 +31,8 @@ from ditkit_core.nn.token_exchange import TokenExchange
 class AttentionCalls:
     """The attention calls of a first step: they show whether policies keep what they should."""
 
-    made: Counter[str] = field(default_factory=Counter)
-    """Calls of `attend` in blocks that recompute, in grad mode, by name; those of a recompute are not counted."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Calls of `attend` in blocks that recompute, in grad mode, by name; calls of a recompute are not counted."""
     wanted: dict[str, str] = field(default_factory=dict)
     """Names of calls that policies should keep, each with its policy; an empty name means all calls."""
     traced: set[Any] = field(default_factory=set)
@@ -51,14 +51,14 @@ class AttentionCalls:
         """
         # A misspelled name would otherwise train with `full` in effect, only slower.
         for name, policy in self.wanted.items():
-            if not self.made:
+            if not self.counts:
                 raise UserError(
                     f"train.checkpointing: {policy} keeps the results of attention, but no block calls attention; write full"
                 )
-            if name and name not in self.made:
+            if name and name not in self.counts:
                 raise UserError(
                     f"train.checkpointing: {policy} keeps attention {name!r}, which no block calls; the blocks call "
-                    f"{', '.join(sorted(self.made))}"
+                    f"{', '.join(sorted(self.counts))}"
                 )
 
 
@@ -137,7 +137,7 @@ backward, so other threads never read this."""
 
 
 def settings_in_force() -> BlockSettings:
-    """The settings of the enclosing `block_settings`, in compiled code those of `traced_settings`, or else the defaults."""
+    """The settings of the enclosing `block_settings`, in compiled code the settings of `traced_settings`, or else the defaults."""
     # The compiler guards on the list's value, so other settings make another graph.
     return _traced[-1] if torch.compiler.is_compiling() else _settings.get()
 
@@ -173,5 +173,5 @@ def device_current(x: Tensor) -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_compiling() or (runtime := runtime_of(x.device)) is None:
         return nullcontext()
-    found: AbstractContextManager[Any] = runtime.device(x.device)
-    return found
+    manager: AbstractContextManager[Any] = runtime.device(x.device)
+    return manager

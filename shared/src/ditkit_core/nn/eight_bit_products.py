@@ -1,7 +1,7 @@
 """Products with a matrix of 8-bit codes, which has a scale for each row (`base.compute`).
 
 A product is of two matrices of codes: W has a scale for each row from the start, and the input gets one for each of its rows, its
-largest magnitude divided by the largest code. Sums of int8 codes are exact, those of fp8 in fp32; both scales are applied to the sum, in
+largest magnitude divided by the largest code. Sums of int8 codes are exact, sums of fp8 codes are in fp32; both scales are applied to the sum, in
 fp32, and the result is rounded once to the input's dtype. In the backward the sum runs over W's rows, whose scales cannot be taken out of
 it: they multiply the columns of the gradient before its rows get scales of their own. So the codes of W serve both products, and no second
 rounding of W exists.

@@ -1,6 +1,6 @@
 """LoKr and LoHa over a frozen layer: parameters, names and options are peft's; the product is ours.
 
-The change of a LoKr's weight is a Kronecker product, that of a LoHa an elementwise product of two low-rank matrices. In every forward
+The change of a LoKr's weight is a Kronecker product, a LoHa's an elementwise product of two low-rank matrices. In every forward
 peft makes the whole change in fp32, and autograd keeps it together with an fp32 copy of the input. Ours saves the input in its own dtype and
 the factors. A LoKr's change is never made: x, seen as a matrix, is multiplied with one factor from each side. A LoHa's has no such form,
 so it is made once in the forward and once in the backward, and is the more expensive of the two: an fp32 product of the layer's size.
@@ -24,7 +24,7 @@ PARTS = {
     "lokr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
     "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
 }
-"""By method the parts that a layer may have, by peft's names, which are also those of files."""
+"""By method the parts that a layer may have, by peft's names, which files use too."""
 
 Named = Mapping[str, Tensor]
 
@@ -46,25 +46,25 @@ class Factors(NamedTuple):
         return (w1 * self.scaling, *w2)
 
     def gradients(self, tensors: Sequence[Tensor], of_matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the parts from those of `matrices`."""
+        """Gradients of the parts from the gradients of `matrices`."""
         named = dict(zip(self.parts, tensors, strict=True))
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         if "hada_w1_a" in named:
             (change,) = of_matrices
             first, second = _hadamard(named)
             for number, other in ((1, second), (2, first)):
-                own = change.mul(other).mul_(self.scaling)
-                found[f"hada_w{number}_a"] = own @ named[f"hada_w{number}_b"].T
-                found[f"hada_w{number}_b"] = named[f"hada_w{number}_a"].T @ own
-            return [found[part] for part in self.parts]
+                product_gradient = change.mul(other).mul_(self.scaling)
+                gradients[f"hada_w{number}_a"] = product_gradient @ named[f"hada_w{number}_b"].T
+                gradients[f"hada_w{number}_b"] = named[f"hada_w{number}_a"].T @ product_gradient
+            return [gradients[part] for part in self.parts]
         w1, *w2 = of_matrices
         w1 = w1 * self.scaling
         if "lokr_w1" in named:
-            found["lokr_w1"] = w1
+            gradients["lokr_w1"] = w1
         else:
-            found["lokr_w1_a"], found["lokr_w1_b"] = w1 @ named["lokr_w1_b"].T, named["lokr_w1_a"].T @ w1
-        found |= zip(("lokr_w2",) if len(w2) == 1 else ("lokr_w2_b", "lokr_w2_a"), w2, strict=True)
-        return [found[part] for part in self.parts]
+            gradients["lokr_w1_a"], gradients["lokr_w1_b"] = w1 @ named["lokr_w1_b"].T, named["lokr_w1_a"].T @ w1
+        gradients |= zip(("lokr_w2",) if len(w2) == 1 else ("lokr_w2_b", "lokr_w2_a"), w2, strict=True)
+        return [gradients[part] for part in self.parts]
 
     @property
     def is_kronecker(self) -> bool:
@@ -104,12 +104,17 @@ def add_products(out: Float[Tensor, "*batch out"], x: Float[Tensor, "*batch in"]
         pieces: The change, in pieces of equal numbers of rows.
     """
     factors = [Factors(tuple(piece.named), piece.scaling) for piece in pieces]
-    matrices = [own.matrices(list(piece.named.values())) for own, piece in zip(factors, pieces, strict=True)]
+    matrices = [
+        piece_factors.matrices(list(piece.named.values())) for piece_factors, piece in zip(factors, pieces, strict=True)
+    ]
     rows, sums = x.flatten(0, -2), out.view(-1, out.shape[-1])
     for span in _spans(rows, sums):
-        given = rows[span].to(matrices[0][0].dtype)
-        made = [_product(given, each, own.is_kronecker) for own, each in zip(factors, matrices, strict=True)]
-        parts = [whole.chunk(piece.of, 1)[piece.index] for whole, piece in zip(made, pieces, strict=True)]
+        inputs = rows[span].to(matrices[0][0].dtype)
+        products = [
+            _product(inputs, piece_matrices, piece_factors.is_kronecker)
+            for piece_factors, piece_matrices in zip(factors, matrices, strict=True)
+        ]
+        parts = [product.chunk(piece.of, 1)[piece.index] for product, piece in zip(products, pieces, strict=True)]
         sums[span] += parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -145,11 +150,11 @@ def _product_gradients(
     # The gradient of a row is a matrix too: w1ᵀ · G · w2.
     outer = _turned(gradient.reshape(-1, matrices[-1].shape[0]), len(rows))
     of_matrices = [outer.T @ _turned(inner[-1], len(rows))]
-    own, of_chain = _turned(outer @ w1, len(rows)), []
+    d_rows, of_chain = _turned(outer @ w1, len(rows)), []
     for matrix, before in zip(reversed(chain), reversed(inner[:-1]), strict=True):
-        of_chain.append(own.T @ before)
-        own = own @ matrix
-    return own.view(len(rows), -1), [*of_matrices, *reversed(of_chain)]
+        of_chain.append(d_rows.T @ before)
+        d_rows = d_rows @ matrix
+    return d_rows.view(len(rows), -1), [*of_matrices, *reversed(of_chain)]
 
 
 def changed(
@@ -174,9 +179,9 @@ def changed(
     if torch.compiler.is_compiling() or settings_in_force().kernels == "compiled":
         # As there: the compiler finds by itself what the backward needs.
         rows = x.flatten(0, -2).to(tensors[0].dtype)
-        own = _product(rows, factors.matrices(tensors), factors.is_kronecker).view(*x.shape[:-1], num_out)
+        product = _product(rows, factors.matrices(tensors), factors.is_kronecker).view(*x.shape[:-1], num_out)
         result = base(x)
-        return (own + result).to(result.dtype)
+        return (product + result).to(result.dtype)
     placeholder = _Inputs.apply(x, factors, num_out, *tensors)
     out = _Sum.apply(base(x), placeholder, x.detach(), factors, *(tensor.detach() for tensor in tensors))
     return out
@@ -199,9 +204,9 @@ class _Inputs(torch.autograd.Function):
         d_x, sums = torch.empty_like(rows), [torch.zeros_like(matrix) for matrix in matrices]
         for span in _spans(rows, gradient):
             pieces = rows[span].to(dtype), matrices, gradient[span].to(dtype)
-            d_rows, found = _product_gradients(*pieces, ctx.factors.is_kronecker)
+            d_rows, d_matrices = _product_gradients(*pieces, ctx.factors.is_kronecker)
             d_x[span] = d_rows
-            for total, one in zip(sums, found, strict=True):
+            for total, one in zip(sums, d_matrices, strict=True):
                 total += one
         return d_x.view_as(x), None, None, *ctx.factors.gradients(tensors, sums)
 
@@ -225,7 +230,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _spans(one: Tensor, other: Tensor) -> Iterator[slice]:
-    """Spans of rows of two matrices of which only one is in the factors' wider dtype at once."""
+    """Spans of rows of two matrices; only one span is in the factors' wider dtype at once."""
     step = max(1, AT_ONCE[device_kind(one)] // max(one.shape[1], other.shape[1]))
     return (slice(start, start + step) for start in range(0, len(one), step))
 

@@ -2,7 +2,7 @@
 
 The functions that call the kernels run forward and backward: twice with the kernels on bf16, as most of a run, and with torch on the same
 values in fp64. Codes, what is made of them, and rounded weights are compared bitwise. Each kernel runs in one variant, so that little is
-compiled; Triton keeps that on disk. The norms run in those of both families, and of a LoRA and a full fine-tune. Tests make the same cases of
+compiled; Triton keeps that on disk. The norms run in the variants of both families, and of a LoRA and a full fine-tune. Tests make the same cases of
 other shapes, dtypes and layouts.
 """
 
@@ -109,8 +109,8 @@ def compare_kernels(device: torch.device) -> KernelCheck:
             try:
                 torch.zeros(1, device=device).item()
             except RuntimeError as broken:
-                what = f"triton {failure}, but not on this GPU in this process, which cannot use it any more"
-                raise UserError(f"{what}; set train.kernels = torch") from broken
+                cause = f"triton {failure}, but not on this GPU in this process, which cannot use it any more"
+                raise UserError(f"{cause}; set train.kernels = torch") from broken
             return KernelCheck(str(failure))
         if not error <= (0 if case.is_bitwise else LIMIT):  # not `>`: also where it is NaN
             return KernelCheck(f"computes {case.name} wrongly on {device} (off by {error:.1g} of the largest value)")
@@ -161,7 +161,7 @@ def _cases(device: torch.device, *, has_fp8: bool) -> Iterator[KernelCase]:
         return torch.randn(shape, generator=random).bfloat16().float().to(device)
 
     x, table = values(2, _TOKENS, _WIDTH).bfloat16(), values(1, _TOKENS, 1, _HEAD // 2, 2)
-    # Kernels that make no gradients of weights are others: of a LoRA's run, next to those of a full fine-tune.
+    # Kernels that make no gradients of weights are others: of a LoRA's run, next to the kernels of a full fine-tune.
     for trained in (True, False):
         for width in (_WIDTH, _HEAD):
             yield normed_heads(x, values(width), table, _WIDTH // _HEAD, trained=trained)

@@ -68,8 +68,8 @@ def low_rank_sum(
     if is_compiled and split is not None:
         return compiled_sum(base(x), x, down, up, scaling)
     if is_compiled:
-        # The compiler finds by itself what the backward needs. That of torch 2.11 keeps everything that an autograd function returns, inside
-        # a checkpoint too, so it gets the plain composition. It fuses no matmul, so all wide copies here are memory, and it keeps that of x.
+        # The compiler finds by itself what the backward needs. Torch 2.11's keeps everything that an autograd function returns, inside
+        # a checkpoint too, so it gets the plain composition. It fuses no matmul, so all wide copies here are memory, and it keeps x's.
         low = F.linear(x.to(down.dtype), down) * scaling
         result = base(x)
         return F.linear(low, up).to(torch.promote_types(up.dtype, result.dtype)).add_(result).to(result.dtype)
@@ -115,7 +115,7 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: None, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # The gradient of the placeholder is that of the layer's output: `_Sum` passes it on as it is.
+        # The gradient of the placeholder is the gradient of the layer's output: `_Sum` passes it on as it is.
         x, down, up, low = ctx.saved_tensors
         rows, of_down, of_x = x.flatten(0, -2), ctx.needs_input_grad[1], ctx.needs_input_grad[0]
         d_low, d_up = _products(gradient.flatten(0, -2), up, low if ctx.needs_input_grad[2] else None)
@@ -153,8 +153,8 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
     if gradient.dtype == up.dtype:
         return gradient @ up, None if low is None else gradient.T @ low
     if _at_once(gradient, 0) == len(gradient):  # the complete matrix fits: one conversion serves both products
-        whole = gradient.to(up.dtype)
-        return whole @ up, None if low is None else whole.T @ low
+        converted = gradient.to(up.dtype)
+        return converted @ up, None if low is None else converted.T @ low
     d_low = up.new_empty(len(gradient), up.shape[1])
     for span, wide in _spans(len(gradient), up.new_empty(_at_once(gradient, 0), len(up))):
         torch.mm(wide.copy_(gradient[span]), up, out=d_low[span])
@@ -289,7 +289,7 @@ def keeps_only_its_input(layer: nn.Module) -> bool:
 
 
 class AdapterDropout(nn.Dropout):
-    """Dropout of the input of an adapter's product: its masks are those of all tokens, also where ranks share the tokens of a sample."""
+    """Dropout of the input of an adapter's product: its masks cover all tokens, also where ranks share the tokens of a sample."""
 
     def __init__(self, rate: float, layer: str):
         """Make the dropout of the layer with this name, at a rate in [0, 1)."""

@@ -40,13 +40,13 @@ def swapped(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
 @contextmanager
 def switched(modules: Iterable[object], name: str, value: bool) -> Iterator[None]:
     """Give modules a value of an attribute inside the `with` block, and afterwards its opposite, which they had before."""
-    found = list(modules)
-    for module in found:
+    switched_modules = list(modules)
+    for module in switched_modules:
         setattr(module, name, value)
     try:
         yield
     finally:
-        for module in found:
+        for module in switched_modules:
             setattr(module, name, not value)
 
 

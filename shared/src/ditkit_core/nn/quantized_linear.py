@@ -36,7 +36,7 @@ About = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of parameters, by name."""
 
 Gather = Callable[[Tensor], Tensor]
-"""From the magnitudes of blocks of some rows to those of all blocks of the matrix."""
+"""From the magnitudes of blocks of some rows to the magnitudes of all blocks of the matrix."""
 
 
 def of_all_rows(magnitudes: Tensor) -> Tensor:

@@ -67,33 +67,33 @@ def recompute_boundaries(last: Sequence[tuple[nn.Module, Tensor]], *needed: Tens
     return results
 
 
-def handed_on(function: Callable[..., Tensor], *given: Any, name: str) -> Tensor:
+def handed_on(function: Callable[..., Tensor], *arguments: Any, name: str) -> Tensor:
     """Call a part of a block that ends in a boundary of its own and whose result is part of the block's carry.
 
     That result is in memory anyway, so a recompute takes it from the forward and goes on behind the part.
 
     Args:
-        given: The part's arguments; the first is a tensor.
+        arguments: The part's arguments; the first is a tensor.
         name: Unique within the block.
     """
     settings = settings_in_force()
     if torch.compiler.is_compiling() or settings.keep is None:
-        return function(*given)
+        return function(*arguments)
     # A region around the result alone: the recompute takes it from the forward, without the part that made
     # it.
     taken = remat.region(_alias, name, recompute=False)
     outer = scope_in_force()
     scope = RecomputeScope(None if outer is None else outer.hooks)
     if settings.recomputing:
-        known = None if outer is None else outer.parts.get(name)
+        part_scope = None if outer is None else outer.parts.get(name)
         try:
-            with scope_set(known), remat.name_scope(name):
-                return function(*given)
+            with scope_set(part_scope), remat.name_scope(name):
+                return function(*arguments)
         except RecomputeDone:
-            out: Tensor = taken(given[0])  # the region returns its result from the forward, whatever its argument
+            out: Tensor = taken(arguments[0])  # the region returns its result from the forward, whatever its argument
             return out
     with scope_set(scope), scope, remat.name_scope(name):
-        out = function(*given)
+        out = function(*arguments)
     if outer is not None:
         # The block's recompute finds the part's scope by name, because it runs the same code again.
         outer.parts[name] = scope

@@ -45,17 +45,17 @@ def random_bits(count: int, key: int, device: torch.device | str, *, start: int 
     each bit of the input with a probability within 0.11 % of one half.
     """
     half = (count + 1) // 2
-    mixed = torch.arange(start, start + half, dtype=torch.int32, device=device)
+    state = torch.arange(start, start + half, dtype=torch.int32, device=device)
     for word in _words(key):
-        mixed.bitwise_xor_(word)
+        state.bitwise_xor_(word)
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
             # an int32 shift right fills with the sign bit; the mask clears those bits
-            mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 32 - shift) - 1))
+            state.bitwise_xor_((state >> shift).bitwise_and_((1 << 32 - shift) - 1))
             if factor != 1:
-                mixed.mul_(factor)  # overflow wraps around, as the mixing needs
+                state.mul_(factor)  # overflow wraps around, as the mixing needs
     bits = torch.empty(count, dtype=torch.int32, device=device)
-    bits[:half] = mixed
-    bits[half:] = (mixed >> 16)[: count - half]
+    bits[:half] = state
+    bits[half:] = (state >> 16)[: count - half]
     return bits.bitwise_and_(0xFFFF)
 
 
@@ -129,7 +129,7 @@ def write_split(weight: Tensor, values: Tensor, rest: Tensor, *, fused: bool = F
 
 @torch.no_grad()
 def joined(weight: Tensor, rest: Tensor | None, *, fused: bool = False) -> Tensor:
-    """Restore split values, bitwise identical: fp32 in new memory; those of the weight without a remainder."""
+    """Restore split values, bitwise identical: fp32 in new memory; without a remainder the weight's values."""
     if fused and rest is not None and weight.is_contiguous():
         values = torch.empty_like(weight, dtype=torch.float32)
         kernels.join_split(values, weight.view(torch.int16), rest)

@@ -4,7 +4,7 @@ Each stream of tokens is divided into equal consecutive parts, with padding behi
 ranks trade tokens for heads before the kernel and back after it (Ulysses); else each rank gathers all keys and values for its own queries.
 The kernel sees the tokens in their order and without that padding, so it needs no mask for it.
 
-Source: the exchange of heads is that of Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
+Source of the exchange of heads: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class TokenExchange:
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By the ending of a layer's name, or a glob: the number of tokens of each stream in its input, none for one that every rank has whole."""
 
-    def own(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
+    def rank_part(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
         """This rank's part of each stream, one after the other.
 
         Args:
@@ -52,11 +52,13 @@ class TokenExchange:
 
         Each rank samples the whole mask, so that all of their generators go on alike, and keeps its part.
         """
-        lengths = next((each for name, each in self.inputs.items() if fits(layer, name)), self.lengths)
+        lengths = next(
+            (stream_lengths for name, stream_lengths in self.inputs.items() if fits(layer, name)), self.lengths
+        )
         if not lengths:
             return F.dropout(x, rate)
         with torch.no_grad():
-            factors = self.own(F.dropout(x.new_ones(len(x), sum(lengths), *x.shape[2:]), rate), lengths)
+            factors = self.rank_part(F.dropout(x.new_ones(len(x), sum(lengths), *x.shape[2:]), rate), lengths)
         assert factors.shape == x.shape, f"TokenStreams.inputs is wrong about {layer}"
         # torch rounds the factor to the input's dtype on a CPU alone.
         return x * factors if x.device.type == "cpu" else x * (factors != 0) * (1 / (1 - rate))
@@ -70,15 +72,15 @@ class TokenExchange:
         padding_mask: Bool[Tensor, "batch tokens"] | None,
         dropout: float,
     ) -> Float[Tensor, "batch part heads head_dim"]:
-        """A kernel's attention of this rank's queries to the keys of all ranks. The mask is that of all keys."""
+        """A kernel's attention of this rank's queries to the keys of all ranks. The mask covers all keys."""
         assert not dropout, "refused before anything was loaded: a mask depends on which rank computes it"
         ranks, heads = self.ranks, q.shape[2]
         if heads % ranks.context:
             keys, values = self._joined(_Gather.apply(ranks, torch.stack([k, v])), 2, self.lengths).unbind()
             return kernel(q, keys, values, padding_mask, dropout)
         # [for which rank, which of the three, batch, part, its heads, head_dim]: one exchange of all three.
-        own = [x.unflatten(2, (ranks.context, -1)).movedim(2, 0) for x in (q, k, v)]
-        q, k, v = self._joined(_AllToAll.apply(ranks, torch.stack(own, 1)), 2, self.lengths).unbind()
+        local_parts = [x.unflatten(2, (ranks.context, -1)).movedim(2, 0) for x in (q, k, v)]
+        q, k, v = self._joined(_AllToAll.apply(ranks, torch.stack(local_parts, 1)), 2, self.lengths).unbind()
         out = kernel(q, k, v, padding_mask, dropout)
         parts = [part.movedim(2, 0) for part in self._padded(out, self.lengths)]
         received = _AllToAll.apply(ranks, torch.cat(parts, 2))

@@ -27,7 +27,7 @@ class ContextParallel:
         inputs = {layer: tuple(length[name] for name in names) for layer, names in self.streams.inputs.items()}
         exchange = TokenExchange(self.ranks, self.streams.attention, lengths, inputs)
         for path, names in fields.items():
-            carry = _with(carry, path, exchange.own(_at(carry, path), [length[name] for name in names]))
+            carry = _with(carry, path, exchange.rank_part(_at(carry, path), [length[name] for name in names]))
         return carry, exchange
 
     def gather(self, carry: Any, exchange: TokenExchange) -> Any:

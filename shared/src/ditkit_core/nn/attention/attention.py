@@ -48,7 +48,7 @@ def attend(
     _check(settings.backend, backend, q, padding_mask, dropout)
     if settings.calls is not None and not settings.recomputing and torch.is_grad_enabled():
         # Not in a recompute: it would count a call twice, and only those that are not kept.
-        settings.calls.made[name] += 1
+        settings.calls.counts[name] += 1
     kernel = backend.kernel
     if settings.exchange is not None and name in settings.exchange.calls:
         kernel = partial(settings.exchange.attend, kernel)
@@ -57,7 +57,7 @@ def attend(
     return _kept(kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
 
 
-def kept(function: Callable[..., Tensor], name: str, *given: Any) -> Tensor:
+def kept(function: Callable[..., Tensor], name: str, *arguments: Any) -> Tensor:
     """Call a function that must not run again where attention is kept, such as a collective between ranks behind an MLP.
 
     Policies that keep attention also keep what this call saves and returns, whatever names of attention they list.
@@ -68,22 +68,22 @@ def kept(function: Callable[..., Tensor], name: str, *given: Any) -> Tensor:
         name: Unique within a block, among the names of attention as well.
     """
     if settings_in_force().keep is None:
-        return function(*given)
-    return _kept(function, f"the call {name!r}", name, *given)
+        return function(*arguments)
+    return _kept(function, f"the call {name!r}", name, *arguments)
 
 
-def _kept(function: Callable[..., Tensor], what: str, name: str, *given: Any) -> Tensor:
+def _kept(function: Callable[..., Tensor], label: str, name: str, *arguments: Any) -> Tensor:
     # A checkpoint that keeps the call never runs the function in the recompute. If it does run, the checkpoint has missed the region, and
     # the failure must be loud: the numbers would be right, at the full cost of a recompute.
-    called = partial(_refuse, what) if settings_in_force().recomputing else function
-    out: Tensor = remat.region(called, name, recompute=False)(*given)
+    called = partial(_refuse, label) if settings_in_force().recomputing else function
+    out: Tensor = remat.region(called, name, recompute=False)(*arguments)
     remat.recompute_needs_tensor(out)  # the operations behind it are recomputed from it
     return out
 
 
-def _refuse(what: str, *given: object) -> NoReturn:
+def _refuse(label: str, *arguments: object) -> NoReturn:
     raise UserError(
-        f"{what} should have been kept but is computed again: the checkpoint around the block does not see its mark. "
+        f"{label} should have been kept but is computed again: the checkpoint around the block does not see its mark. "
         f"Write {argument('train.checkpointing')} = full to recompute everything, and report this policy"
     )
 

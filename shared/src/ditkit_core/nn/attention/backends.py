@@ -125,8 +125,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropou
     keys, values, key_bounds = k.flatten(0, 1), v.flatten(0, 1), bounds(num_keys)
     if padding_mask is not None:
         # nonzero waits for the device, because the number of keys decides a shape
-        seen = padding_mask.flatten().nonzero().squeeze(1)
-        keys, values = keys.index_select(0, seen), values.index_select(0, seen)
+        key_indices = padding_mask.flatten().nonzero().squeeze(1)
+        keys, values = keys.index_select(0, key_indices), values.index_select(0, key_indices)
         key_bounds = F.pad(padding_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
     # Queries of padding are computed like the rest, as in other backends; nobody reads their rows.
     out = varlen_attn(q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys)
@@ -136,8 +136,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropou
 
 def _first(out: Any) -> Tensor:
     """The attention result. Some releases of flash-attn return it alone, others in a tuple with the log-sum-exp."""
-    found: Tensor = out[0] if isinstance(out, tuple) else out
-    return found
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
 
 
 def _flash2(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
@@ -206,10 +206,10 @@ def is_installed(module: str | None) -> bool:
     if module is None:
         return True
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except ImportError:  # the package that contains it is missing
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 def check_backend(name: str, *, training: bool, devices: Collection[str] = ()) -> None:

@@ -35,11 +35,11 @@ class Support:
     only: tuple[tuple[int, int], ...] = ()
     """Those that it has kernels for, if it has none for others between `least` and `most`."""
 
-    def runs_on(self, found: tuple[int, int]) -> bool:
+    def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it runs on GPUs of a compute capability."""
         if self.only:
-            return found in self.only
-        return self.least <= found and (self.most is None or found <= self.most)
+            return capability in self.only
+        return self.least <= capability and (self.most is None or capability <= self.most)
 
     @property
     def capabilities(self) -> str:
@@ -52,7 +52,7 @@ class Support:
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _SAGE = (_AMPERE, (8, 6), (8, 9), _HOPPER, (12, 0), (12, 1))
-"""Source: `sageattn` in thu-ml/SageAttention, sageattention/core.py, which raises for all others, those of data centers after Hopper (10.0) among them."""
+"""Source: `sageattn` in thu-ml/SageAttention, sageattention/core.py, which raises for all others, also for GPUs of data centers after Hopper (10.0)."""
 
 
 def _on_gpus(
@@ -64,8 +64,8 @@ def _on_gpus(
 
 
 def _library(module: str, **others: Any) -> Support:
-    given: dict[str, Any] = {"takes_mask": False, "takes_dropout": False, "half_only": True, "devices": ("cuda",)}
-    return Support(module=module, **given | {"least": _AMPERE} | others)
+    defaults: dict[str, Any] = {"takes_mask": False, "takes_dropout": False, "half_only": True, "devices": ("cuda",)}
+    return Support(module=module, **defaults | {"least": _AMPERE} | others)
 
 
 SUPPORT: dict[str, Support] = {

@@ -16,9 +16,9 @@ _SCALED, _GROUP = 64, 256
 def _rows(codes, scale, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     # A part of one row: its scale is loaded once, and not for every element.
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, place = column < WIDTH, row * WIDTH + column
-    wide = tl.load(codes + place, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
-    tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
+    inside, offsets = column < WIDTH, row * WIDTH + column
+    wide = tl.load(codes + offsets, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
+    tl.store(out + offsets, wide.to(out.dtype.element_ty), mask=inside)
 
 
 @launcher(enable_fp_fusion=False)

@@ -1,7 +1,7 @@
 """Launches, sizes of tiles, the number of warps, and the choice of device: shared by all kernels.
 
 Every launch says by `enable_fp_fusion` whether a product and a sum may be rounded once: yes where results are compared within a tolerance, no
-where they are bitwise those of torch. Triton 3.9 warns where a launch does not say it, because 3.10 has another default.
+where they are bitwise torch's results. Triton 3.9 warns where a launch does not say it, because 3.10 has another default.
 """
 
 import os

@@ -28,9 +28,11 @@ def _store(out, wide, row, column, WIDTH: tl.constexpr, IS_FACTOR: tl.constexpr,
 
 @triton.jit
 def _split(factor, out, block, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    _store(out, tl.load(factor + place, mask=inside, other=0.0), place // WIDTH, place % WIDTH, WIDTH, True, inside)
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    _store(
+        out, tl.load(factor + offsets, mask=inside, other=0.0), offsets // WIDTH, offsets % WIDTH, WIDTH, True, inside
+    )
 
 
 @launcher(enable_fp_fusion=False)
@@ -46,9 +48,9 @@ def _factors(
 
 
 @triton.jit
-def _summed(products, place, inside, TERMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _summed(products, offsets, inside, TERMS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The sums of the terms of rows of [n, TERMS · WIDTH], one after the other."""
-    first = place // WIDTH * (TERMS * WIDTH) + place % WIDTH
+    first = offsets // WIDTH * (TERMS * WIDTH) + offsets % WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
     for term in tl.static_range(TERMS):
         total += tl.load(products + first + term * WIDTH, mask=inside, other=0.0)
@@ -64,20 +66,20 @@ def _products(
     products, low, left, left_of_low, scaling, rows,
     TERMS: tl.constexpr, RANK: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place, count = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.cast(rows, tl.int64) * RANK
+    offsets, count = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.cast(rows, tl.int64) * RANK
     if HAS_LOW:
         half = tl.num_programs(0) // 2
         if tl.program_id(0) >= half:
-            place -= half.to(tl.int64) * BLOCK
-            inside = place < count
-            wide = tl.load(low + place, mask=inside, other=0.0)
-            _store(left_of_low, wide, place // RANK, place % RANK, RANK, False, inside)
+            offsets -= half.to(tl.int64) * BLOCK
+            inside = offsets < count
+            wide = tl.load(low + offsets, mask=inside, other=0.0)
+            _store(left_of_low, wide, offsets // RANK, offsets % RANK, RANK, False, inside)
             return
-    inside = place < count
-    total = _summed(products, place, inside, TERMS, RANK, BLOCK) * scaling
+    inside = offsets < count
+    total = _summed(products, offsets, inside, TERMS, RANK, BLOCK) * scaling
     if not HAS_LOW:
-        tl.store(low + place, total, mask=inside)
-    _store(left, total, place // RANK, place % RANK, RANK, False, inside)
+        tl.store(low + offsets, total, mask=inside)
+    _store(left, total, offsets // RANK, offsets % RANK, RANK, False, inside)
 
 
 @launcher(enable_fp_fusion=False)
@@ -88,13 +90,13 @@ def _sums(
 ):  # fmt: skip
     block, blocks = tl.program_id(0), tl.cdiv(down_count, BLOCK)
     if block < blocks:  # its terms are below each other: one row of all its numbers
-        place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < down_count
-        tl.store(down + place, _summed(of_down, place, inside, TERMS, WIDTH, BLOCK), mask=inside)
+        offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < down_count
+        tl.store(down + offsets, _summed(of_down, offsets, inside, TERMS, WIDTH, BLOCK), mask=inside)
     else:
-        place = (block - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < up_count
-        tl.store(up + place, _summed(of_up, place, inside, TERMS, RANK, BLOCK), mask=inside)
+        offsets = (block - blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < up_count
+        tl.store(up + offsets, _summed(of_up, offsets, inside, TERMS, RANK, BLOCK), mask=inside)
 
 
 def factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,17 +111,17 @@ def factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return of_down, of_up
 
 
-def products(given: Tensor, low: Tensor | None, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """scaling · sum of the terms of [n, terms · rank]: its parts [n, 6 · rank], and itself in fp32, or those of another fp32 matrix [n, rank]."""
-    given, rows, terms = given.contiguous(), given.shape[0], given.shape[1] // rank
-    left = given.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
+def products(summands: Tensor, low: Tensor | None, rank: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """scaling · sum of the terms of `summands` [n, terms · rank]: its parts [n, 6 · rank], and itself in fp32, or the parts of another fp32 matrix [n, rank]."""
+    summands, rows, terms = summands.contiguous(), summands.shape[0], summands.shape[1] // rank
+    left = summands.new_empty(rows, 6 * rank, dtype=torch.bfloat16)
     blocks = blocks_of(rows * rank, _BLOCK)
     if low is None:
-        low = given.new_empty(rows, rank)
-        _products((blocks, 1, 1), (given, low, left, left), (scaling, rows), (terms, rank, False, _BLOCK))
+        low = summands.new_empty(rows, rank)
+        _products((blocks, 1, 1), (summands, low, left, left), (scaling, rows), (terms, rank, False, _BLOCK))
         return left, low
     of_low = torch.empty_like(left)
-    tensors = given, low.contiguous(), left, of_low
+    tensors = summands, low.contiguous(), left, of_low
     _products((2 * blocks, 1, 1), tensors, (scaling, rows), (terms, rank, True, _BLOCK))
     return left, of_low
 

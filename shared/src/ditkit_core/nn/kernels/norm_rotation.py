@@ -10,10 +10,10 @@ from ditkit_core.nn.kernels.launch import launcher, summing_programs, tile, warp
 
 @triton.jit
 def _cosines(
-    rotary, row, tokens, stride_table, stride_token, places, HEAD: tl.constexpr, G: tl.constexpr, W: tl.constexpr
+    rotary, row, tokens, stride_table, stride_token, offsets, HEAD: tl.constexpr, G: tl.constexpr, W: tl.constexpr
 ):
     """A row's cosines and sines, one of each per pair of features [G, W / 2]."""
-    at = (row // tokens) * stride_table + (row % tokens) * stride_token + places % HEAD
+    at = (row // tokens) * stride_table + (row % tokens) * stride_token + offsets % HEAD
     return tl.split(tl.reshape(tl.load(rotary + at), (G, W // 2, 2)))
 
 
@@ -33,17 +33,17 @@ def _forward(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     groups, features = tl.arange(0, G)[:, None], tl.arange(0, W)[None, :]
-    inside, places = (groups < GROUPS) & (features < WIDTH), groups * WIDTH + features
+    inside, offsets = (groups < GROUPS) & (features < WIDTH), groups * WIDTH + features
     start = (row // tokens) * x_batch + (row % tokens) * x_token
-    wide = tl.load(x + start + places, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(x + start + offsets, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
     group = tl.arange(0, G)
     tl.store(inverse + row * GROUPS + group, scale, mask=group < GROUPS)
     y = wide * scale[:, None] * tl.load(weight + features, mask=features < WIDTH, other=0.0)
     if ROTATES:
-        cos, sin = _cosines(rotary, row, tokens, stride_table, stride_token, places, HEAD, G, W)
+        cos, sin = _cosines(rotary, row, tokens, stride_table, stride_token, offsets, HEAD, G, W)
         y = _rotated(y, cos, sin, G, W)
-    tl.store(out + row * (GROUPS * WIDTH) + places, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * (GROUPS * WIDTH) + offsets, y.to(out.dtype.element_ty), mask=inside)
 
 
 @launcher(enable_fp_fusion=True)
@@ -54,26 +54,26 @@ def _backward(
     TRAINED: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     groups, features = tl.arange(0, G)[:, None], tl.arange(0, W)[None, :]
-    inside, places, group = (groups < GROUPS) & (features < WIDTH), groups * WIDTH + features, tl.arange(0, G)
+    inside, offsets, group = (groups < GROUPS) & (features < WIDTH), groups * WIDTH + features, tl.arange(0, G)
     weights = tl.load(weight + features, mask=features < WIDTH, other=0.0)
     total = tl.zeros((G, W), tl.float32)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
         batch, token = row // tokens, row % tokens
         # 64 bits: a gradient of attention may have its heads before its tokens, so that a step to the next head is over all tokens.
-        at = batch * g_batch + token * g_token + (places // HEAD).to(tl.int64) * g_head + places % HEAD
+        at = batch * g_batch + token * g_token + (offsets // HEAD).to(tl.int64) * g_head + offsets % HEAD
         g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         if ROTATES:  # the rotation backwards: the complex conjugate
-            cos, sin = _cosines(rotary, row, tokens, stride_table, stride_token, places, HEAD, G, W)
+            cos, sin = _cosines(rotary, row, tokens, stride_table, stride_token, offsets, HEAD, G, W)
             g = _rotated(g, cos, -sin, G, W)
         scale = tl.load(inverse + row * GROUPS + group, mask=group < GROUPS, other=0.0)[:, None]
-        normed = tl.load(x + batch * x_batch + token * x_token + places, mask=inside, other=0.0).to(tl.float32) * scale
+        normed = tl.load(x + batch * x_batch + token * x_token + offsets, mask=inside, other=0.0).to(tl.float32) * scale
         if TRAINED:
             total += g * normed
         g = g * weights
         inner = tl.sum(g * normed, 1)[:, None] / WIDTH
         result = (g - normed * inner) * scale
-        tl.store(d_x + row * (GROUPS * WIDTH) + places, result.to(d_x.dtype.element_ty), mask=inside)
+        tl.store(d_x + row * (GROUPS * WIDTH) + offsets, result.to(d_x.dtype.element_ty), mask=inside)
     if TRAINED:
         feature = tl.arange(0, W)
         tl.store(d_weight + tl.program_id(0) * WIDTH + feature, tl.sum(total, 0), mask=feature < WIDTH)

@@ -14,10 +14,10 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 @triton.jit
-def _load(x, columns, place, WIDTH: tl.constexpr, SCALED: tl.constexpr):
-    inside = place < WIDTH
-    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    return wide * tl.load(columns + place, mask=inside, other=0.0) if SCALED else wide
+def _load(x, columns, offsets, WIDTH: tl.constexpr, SCALED: tl.constexpr):
+    inside = offsets < WIDTH
+    wide = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    return wide * tl.load(columns + offsets, mask=inside, other=0.0) if SCALED else wide
 
 
 @launcher(enable_fp_fusion=False)
@@ -45,8 +45,8 @@ def _round(
     of_row = tl.maximum(tl.div_rn(tl.max(largest, 0), LIMIT), TINY) + tl.sum(zeros, 0)
     tl.store(scale + row, of_row)
     for start in range(0, WIDTH, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        wide = tl.div_rn(_load(x, columns, place, WIDTH, SCALED), of_row)
+        offsets = start + tl.arange(0, BLOCK)
+        wide = tl.div_rn(_load(x, columns, offsets, WIDTH, SCALED), of_row)
         if LIMIT == 127.0:
             # To the nearest, of two the even one: above 2**23 fp32 has no fractions.
             wide = (wide + 12582912.0) - 12582912.0
@@ -56,7 +56,7 @@ def _round(
             bits = wide.to(tl.int32, bitcast=True)
             nearest = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
             wide = tl.where(tl.abs(wide) < 0.015625, (wide + 24576.0) - 24576.0, nearest)
-        tl.store(codes + place, wide.to(codes.dtype.element_ty), mask=place < WIDTH)
+        tl.store(codes + offsets, wide.to(codes.dtype.element_ty), mask=offsets < WIDTH)
 
 
 @launcher(enable_fp_fusion=False)
@@ -86,13 +86,13 @@ def _scale(
 ):
     # A part of one row: its scale is loaded once, and not for every element.
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, place = column < WIDTH, row * WIDTH + column
-    wide = tl.load(sums + place, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
+    inside, offsets = column < WIDTH, row * WIDTH + column
+    wide = tl.load(sums + offsets, mask=inside, other=0).to(tl.float32) * tl.load(scale + row)
     if SCALED:
         wide *= tl.load(columns + column, mask=inside, other=0.0)
     if BIASED:
         wide += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, wide.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offsets, wide.to(out.dtype.element_ty), mask=inside)
 
 
 def codes_of_rows(x: Tensor, columns: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _bits(values, place, inside):
-    wide = tl.load(values + place, mask=inside, other=0.0)
+def _bits(values, offsets, inside):
+    wide = tl.load(values + offsets, mask=inside, other=0.0)
     # All NaNs get one pattern: in others, a sum could carry into the sign.
     return tl.where(wide == wide, wide.to(tl.int32, bitcast=True), 0x7FC00000)  # noqa: PLR0124
 
@@ -27,11 +27,11 @@ def _mixed(bits, FACTOR: tl.constexpr, SHIFT: tl.constexpr):
 # And a `Launcher` would keep an entry for each.
 @triton.jit(do_not_specialize=["first", "last"])
 def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    whole = start + place
-    chunk = whole // CHUNK * CHUNK
-    within, half = whole - chunk, (tl.minimum(of - chunk, CHUNK) + 1) // 2
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    indices = start + offsets
+    chunk = indices // CHUNK * CHUNK
+    within, half = indices - chunk, (tl.minimum(of - chunk, CHUNK) + 1) // 2
     second = within >= half
     random = (chunk // 2 + within - tl.where(second, half, 0)).to(tl.int32)
     for turn in tl.static_range(2):
@@ -40,28 +40,28 @@ def _stochastic(weight, values, first, last, start, of, count, CHUNK: tl.constex
         random = _mixed(random, 0x735A2D97, 15)
         random = _mixed(random, 1, 15)
     random = tl.where(second, random >> 16, random) & 0xFFFF
-    tl.store(weight + place, ((_bits(values, place, inside) + random) >> 16).to(tl.int16), mask=inside)
+    tl.store(weight + offsets, ((_bits(values, offsets, inside) + random) >> 16).to(tl.int16), mask=inside)
 
 
 @launcher(enable_fp_fusion=False)
 @triton.jit
 def _split(weight, values, rest, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    bits = _bits(values, place, inside)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    bits = _bits(values, offsets, inside)
     upper = (bits + 0x8000) >> 16
-    tl.store(weight + place, upper.to(tl.int16), mask=inside)
-    tl.store(rest + place, (bits - (upper << 16)).to(tl.int16), mask=inside)
+    tl.store(weight + offsets, upper.to(tl.int16), mask=inside)
+    tl.store(rest + offsets, (bits - (upper << 16)).to(tl.int16), mask=inside)
 
 
 @launcher(enable_fp_fusion=False)
 @triton.jit
 def _join(values, weight, rest, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    upper = tl.load(weight + place, mask=inside, other=0).to(tl.int32) << 16
-    bits = upper + tl.load(rest + place, mask=inside, other=0).to(tl.int32)
-    tl.store(values + place, bits.to(tl.float32, bitcast=True), mask=inside)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    upper = tl.load(weight + offsets, mask=inside, other=0).to(tl.int32) << 16
+    bits = upper + tl.load(rest + offsets, mask=inside, other=0).to(tl.int32)
+    tl.store(values + offsets, bits.to(tl.float32, bitcast=True), mask=inside)
 
 
 def stochastic(weight: Tensor, values: Tensor, first: int, last: int, start: int, of: int, chunk: int) -> None:
