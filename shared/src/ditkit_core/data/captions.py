@@ -15,10 +15,10 @@ _MOST_TRIES = 1024
 """Shuffles that are tried to find different orders; a caption that repeats a tag has fewer orders than the factorial says."""
 
 
-def captions_of(written: tuple[str, ...], config: DataConfig) -> tuple[str, ...]:
+def captions_of(stored_captions: tuple[str, ...], config: DataConfig) -> tuple[str, ...]:
     """The different captions that a sample is trained with; the first one keeps its tags in the written order."""
     captions: dict[str, None] = {}  # a dict and not a set: the order is part of the result
-    for caption in written:
+    for caption in stored_captions:
         orders = tag_orders(caption, config) if config.shuffle_tags else (caption,)
         captions |= dict.fromkeys(with_trigger(order, config) for order in orders)
     return tuple(captions)

@@ -53,11 +53,13 @@ def only_column(where: str, headers: Iterable[str], accepted: tuple[str, ...], k
         UserError: If none of the accepted columns is present, or several are.
     """
     names = list(headers)
-    there = [name for name in names if name in accepted]
-    if len(there) > 1:
-        raise UserError(f"{where} has {len(there)} {kind} columns, {', '.join(there)}; remove or rename all but one")
-    if there:
-        return there[0]
+    matches = [name for name in names if name in accepted]
+    if len(matches) > 1:
+        raise UserError(
+            f"{where} has {len(matches)} {kind} columns, {', '.join(matches)}; remove or rename all but one"
+        )
+    if matches:
+        return matches[0]
     remedy = f"accepted: {', '.join(accepted)}"
     if len(names) == 1 and (apart := next((separator for separator in (";", "\t", "|") if separator in names[0]), "")):
         remedy = f"fields must be separated by commas, not by {apart!r}: save the file with commas"
@@ -82,28 +84,30 @@ def reference_columns(
     """
     headers = list(headers)
     numbered = {name: number for name in headers if (number := number_of(name)) is not None}
-    there = [name for name in headers if name in REFERENCE_COLUMNS]
+    reference_names = [name for name in headers if name in REFERENCE_COLUMNS]
     if edits:
-        _refuse_misspelt(where, headers, valid_headers=[*there, *numbered])
+        _refuse_misspelt(where, headers, valid_headers=[*reference_names, *numbered])
     if numbered and edits:
-        if there:
-            both = f"{there[0]}, {next(iter(numbered))}"
+        if reference_names:
+            both = f"{reference_names[0]}, {next(iter(numbered))}"
             raise UserError(f"{where} has several reference columns, {both}; remove or rename all of one kind")
         if len(set(numbered.values())) < len(numbered):
             raise UserError(f"{where} has a number of {', '.join(numbered)} twice; remove or rename one")
         return tuple(sorted(numbered, key=numbered.__getitem__))
     accepted = [*model_columns, *(["references"] if edits else [])]
-    if accepted and (vague := next((name for name in headers if name in numbered or name in OF_THE_MODEL), "")):
+    if accepted and (
+        ambiguous_name := next((name for name in headers if name in numbered or name in OF_THE_MODEL), "")
+    ):
         raise UserError(
-            f"{where} has a column {vague!r}, which is ambiguous for this model; rename it to {_either(accepted)}, or remove it"
+            f"{where} has a column {ambiguous_name!r}, which is ambiguous for this model; rename it to {_either(accepted)}, or remove it"
         )
-    if there:
-        return (only_column(where, there, REFERENCE_COLUMNS, "reference"),)
+    if reference_names:
+        return (only_column(where, reference_names, REFERENCE_COLUMNS, "reference"),)
     for name in () if edits else headers:  # for a model that edits, _refuse_misspelt has checked them above
         if name in _NO_REFERENCES or name in OF_THE_MODEL or name in numbered:
             continue
-        if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
-            raise UserError(_rename(where, name, close[0]))
+        if suggestions := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
+            raise UserError(_rename(where, name, suggestions[0]))
     return ()
 
 
@@ -115,21 +119,21 @@ def _refuse_misspelt(where: str, headers: Sequence[str], *, valid_headers: Seque
         lowered = name.lower()
         plain = re.sub(r"_[0-9]+$", "", lowered)
         number = lowered[len(plain) :]
-        scores = [(difflib.SequenceMatcher(None, right, plain).ratio(), right) for right in _MISSPELT_FROM]
-        close = max((score for score in scores if score[0] >= _MISSPELT_FROM[score[1]]), default=(0.0, ""))[1]
-        if not close or (valid_headers and _NO_MORE_REFERENCES.fullmatch(plain)):
+        scores = [(difflib.SequenceMatcher(None, spelling, plain).ratio(), spelling) for spelling in _MISSPELT_FROM]
+        best_match = max((score for score in scores if score[0] >= _MISSPELT_FROM[score[1]]), default=(0.0, ""))[1]
+        if not best_match or (valid_headers and _NO_MORE_REFERENCES.fullmatch(plain)):
             continue
         if valid_headers:
             raise UserError(
                 f"{where} has a column {name!r} besides {valid_headers[0]!r}; move its references there, in order, or rename it"
             )
         if number:
-            close = NUMBERED_REFERENCES + number
-        raise UserError(_rename(where, name, "references" if close == _FOLDER_SETTING else close))
+            best_match = NUMBERED_REFERENCES + number
+        raise UserError(_rename(where, name, "references" if best_match == _FOLDER_SETTING else best_match))
 
 
-def _rename(where: str, name: str, right: str) -> str:
-    return f"{where} has a column {name!r}; rename it to {right!r} if it names references, otherwise to something else"
+def _rename(where: str, name: str, correct_name: str) -> str:
+    return f"{where} has a column {name!r}; rename it to {correct_name!r} if it names references, otherwise to something else"
 
 
 def _either(names: Sequence[str]) -> str:

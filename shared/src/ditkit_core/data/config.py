@@ -200,9 +200,9 @@ class DataConfig:
                 f"{argument('data.repeats')} has {len(self.repeats)} numbers for {named} folders; set one for each, in the same order"
             )
         if len(self.folders) > 1 and (
-            one := [setting for setting in ("references", "controls", "masks") if getattr(self, setting)]
+            settings := [setting for setting in ("references", "controls", "masks") if getattr(self, setting)]
         ):
-            name = f"data.{one[0]}"
+            name = f"data.{settings[0]}"
             raise UserError(
                 f"{name} works with one folder only; with {argument('data.folders')}, name the files in each folder's metadata"
             )

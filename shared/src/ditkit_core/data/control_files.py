@@ -54,7 +54,7 @@ def control_headers(
     Raises:
         UserError: If a column is present under two names, or a header is misspelt.
     """
-    names = {name: [column.name for column in meant] for name, meant in named_columns(columns).items()}
+    names = {name: [column.name for column in targets] for name, targets in named_columns(columns).items()}
     headers = [header for header in headers if isinstance(header, str)]
     columns_by_header: dict[str, list[str]] = {}
     for header in headers:
@@ -62,15 +62,23 @@ def control_headers(
             header not in names or all(media_header in names for media_header in headers if media_header in media)
         ):
             continue
-        if meant := names.get(header) or _first_of_several(where, header, names):
-            alike = [earlier for earlier, theirs in columns_by_header.items() if (len(theirs) > 1) == (len(meant) > 1)]
-            if twice := next((earlier for earlier in alike if set(columns_by_header[earlier]) & set(meant)), ""):
+        if targets := names.get(header) or _first_of_several(where, header, names):
+            same_kind = [
+                earlier
+                for earlier, earlier_targets in columns_by_header.items()
+                if (len(earlier_targets) > 1) == (len(targets) > 1)
+            ]
+            if duplicate := next(
+                (earlier for earlier in same_kind if set(columns_by_header[earlier]) & set(targets)), ""
+            ):
                 raise UserError(
-                    f"{where} has {twice!r} and {header!r}, which mean the same; remove one of the two columns"
+                    f"{where} has {duplicate!r} and {header!r}, which mean the same; remove one of the two columns"
                 )
-            columns_by_header[header] = meant
-        elif header not in other and (close := difflib.get_close_matches(header.lower(), names, n=1, cutoff=0.85)):
-            raise UserError(f"{where} has a column {header!r}; did you mean {close[0]!r}? Rename it if not")
+            columns_by_header[header] = targets
+        elif header not in other and (
+            suggestions := difflib.get_close_matches(header.lower(), names, n=1, cutoff=0.85)
+        ):
+            raise UserError(f"{where} has a column {header!r}; did you mean {suggestions[0]!r}? Rename it if not")
     return columns_by_header
 
 
@@ -82,12 +90,12 @@ def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -
     """
     if NUMBERED_REFERENCES not in names or (number := number_of(header)) is None:
         return []
-    meant = names[NUMBERED_REFERENCES]
+    targets = names[NUMBERED_REFERENCES]
     if number:
         raise UserError(
-            f"{where} has a column {header!r}, but this model takes a single file; rename it to {meant[0]!r}, or remove it"
+            f"{where} has a column {header!r}, but this model takes a single file; rename it to {targets[0]!r}, or remove it"
         )
-    return meant
+    return targets
 
 
 def control_values(
@@ -106,15 +114,17 @@ def control_values(
     kinds = {column.name: column.kind for column in columns}
     column_values: dict[str, str] = {}
     # Headers of one column first: a list fills only the columns that none of them has filled.
-    for header, meant in sorted(headers.items(), key=lambda header_columns: len(header_columns[1])):
+    for header, targets in sorted(headers.items(), key=lambda header_columns: len(header_columns[1])):
         value = row.get(header)
-        free_names = [name for name in meant if name not in column_values]
-        values = [value] if len(meant) == 1 or not isinstance(value, list) else value
+        free_names = [name for name in targets if name not in column_values]
+        values = [value] if len(targets) == 1 or not isinstance(value, list) else value
         if not all(map(_is_empty, values[len(free_names) :])):
-            filled_names = [name for name in meant if name not in free_names]
-            there = f"{len(free_names)} besides {', '.join(filled_names)}" if filled_names else f"{len(free_names)}"
+            filled_names = [name for name in targets if name not in free_names]
+            count_text = (
+                f"{len(free_names)} besides {', '.join(filled_names)}" if filled_names else f"{len(free_names)}"
+            )
             raise UserError(
-                f"{where}: {header!r} names {len(values)} files, but this model takes {there}; remove {len(values) - len(free_names)}"
+                f"{where}: {header!r} names {len(values)} files, but this model takes {count_text}; remove {len(values) - len(free_names)}"
             )
         for name, item in zip(free_names, values, strict=False):
             if not _is_empty(item):
@@ -144,15 +154,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def control_folders(written: Sequence[str], columns: Sequence[Column], masks: str = "") -> dict[str, Path]:
+def control_folders(settings: Sequence[str], columns: Sequence[Column], masks: str = "") -> dict[str, Path]:
     """The folders in `data.controls` and `data.masks`, by column.
 
     Raises:
         UserError: If an item is not `column=folder`, or names an unknown column, a column twice, or a folder that does not exist.
     """
-    names = {name: meant[0].name for name, meant in named_columns(columns).items()}
+    names = {name: targets[0].name for name, targets in named_columns(columns).items()}
     folder_by_column: dict[str, Path] = {}
-    for item in written:
+    for item in settings:
         name, equals, folder = item.partition("=")
         if not (equals and name.strip() and folder.strip()):
             raise UserError(f"data.controls has {item!r}, which is not column=folder; write it like vace_video=masks")
@@ -229,9 +239,9 @@ def controls_by_name(
 def _files(folder: Path, ids: Names) -> Iterator[str]:
     """Relative paths of files, and of folders that have the name of a clip."""
     for directory, folders, names in walk(folder):
-        here = directory.relative_to(folder)
-        clips = [name for name in folders if ids.find((here / name).as_posix()) is not None]
-        yield from ((here / name).as_posix() for name in clips + names)
+        subfolder = directory.relative_to(folder)
+        clips = [name for name in folders if ids.find((subfolder / name).as_posix()) is not None]
+        yield from ((subfolder / name).as_posix() for name in clips + names)
         folders[:] = [name for name in folders if name not in clips]
 
 
@@ -280,12 +290,12 @@ def checked_control(
             if media_kind(path) == "video" and path.is_dir():
                 check_inside(path, folder, allow_outside=allow_outside)
             still = media_kind(path) == "image"
-            there = available(path, fps, at_most=frames).frames
+            control_frames = available(path, fps, at_most=frames).frames
         except UserError as error:
             raise error.at(column.name) from error
-        if not still and there < frames:
+        if not still and control_frames < frames:
             raise UserError(
-                f"{label} has {there} frames at {fps:g} fps, but its clip needs {frames}; make it as long as the clip"
+                f"{label} has {control_frames} frames at {fps:g} fps, but its clip needs {frames}; make it as long as the clip"
             )
         # The column describes one moment of the file (its start, say), so it is wrong for windows that begin later.
         if column.moment and any(window.first for window in windows):

@@ -327,9 +327,9 @@ class _Reader:
         # Opened here, before `encoding` hashes and decodes the file, so that errors show before anything slow begins. If only
         # the first window is used, its timestamps are enough.
         all_windows = self.config.windows != "first"
-        there = available(media, self.fps, at_most=None if all_windows else max(self.config.lengths))
-        height, width = size_of(there.height, there.width, self.resolutions)
-        windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)
+        extent = available(media, self.fps, at_most=None if all_windows else max(self.config.lengths))
+        height, width = size_of(extent.height, extent.width, self.resolutions)
+        windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, extent.frames)
         mask = self._control(MASK, media, entry, controls, windows)
         whole_file = Sample(
             id=f"{self.prefix}{id}",
@@ -337,7 +337,7 @@ class _Reader:
             captions=captions_of(entry.captions, self.config),
             height=height,
             width=width,
-            file_size=(there.height, there.width),
+            file_size=(extent.height, extent.width),
             frames=1,
             references=self._references(media, entry, references),
             controls={
@@ -345,7 +345,7 @@ class _Reader:
                 for column in self.columns
                 if (control := self._control(column, media, entry, controls, windows)) is not None
             },
-            mask=None if mask is None else checked_mask(Path(mask), media, (there.height, there.width)),
+            mask=None if mask is None else checked_mask(Path(mask), media, (extent.height, extent.width)),
             repeats=(*self.config.repeats, 1.0)[0],
         )
         samples = []
@@ -362,16 +362,16 @@ class _Reader:
             )
         check_inside(media, Path(self.config.folder), allow_outside=self.config.allow_outside)
 
-    def _windows(self, media: Path, id: str, there: int) -> list[Window]:
-        if longest_that_fits(there, self.config.lengths):
-            return windows_of(there, self.config, f"{self.prefix}{id}")
-        asked = min(self.config.lengths)
-        frames = 1 + (there - 1) // self.frame_step * self.frame_step
+    def _windows(self, media: Path, id: str, available_frames: int) -> list[Window]:
+        if longest_that_fits(available_frames, self.config.lengths):
+            return windows_of(available_frames, self.config, f"{self.prefix}{id}")
+        shortest = min(self.config.lengths)
+        frames = 1 + (available_frames - 1) // self.frame_step * self.frame_step
         if self.config.short_clips != "shorten":
             name = "data.frame_buckets" if self.config.frame_buckets else "data.frames"
             remedy = f"add {frames} to {name}" if self.config.frame_buckets else f"set {name} = {frames}"
             raise ShortClip(
-                f"{media} has {there} frames at {self.fps:g} fps, but {name} asks for {asked}; "
+                f"{media} has {available_frames} frames at {self.fps:g} fps, but {name} asks for {shortest}; "
                 f'{remedy}, or set data.short_clips = "shorten" or "skip"'
             )
         return [Window(0, 0, frames)]

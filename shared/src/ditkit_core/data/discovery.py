@@ -97,13 +97,13 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
 
 def _path_remedy(folder: Path, metadata: str) -> str:
     """How to correct a `data.metadata` that does not exist; other settings name paths from the working directory, so it is looked for there."""
-    meant = Path(os.path.abspath(metadata))
-    if not meant.is_file():
+    absolute = Path(os.path.abspath(metadata))
+    if not absolute.is_file():
         remedy = path_remedy(folder / metadata)
         return f"{remedy} {'Or' if remedy.endswith('?') else 'or'} leave data.metadata empty"
     inside = os.path.abspath(folder)
-    right = meant.relative_to(inside) if meant.is_relative_to(inside) else meant
-    return f'the path starts at data.folder: set data.metadata = "{right.as_posix()}"'
+    relative = absolute.relative_to(inside) if absolute.is_relative_to(inside) else absolute
+    return f'the path starts at data.folder: set data.metadata = "{relative.as_posix()}"'
 
 
 def _read_list(reader: Reader, path: Path) -> str:
@@ -203,22 +203,24 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
         try:
             if called_like_media(media) and is_folder(folder / media):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
-            there = texts.of(media)
-            if len(there) > 1 and there[0] not in {f"{_stem(media)}{suffix}" for suffix in CAPTION_SUFFIXES}:
+            caption_files = texts.of(media)
+            if len(caption_files) > 1 and caption_files[0] not in {
+                f"{_stem(media)}{suffix}" for suffix in CAPTION_SUFFIXES
+            }:
                 raise UserError(
-                    f"{' and '.join(there)} in {folder} are both the caption of {media}; remove all but one"
+                    f"{' and '.join(caption_files)} in {folder} are both the caption of {media}; remove all but one"
                 )
-            if not there:
+            if not caption_files:
                 raise UserError(
                     f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
                 )
-            text = read_dataset_text(folder, there[0], allow_outside=reader.allow_outside)
+            text = read_dataset_text(folder, caption_files[0], allow_outside=reader.allow_outside)
             clip_masks = masks.get(_stem(media), [])
             if len(clip_masks) > 1:
                 raise UserError(
                     f"{' and '.join(clip_masks)} in {folder} are both the mask of {media}; remove all but one"
                 )
-            captions = reader.split(f"caption {folder / there[0]}", [text])
+            captions = reader.split(f"caption {folder / caption_files[0]}", [text])
             yield Record(media=media, captions=captions, controls={MASK.name: clip_masks[0]} if clip_masks else {})
         except UserError as error:
             yield Record(media=media, problem=error)

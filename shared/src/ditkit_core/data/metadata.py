@@ -159,8 +159,8 @@ def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     # json.loads keeps the last of two equal keys: one caption would silently replace the other.
     if len(fields) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise UserError(f"{where} has {twice!r} twice; remove one")
+        duplicate = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise UserError(f"{where} has {duplicate!r} twice; remove one")
     return fields
 
 
@@ -176,7 +176,7 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         names = rows.fieldnames or []
         controls = control_headers(where, names, reader.files, media=media_columns(names), other=_OTHER)
         plain = [name for name in names if name not in controls]
-        lists = [name for name, meant in controls.items() if len(meant) > 1]
+        lists = [name for name, targets in controls.items() if len(targets) > 1]
         only_column(where, plain, media_columns(plain), "media")
         only_column(where, plain, CAPTION_COLUMNS, "caption")
         _reference_columns(reader, where, plain)
@@ -223,8 +223,8 @@ def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) ->
         for path in paths(f"{where}: {name!r}", row[name])
     )
     texts = {file_column.name for file_column in reader.files if file_column.kind == "text"}
-    written = control_values(where, row, reader.files, headers)
-    controls = {name: value if name in texts else reader.stored(value) for name, value in written.items()}
+    control_texts = control_values(where, row, reader.files, headers)
+    controls = {name: value if name in texts else reader.stored(value) for name, value in control_texts.items()}
     reader.check_media(where, (media, *references))
     return Record(media=media, captions=captions, references=references, controls=controls)
 

@@ -54,9 +54,9 @@ def references_by_name(
         else:
             left_over.append(file)
     if not files_by_id:
-        there = f"none of its {len(left_over)} images (first: {left_over[0]})" if left_over else "no image in it"
+        images = f"none of its {len(left_over)} images (first: {left_over[0]})" if left_over else "no image in it"
         raise UserError(
-            f"data.references {folder}: {there} has the name of a sample; name them like the images in {config.folder}"
+            f"data.references {folder}: {images} has the name of a sample; name them like the images in {config.folder}"
         )
     named = {id: _in_order(folder, id, files) for id, files in files_by_id.items()}
     return named, [str(folder / file) for file in left_over]

@@ -52,11 +52,11 @@ def stored_path(folder: Path, path: str) -> str:
     directory, parts = Path(folder), []
     for part in Path(path).parts:
         wanted = unicodedata.normalize("NFC", part)
-        same = [name for name in entries(directory) if unicodedata.normalize("NFC", name) == wanted]
-        if part in same or os.path.lexists(directory / part):  # `..`, the root of an absolute path
-            same = [part]
-        if len(same) != 1:
+        matches = [name for name in entries(directory) if unicodedata.normalize("NFC", name) == wanted]
+        if part in matches or os.path.lexists(directory / part):  # `..`, the root of an absolute path
+            matches = [part]
+        if len(matches) != 1:
             return path
-        parts.append(same[0])
-        directory = directory / same[0]
+        parts.append(matches[0])
+        directory = directory / matches[0]
     return str(Path(*parts))

@@ -18,26 +18,26 @@ class Window(NamedTuple):
     """Number of frames."""
 
 
-def longest_that_fits(there: int, lengths: Sequence[int]) -> int:
-    """The longest of the lengths (sorted, longest first) that fits into a file of `there` frames; 0 if none fits."""
-    return next((length for length in lengths if length <= there), 0)
+def longest_that_fits(available_frames: int, lengths: Sequence[int]) -> int:
+    """The longest of the lengths (sorted, longest first) that fits into a file of `available_frames` frames; 0 if none fits."""
+    return next((length for length in lengths if length <= available_frames), 0)
 
 
-def windows_of(there: int, config: DataConfig, name: str) -> list[Window]:
+def windows_of(available_frames: int, config: DataConfig, name: str) -> list[Window]:
     """The different windows of a file.
 
     Args:
-        there: Number of frames of the file at the clips' frame rate; enough for one window.
+        available_frames: Number of frames of the file at the clips' frame rate; enough for one window.
         name: Id of the file, which seeds random windows.
 
     Returns:
         The windows in order of number.
     """
-    frames = longest_that_fits(there, config.lengths)
+    frames = longest_that_fits(available_frames, config.lengths)
     assert frames, "shorter than every length"
     if config.windows == "all":
-        return _one_after_the_other(there, config.lengths)
-    room, count = there - frames, config.clips_per_file
+        return _one_after_the_other(available_frames, config.lengths)
+    room, count = available_frames - frames, config.clips_per_file
     if config.windows == "uniform":
         firsts = [(2 * room * i + count - 1) // (2 * (count - 1)) for i in range(count)] if count > 1 else [room // 2]
     elif config.windows == "random":
@@ -48,11 +48,11 @@ def windows_of(there: int, config: DataConfig, name: str) -> list[Window]:
     return [Window(i, first, frames) for i, first in enumerate(firsts) if first not in firsts[:i]]
 
 
-def _one_after_the_other(there: int, lengths: Sequence[int]) -> list[Window]:
+def _one_after_the_other(available_frames: int, lengths: Sequence[int]) -> list[Window]:
     """Windows without gaps, each the longest that fits into the remaining frames; a remainder that is too short is dropped."""
     windows: list[Window] = []
     at = 0
-    while frames := longest_that_fits(there - at, lengths):
+    while frames := longest_that_fits(available_frames - at, lengths):
         windows.append(Window(len(windows), at, frames))
         at += frames
     return windows

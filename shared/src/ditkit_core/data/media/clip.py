@@ -142,8 +142,8 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
         return Available(1, *still.image_size(path))
     if path.is_dir():
         images = open_folder(path)
-        there = images.frames(fps)
-        return Available(there if at_most is None else min(there, at_most), *images.size())
+        num_frames = images.frames(fps)
+        return Available(num_frames if at_most is None else min(num_frames, at_most), *images.size())
     survey = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
     # Without the slack a duration that is rounded up to a millisecond would count one frame too many.
     frames = max(1, math.ceil((survey.timeline.seconds - SLACK_SECONDS) * fps))

@@ -109,8 +109,8 @@ def open_folder(folder: Path) -> ImageFolder:
         raise UserError(
             f"{folder} does not contain only numbered images (0001.png, 0002.png, …); rename the images or move other files away"
         )
-    for number, (there, name) in enumerate(images.items(), start=min(images)):
-        if number != there:
+    for number, (stored_number, name) in enumerate(images.items(), start=min(images)):
+        if number != stored_number:
             # A missing image is an error and not skipped: motion would jump there, and nothing would show it.
             raise UserError(
                 f"{folder} has no image {number}, before {name}; add it, or number the images without a gap"
