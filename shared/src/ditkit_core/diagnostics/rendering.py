@@ -27,14 +27,14 @@ def element(tag: str, *children: str, **attributes: object) -> Html:
         children: `Html` is inserted unchanged, any other text is escaped.
         attributes: Values by name, converted with `str`; `data_key` stands for `data-key` and `class_` for `class`; None omits one.
     """
-    given = "".join(
+    written_attributes = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape_html(str(value))}"'
         for name, value in attributes.items()
         if value is not None
     )
     if not children and tag in _VOID:  # HTML forbids an end tag for these
-        return Html(f"<{tag}{given}>")
-    return Html(f"<{tag}{given}>{join_html(*children)}</{tag}>")
+        return Html(f"<{tag}{written_attributes}>")
+    return Html(f"<{tag}{written_attributes}>{join_html(*children)}</{tag}>")
 
 
 _VOID = frozenset({"img", "meta"})

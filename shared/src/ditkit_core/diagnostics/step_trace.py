@@ -44,8 +44,8 @@ class StepTrace(Callback):
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
         else:
-            # Otherwise the profiler prints that it starts and stops, and as an error that there is no GPU. The level of the first two is above
-            # that of errors, which matter on a GPU, where counters may be forbidden. It is read when the first profile of a process begins.
+            # Otherwise the profiler prints that it starts and stops, and as an error that there is no GPU. The level of the first two is above the
+            # level of errors, which matter on a GPU, where counters may be forbidden. It is read when the first profile of a process begins.
             os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         self._profile = profile(activities=kinds, schedule=when, on_trace_ready=self._write, acc_events=True)
         self._profile.start()
@@ -65,27 +65,27 @@ class StepTrace(Callback):
                 f"nothing was traced; train {_FIRST_STEPS + self._steps} or more"
             )
 
-    def _write(self, made: profile) -> None:
+    def _write(self, trace: profile) -> None:
         self._profile = None
         with atomic_write(self._file) as temporary, TemporaryDirectory(dir=self._file.parent) as folder:
             plain = Path(folder) / "trace.json"
-            made.export_chrome_trace(str(plain))
+            trace.export_chrome_trace(str(plain))
             with open(plain, "rb") as source, gzip.open(temporary, "wb") as target:
                 shutil.copyfileobj(source, target)
         say(f"profile:  {self._file} (open it in chrome://tracing or https://ui.perfetto.dev)")
-        top_kernels(made, self._steps).show()
+        top_kernels(trace, self._steps).show()
 
 
-def top_kernels(made: profile, steps: int) -> Table:
-    """The kernels that take most time: those of GPUs, or the operations of a CPU if no GPU computed."""
-    averages = made.key_averages()
-    on_gpu = any(each.device_type.name != "CPU" for each in averages)
+def top_kernels(trace: profile, steps: int) -> Table:
+    """The kernels of GPUs that take most time, or the operations of a CPU if no GPU computed."""
+    averages = trace.key_averages()
+    on_gpu = any(event.device_type.name != "CPU" for event in averages)
     times = {
-        each.key: ((each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1000, each.count)
-        for each in averages
+        event.key: ((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1000, event.count)
+        for event in averages
         # An operation of the host has the time of the kernels that it launched, which have rows of their own.
-        if not each.key.startswith(("ProfilerStep", "cuda"))
-        and not (on_gpu and (each.device_type.name == "CPU" or each.is_user_annotation))
+        if not event.key.startswith(("ProfilerStep", "cuda"))
+        and not (on_gpu and (event.device_type.name == "CPU" or event.is_user_annotation))
     }
     total = sum(time for time, _ in times.values()) or 1.0
     longest = sorted(times.items(), key=lambda pair: -pair[1][0])[:_MOST_KERNELS]

@@ -35,7 +35,7 @@ NOT_IN_A_BATCH: Mapping[str, str] = {
     "optimizer": "acts in the update",
     "reduction": "acts where gradients of several ranks are added",
 }
-ACTING = tuple(place for place in PLACES if place not in NOT_IN_A_BATCH)
+ACTING = tuple(group for group in PLACES if group not in NOT_IN_A_BATCH)
 """Places of `Precision` that matter in one forward and backward."""
 
 BASE = "base.compute"
@@ -70,7 +70,7 @@ class Subject:
 
     @property
     def lowered(self) -> torch.dtype:
-        """The dtype that places are lowered to: that of the run's matmuls, or bf16 if that is 32 bits or wider."""
+        """The dtype that places are lowered to: the dtype of the run's matmuls, or bf16 if that is 32 bits or wider."""
         matmul = self.precision.matmul
         return matmul if matmul.itemsize < 4 else torch.bfloat16
 
@@ -82,10 +82,10 @@ class Subject:
 
 def num_passes(subject: Subject) -> int:
     """Number of forward and backward passes of an audit, for a progress bar."""
-    return (len(EDGES) - 1) * (3 + 2 * len(_places(subject))) + (1 + ROUNDS) * (1 + len(_priced(subject)))
+    return (len(EDGES) - 1) * (3 + 2 * len(_op_groups(subject))) + (1 + ROUNDS) * (1 + len(_priced(subject)))
 
 
-def _places(subject: Subject) -> tuple[str, ...]:
+def _op_groups(subject: Subject) -> tuple[str, ...]:
     return (*ACTING, BASE) if subject.in_8_bits else ACTING
 
 
@@ -105,33 +105,33 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
         UserError: If the loss or a gradient is not finite in fp64.
     """
     # Not ACTING, which a short audit replaces by fewer places: the reference is in fp64 everywhere.
-    low, acting = subject.lowered, [place for place in PLACES if place not in NOT_IN_A_BATCH]
+    low, acting = subject.lowered, [group for group in PLACES if group not in NOT_IN_A_BATCH]
     lowered = dict.fromkeys([*acting, BASE] if subject.in_8_bits else acting, low)
     # Alone shows the error that a place adds; all but one shows what raising only this place would gain.
     everywhere = dict.fromkeys(acting, _TRUTH)
     cases: dict[str, Mapping[str, torch.dtype] | None] = {"own": None, "all lowered": lowered}
-    cases |= {f"alone {place}": {**everywhere, place: low} for place in _places(subject)}
-    cases |= {f"all but {place}": {**lowered, place: _TRUTH} for place in _places(subject)}
-    found: dict[str, list[_Squares]] = {name: [] for name in cases}
+    cases |= {f"alone {group}": {**everywhere, group: low} for group in _op_groups(subject)}
+    cases |= {f"all but {group}": {**lowered, group: _TRUTH} for group in _op_groups(subject)}
+    squares_by_case: dict[str, list[_Squares]] = {name: [] for name in cases}
     with _eval_mode(subject.model, subject.precision):
         for index in range(len(EDGES) - 1):
             batch = _Batch.sampled(subject, index)
             truth = _measure(subject, batch, everywhere, None)
             advance()
             for name, dtypes in cases.items():
-                found[name].append(_measure(subject, batch, dtypes, truth).squares)
+                squares_by_case[name].append(_measure(subject, batch, dtypes, truth).squares)
                 advance()
         costs, seconds, peak = _costs(subject, advance)
-    case = {name: _case(squares) for name, squares in found.items()}
-    places = [
+    case = {name: _case(squares) for name, squares in squares_by_case.items()}
+    entries = [
         PlaceFindings(
-            place=place,
-            dtype=subject.in_8_bits if place == BASE else dtype_name(getattr(subject.precision, place)),
-            alone=case[f"alone {place}"],
-            all_but=case[f"all but {place}"],
-            cost=costs.get(place),
+            place=group,
+            dtype=subject.in_8_bits if group == BASE else dtype_name(getattr(subject.precision, group)),
+            alone=case[f"alone {group}"],
+            all_but=case[f"all but {group}"],
+            cost=costs.get(group),
         )
-        for place in _places(subject)
+        for group in _op_groups(subject)
     ]
     return AuditFindings(
         lowered=dtype_name(low),
@@ -139,7 +139,7 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
         samples=tuple(subject.ids),
         own=case["own"],
         all_lowered=case["all lowered"],
-        places=tuple(sorted(places, key=lambda each: -each.alone.overall.gradient)),
+        places=tuple(sorted(entries, key=lambda entry: -entry.alone.overall.gradient)),
         seconds=seconds,
         peak_bytes=peak,
         not_measured={**NOT_IN_A_BATCH},
@@ -201,7 +201,9 @@ class _Batch:
         first, last = (next(stage.parameters()).device for stage in (subject.model.embed, subject.model.head))
         low, high, count = EDGES[index], EDGES[index + 1], len(subject.items)
         random = [generator(subject.seed, "audit", index, name) for name in subject.ids]
-        shares = [(i + float(torch.rand((), generator=each))) / count for i, each in enumerate(random)]
+        shares = [
+            (i + float(torch.rand((), generator=sample_generator))) / count for i, sample_generator in enumerate(random)
+        ]
         sigma = torch.full((count,), low).add_((high - low) * torch.tensor(shares, device=_HOST))
         # Seeded by sample name without the range: levels are then compared on the same noise.
         noise = [
@@ -261,9 +263,9 @@ def _measure(
 
     Products with the base are in 8 bits where the run has them so and `BASE` is lowered.
     """
-    measured, given = _Measured(truth=truth), dict(dtypes or {})
-    wide = dtypes is not None and given.pop(BASE, _TRUTH) == _TRUTH
-    precision = replace(subject.precision, **given)
+    measured, dtype_by_group = _Measured(truth=truth), dict(dtypes or {})
+    wide = dtypes is not None and dtype_by_group.pop(BASE, _TRUTH) == _TRUTH
+    precision = replace(subject.precision, **dtype_by_group)
     dtype_of = as_stored if dtypes is None else by_op_group(precision, subject.spec.precision.op_group_of)
     # Full checkpointing: only one block's fp64 casts are in memory at a time.
     engine = replace(subject.run, policy="full", backend=_backend(subject, precision))
@@ -308,11 +310,11 @@ def _case(bins: Sequence[_Squares]) -> Case:
     def errors(squares: Sequence[_Squares]) -> Errors:
         ratios = {}
         for name in ("velocity", "loss", "gradient"):
-            differences, sizes = zip(*(each[name] for each in squares), strict=True)
+            differences, sizes = zip(*(bin_squares[name] for bin_squares in squares), strict=True)
             ratios[name] = (sum(differences) / sum(sizes)) ** 0.5 if sum(sizes) else 0.0
         return Errors(**ratios)
 
-    return Case(overall=errors(bins), bins=tuple(errors([each]) for each in bins))
+    return Case(overall=errors(bins), bins=tuple(errors([bin_squares]) for bin_squares in bins))
 
 
 def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cost], float, int]:
@@ -321,15 +323,18 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
     Returns:
         The costs; and of the run's own dtypes the seconds and the peak bytes of the fullest device.
     """
-    low, own = subject.lowered, subject.precision
+    low, run_precision = subject.lowered, subject.precision
     batch = _Batch.sampled(subject, (len(EDGES) - 1) // 2)
-    tried = {
-        place: low if place != BASE and getattr(own, place).itemsize > low.itemsize else torch.float32
-        for place in _priced(subject)
+    tried_dtypes = {
+        group: low if group != BASE and getattr(run_precision, group).itemsize > low.itemsize else torch.float32
+        for group in _priced(subject)
     }
-    choices = {"own": own, **{place: replace(own, **{place: dtype}) for place, dtype in tried.items() if place != BASE}}
-    if BASE in tried:
-        choices[BASE], tried[BASE] = own, own.matmul
+    choices = {
+        "own": run_precision,
+        **{group: replace(run_precision, **{group: dtype}) for group, dtype in tried_dtypes.items() if group != BASE},
+    }
+    if BASE in tried_dtypes:
+        choices[BASE], tried_dtypes[BASE] = run_precision, run_precision.matmul
     peaks: dict[str, Mapping[torch.device, int]] = {}
     for name, precision in choices.items():
         with products_in_dtype(subject.model) if name == BASE else nullcontext():
@@ -344,19 +349,19 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
             advance()
     fullest = max(peaks["own"], key=lambda device: peaks["own"][device])
     costs = {
-        place: Cost(
+        group: Cost(
             dtype=dtype_name(dtype),
-            time_ratio=median(a / b for a, b in zip(seconds[place], seconds["own"], strict=True)),
-            num_bytes=peaks[place][fullest] - peaks["own"][fullest],
+            time_ratio=median(a / b for a, b in zip(seconds[group], seconds["own"], strict=True)),
+            num_bytes=peaks[group][fullest] - peaks["own"][fullest],
         )
-        for place, dtype in tried.items()
+        for group, dtype in tried_dtypes.items()
     }
     return costs, median(seconds["own"]), peaks["own"][fullest]
 
 
 def _priced(subject: Subject) -> list[str]:
     # Not matmul: it also decides the stored dtype of matrices, and casting them where they are used would not show that cost.
-    return [place for place in _places(subject) if place != "matmul"]
+    return [group for group in _op_groups(subject) if group != "matmul"]
 
 
 def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:

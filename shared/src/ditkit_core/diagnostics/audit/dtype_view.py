@@ -25,19 +25,19 @@ def as_stored(name: str, stored: torch.dtype) -> torch.dtype:
     return stored
 
 
-def by_op_group(precision: Precision, place_of: Callable[[str], str]) -> DtypeOf:
+def by_op_group(precision: Precision, op_group_of: Callable[[str], str]) -> DtypeOf:
     """Use each weight in the dtype that `precision` has for its place.
 
     Adapters follow the matmuls, in fp32 or wider. Other weights are never narrowed here: the model itself casts those where it uses them.
 
     Args:
-        place_of: `ModelSpec.precision.op_group_of`, a function from a canonical name to a place.
+        op_group_of: `ModelSpec.precision.op_group_of`, a function from a canonical name to a place.
     """
 
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
-        place = "matmul" if is_adapter_name(name) else place_of(canonical_name(name))
-        dtype: torch.dtype = getattr(precision, place)
-        if place == "matmul" and not is_adapter_name(name):
+        group = "matmul" if is_adapter_name(name) else op_group_of(canonical_name(name))
+        dtype: torch.dtype = getattr(precision, group)
+        if group == "matmul" and not is_adapter_name(name):
             return dtype
         return torch.promote_types(stored, dtype)
 
@@ -82,13 +82,13 @@ class _Stage(nn.Module):
         self._dtype_of, self._take = dtype_of, take
         # Remembered by module and name and not as objects: streaming and placement put other Parameter objects there.
         self._entries = [
-            (f"{name}.{place}.{leaf}".replace("..", "."), module._parameters, leaf)
-            for place, module in inner.named_modules()
+            (f"{name}.{path}.{leaf}".replace("..", "."), module._parameters, leaf)
+            for path, module in inner.named_modules()
             for leaf, parameter in module._parameters.items()
             if parameter is not None and not (isinstance(module, QuantizedLinear) and leaf in module.values())
         ]
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, inputs: Any) -> Any:
         cast: dict[int, Tensor] = {}
         before = [entries[leaf] for _, entries, leaf in self._entries]
         try:
@@ -97,7 +97,7 @@ class _Stage(nn.Module):
                 if id(parameter) not in cast:  # a shared parameter is cast once, so that it has one gradient
                     cast[id(parameter)] = self._cast(name, parameter)
                 entries[leaf] = cast[id(parameter)]
-            return self.inner(given)
+            return self.inner(inputs)
         finally:
             # Also after an error: the model belongs to the run.
             for (_, entries, leaf), parameter in zip(self._entries, before, strict=True):

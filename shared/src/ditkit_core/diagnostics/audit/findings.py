@@ -10,7 +10,7 @@ class Errors:
     """Relative errors of a computation against the same one in fp64."""
 
     velocity: float
-    """Root mean square of the prediction's difference, divided by that of the prediction."""
+    """Root mean square of the prediction's difference, divided by the prediction's root mean square."""
     loss: float
     """Relative difference of the mean squared error."""
     gradient: float
@@ -34,7 +34,7 @@ class Cost:
     dtype: str
     """The dtype that was tried."""
     time_ratio: float
-    """Seconds of forward and backward, divided by those of the run's own dtypes; below 1 is faster."""
+    """Seconds of forward and backward, divided by the seconds with the run's own dtypes; below 1 is faster."""
     num_bytes: int
     """Peak memory of the fullest device, minus that with the run's own dtypes."""
 
@@ -92,14 +92,21 @@ def audit_from_json(values: Mapping[str, Any]) -> AuditFindings:
     """Read the findings back from the values of `audit_json`."""
 
     def case(errors: Mapping[str, Any]) -> Case:
-        return Case(overall=Errors(**errors["overall"]), bins=tuple(Errors(**each) for each in errors["bins"]))
-
-    def place(found: Mapping[str, Any]) -> PlaceFindings:
-        cost = None if found["cost"] is None else Cost(**found["cost"])
-        return PlaceFindings(
-            **{**found, "alone": case(found["alone"]), "all_but": case(found["all_but"]), "cost": cost}
+        return Case(
+            overall=Errors(**errors["overall"]), bins=tuple(Errors(**bin_errors) for bin_errors in errors["bins"])
         )
 
-    given: dict[str, Any] = {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
-    given |= {name: case(values[name]) for name in ("own", "all_lowered")}
-    return AuditFindings(**{**values, **given, "places": tuple(map(place, values["places"]))})
+    def entry(entry_values: Mapping[str, Any]) -> PlaceFindings:
+        cost = None if entry_values["cost"] is None else Cost(**entry_values["cost"])
+        return PlaceFindings(
+            **{
+                **entry_values,
+                "alone": case(entry_values["alone"]),
+                "all_but": case(entry_values["all_but"]),
+                "cost": cost,
+            }
+        )
+
+    converted: dict[str, Any] = {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
+    converted |= {name: case(values[name]) for name in ("own", "all_lowered")}
+    return AuditFindings(**{**values, **converted, "places": tuple(map(entry, values["places"]))})

@@ -54,12 +54,14 @@ def _table(findings: AuditFindings) -> Table:
     head = ["place", "runs in", "velocity", "loss", "gradient", *(f"σ {name}" for name in findings.bin_names)]
     head += ["others low", "tried in", "time", "MiB"]
     rows = []
-    for each in findings.places:
+    for entry in findings.places:
         cost = ["-", "-", "-"]
-        if each.cost is not None:
-            mib = each.cost.num_bytes / 2**20
-            cost = [each.cost.dtype, f"×{each.cost.time_ratio:.2f}", f"{mib:+.2f}" if each.cost.num_bytes else "0"]
-        rows.append([each.place, each.dtype, *_errors(each.alone), format_error(each.all_but.overall.gradient), *cost])
+        if entry.cost is not None:
+            mib = entry.cost.num_bytes / 2**20
+            cost = [entry.cost.dtype, f"×{entry.cost.time_ratio:.2f}", f"{mib:+.2f}" if entry.cost.num_bytes else "0"]
+        rows.append(
+            [entry.place, entry.dtype, *_errors(entry.alone), format_error(entry.all_but.overall.gradient), *cost]
+        )
     rows.append(["all lowered", "", *_errors(findings.all_lowered), "", "", "", ""])
     spent = [f"{findings.seconds:.3f} s", f"{findings.peak_bytes / 2**20:.2f}"]
     rows.append(["this run", "", *_errors(findings.own), "", "", *spent])
@@ -70,7 +72,7 @@ def _errors(case: Case) -> list[str]:
     overall = case.overall
     return [
         *map(format_error, (overall.velocity, overall.loss, overall.gradient)),
-        *(format_error(each.gradient) for each in case.bins),
+        *(format_error(bin_errors.gradient) for bin_errors in case.bins),
     ]
 
 
@@ -87,18 +89,18 @@ def _meaning(findings: AuditFindings) -> list[str]:
         "others low": f"of the gradient with this place alone in fp64 and all others in {low}; with none in fp64 it is {none}",
         "time, MiB": "time of forward and backward, and peak memory, with the place in the dtype of `tried in`, compared with this run",
     }
-    lines = [f"{column}: {what}" for column, what in columns.items()]
+    lines = [f"{column}: {meaning}" for column, meaning in columns.items()]
     lines.append(
         "the cost of matmul is not measured, because model.dtype also sets the stored dtype of the weights; --plan --model.dtype shows it"
     )
-    if any(each.place == BASE for each in findings.places):
+    if any(entry.place == BASE for entry in findings.places):
         lines.append(
             f"{BASE}: lowered means products with the frozen base in 8 bits, and the other choice is model.dtype"
         )
     largest = findings.places[0]
     if largest.alone.overall.gradient:
         lines.append(f"what matters most: {largest.place}, which this run has in {largest.dtype}")
-    lines += [f"not measured here: {place}: it {reason}" for place, reason in findings.not_measured.items()]
+    lines += [f"not measured here: {group}: it {reason}" for group, reason in findings.not_measured.items()]
     return lines
 
 
@@ -120,15 +122,15 @@ def _chart(findings: AuditFindings) -> Image.Image:
         x = at(10.0**decade)
         pen.line((x, _TOP - 6, x, height - _BOTTOM), fill=_LINE)
         pen.text((x, height - _BOTTOM + 8), f"1e{decade}", fill=_GREY, font=small, anchor="ma")
-    for row, each in enumerate(findings.places):
+    for row, entry in enumerate(findings.places):
         y = _TOP + _ROW * row
-        pen.text((_LEFT - 10, y + _ROW / 2), each.place, fill=_INK, font=font, anchor="rm")
-        for offset, error, colour in ((6, each.alone, _ALONE), (8 + _BAR, each.all_but, _BUT)):
+        pen.text((_LEFT - 10, y + _ROW / 2), entry.place, fill=_INK, font=font, anchor="rm")
+        for offset, error, colour in ((6, entry.alone, _ALONE), (8 + _BAR, entry.all_but, _BUT)):
             if error.overall.gradient:
                 pen.rectangle((_LEFT, y + offset, at(error.overall.gradient), y + offset + _BAR - 1), fill=colour)
-        for found in each.alone.bins:
-            if found.gradient:
-                x, middle = at(found.gradient), y + 6 + _BAR / 2
+        for bin_errors in entry.alone.bins:
+            if bin_errors.gradient:
+                x, middle = at(bin_errors.gradient), y + 6 + _BAR / 2
                 pen.ellipse((x - 3, middle - 3, x + 3, middle + 3), fill=_DOT)
     for error, dash in ((findings.own, 6), (findings.all_lowered, 2)):
         if error.overall.gradient:
@@ -141,11 +143,11 @@ def _chart(findings: AuditFindings) -> Image.Image:
 def _decades(findings: AuditFindings) -> tuple[int, int]:
     """The lowest and highest power of ten of the chart's axis."""
     cases = [findings.own, findings.all_lowered]
-    cases += [case for each in findings.places for case in (each.alone, each.all_but)]
+    cases += [case for entry in findings.places for case in (entry.alone, entry.all_but)]
     errors = [error.gradient for case in cases for error in (case.overall, *case.bins)]
-    known = [math.log10(error) for error in errors if 0 < error < math.inf] or [-1.0]
-    low = math.floor(min(known))
-    return low, max(math.ceil(max(known)), low + 1)
+    exponents = [math.log10(error) for error in errors if 0 < error < math.inf] or [-1.0]
+    low = math.floor(min(exponents))
+    return low, max(math.ceil(max(exponents)), low + 1)
 
 
 def _legend(

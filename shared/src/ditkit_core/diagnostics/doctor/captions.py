@@ -147,8 +147,8 @@ def cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption]
         cuts = {caption: encoder.cut_of(caption) for sample in samples for caption in sample.captions}
     except UserError:  # the trial of the model reports it
         return None
-    both = ((sample.id, cuts[caption]) for sample in samples for caption in sample.captions)
-    return [CutCaption(sample=id, tokens=cut[0], kept=cut[1]) for id, cut in both if cut is not None]
+    sample_cuts = ((sample.id, cuts[caption]) for sample in samples for caption in sample.captions)
+    return [CutCaption(sample=id, tokens=cut[0], kept=cut[1]) for id, cut in sample_cuts if cut is not None]
 
 
 def check_captions(
@@ -165,8 +165,8 @@ def check_captions(
             f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
         )
         yield Finding.warning("D14", cut.sample, observation, "shorten the caption")
-    everything = (*samples, *class_images)
-    if empty := [sample.id for sample in everything for text in sample.captions if not text.strip()]:
+    all_samples = (*samples, *class_images)
+    if empty := [sample.id for sample in all_samples for text in sample.captions if not text.strip()]:
         observation = "its caption is empty" if len(empty) == 1 else "their captions are empty"
         yield Finding.warning(
             "D16", listed(empty), observation, "write one; for training without captions set train.caption_dropout"
@@ -182,7 +182,7 @@ def check_captions(
         yield Finding.note("D15", f"{count} of {files} files", observation, "describe what differs between them")
     if not shared:
         yield from _check_alike(_caption_by_file(samples))
-    yield from _check_leftovers(everything, config.data.trigger.strip())
+    yield from _check_leftovers(all_samples, config.data.trigger.strip())
     if config.data.captions == "whole":
         yield from _check_lines(samples)
     yield from _check_trigger(samples, config, class_images)
@@ -229,10 +229,10 @@ def _check_opening_word(captions: Mapping[Path, str]) -> Iterator[Finding]:
     word, count = max(openings.items(), key=lambda pair: (pair[0] != "", pair[1]), default=("", 0))
     if len(captions) < FEWEST_OPENINGS or not word or count < OPENING_SHARE * len(captions):
         return
-    if lacking := [path.name for path, caption in captions.items() if word not in _words(caption)]:
+    if names_without_word := [path.name for path, caption in captions.items() if word not in _words(caption)]:
         observation = f"their captions lack {word!r}, which opens {count} of {len(captions)}"
         remedy = f"if it is your trigger word, write it there too, or set data.trigger = {word!r}"
-        yield Finding.note("D42", listed(lacking), observation, remedy)
+        yield Finding.note("D42", listed(names_without_word), observation, remedy)
 
 
 def _check_alike(captions: Mapping[Path, str]) -> Iterator[Finding]:

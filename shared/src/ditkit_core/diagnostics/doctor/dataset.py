@@ -101,55 +101,57 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
     Args:
         run: The run. All bad files are listed; `data.on_bad` decides whether they are errors.
     """
-    own, prior = _examine(run, run.config.data, "data"), _examine(run, run.data.prior_data, "prior")
-    if own.error is not None:
-        return _unusable(run, own.error, own.excluded)
-    samples, class_images, both = own.good, prior.good, (own, prior)
-    everything = [*samples, *class_images]
-    captions = count_captions(everything, cut_captions(run, everything))
+    data, prior = _examine(run, run.config.data, "data"), _examine(run, run.data.prior_data, "prior")
+    if data.error is not None:
+        return _unusable(run, data.error, data.excluded)
+    samples, class_images, examinations = data.good, prior.good, (data, prior)
+    all_samples = [*samples, *class_images]
+    captions = count_captions(all_samples, cut_captions(run, all_samples))
     data_batches = _buckets(run, samples)
     prior_batches = _buckets(
         run, class_images, "prior", at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1)
     )
-    largest = max(data_batches, prior_batches, key=lambda each: each.cost).largest
-    same = same_content(_hashes(run, everything))
-    known = {id for group in same for id in group[1:]}  # exact copies are not reported as near-duplicates again
-    prints = {**own.prints, **prior.prints}
-    alike = near_duplicates({id: print for id, print in prints.items() if id not in known})
-    files = [file for looks in both for file in looks.files()]
-    excluded = [each for looks in both for each in looks.excluded]
-    undecoded = [each for looks in both for each in looks.undecoded]
+    largest = max(data_batches, prior_batches, key=lambda batches: batches.cost).largest
+    copy_groups = same_content(_hashes(run, all_samples))
+    copies = {id for group in copy_groups for id in group[1:]}  # exact copies are not reported as near-duplicates again
+    prints = {**data.prints, **prior.prints}
+    near_copy_groups = near_duplicates({id: print for id, print in prints.items() if id not in copies})
+    files = [file for examination in examinations for file in examination.files()]
+    excluded = [exclusion for examination in examinations for exclusion in examination.excluded]
+    undecoded = [exclusion for examination in examinations for exclusion in examination.undecoded]
     # The order of the printed findings: missing data first, then single files, then comparisons between files.
     findings = [
         *check_excluded(excluded),
         *check_excluded(undecoded, "D03"),
         *_too_few(run, samples),
         *_no_class_images(run, prior),
-        *check_fewest_frames(everything, run.spec.training.fewest_frames),
-        *check_shortened(samples, run.config.data, own.fps),
-        *check_crops(everything, run.config.data, run.spec.data.size_step),
+        *check_fewest_frames(all_samples, run.spec.training.fewest_frames),
+        *check_shortened(samples, run.config.data, data.fps),
+        *check_crops(all_samples, run.config.data, run.spec.data.size_step),
         *check_buckets(data_batches.rows),
         *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
         *check_coverage([row for row, _ in files]),
-        *check_colours(_stored_colours(run, everything)),
+        *check_colours(_stored_colours(run, all_samples)),
         *check_matrices(without_matrix([row for row, _ in files]), len(files)),
-        *(finding for looks in both for finding in looks.findings),
-        *map(refusal, dict.fromkeys([*own.lacking, *prior.lacking, *_prompt_errors(run, samples)])),
-        *check_duplicates(same, alike),
+        *(finding for examination in examinations for finding in examination.findings),
+        *map(
+            refusal, dict.fromkeys([*data.missing_libraries, *prior.missing_libraries, *_prompt_errors(run, samples)])
+        ),
+        *check_duplicates(copy_groups, near_copy_groups),
         *check_captions(samples, captions, run.config, class_images),
     ]
     checkup = CheckReport(
         model=run.spec.name,
         samples=len(samples),
         class_images=len(class_images),
-        fps=own.fps,
+        fps=data.fps,
         buckets=(*data_batches.rows, *prior_batches.rows),
         files=tuple(row for row, _ in files),
         excluded=(*excluded, *undecoded),
         captions=captions,
-        same=tuple(same),
-        alike=tuple(alike),
-        masks=(*own.masks, *prior.masks),
+        same=tuple(copy_groups),
+        alike=tuple(near_copy_groups),
+        masks=(*data.masks, *prior.masks),
         findings=tuple(findings),
     )
     return ExaminedDataset(checkup=checkup, samples=samples, class_images=class_images, largest=largest)
@@ -161,23 +163,23 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     Args:
         encoded: The samples that were encoded. No file is read again.
     """
-    ids = {each.id for each in encoded}
+    ids = {sample.id for sample in encoded}
     samples = [sample for sample in run.data.dataset.samples if sample.id in ids]
     counts = Counter((sample.frames, sample.height, sample.width) for sample in samples)
     shapes = ", ".join(f"{count} of {' x '.join(map(str, shape))}" for shape, count in sorted(counts.items()))
     missing = len(run.data.dataset.excluded) + len(run.data.dataset.samples) - len(samples)
     say(f"data: {plural(len(samples), 'sample')} ({shapes}), {missing} left out; --check examines them")
     keys: dict[str, list[str]] = defaultdict(list)
-    for each in encoded:
-        keys[each.media_key].append(each.id)
+    for sample in encoded:
+        keys[sample.media_key].append(sample.id)
     findings = [*check_duplicates([group for group in keys.values() if len(group) > 1], [])]
     findings += check_captions(samples, count_captions(samples, None), run.config)
     findings += check_crops(samples, run.config.data, run.spec.data.size_step)
     findings += check_fewest_frames(samples, run.spec.training.fewest_frames)
     encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
-        what = "they are too long for the text encoder and were truncated"
-        findings.append(Finding.warning("D14", plural(cut, "caption"), what, "shorten them"))
+        observation = "they are too long for the text encoder and were truncated"
+        findings.append(Finding.warning("D14", plural(cut, "caption"), observation, "shorten them"))
     groups = grouped([finding for finding in findings if finding.severity == "warning"])
     for group in groups[:_MOST_IN_BRIEF]:
         warn(one_line(group))
@@ -193,7 +195,7 @@ def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> 
 
 
 @dataclass(kw_only=True)
-class _Looks:
+class _Examination:
     """The state of examining a dataset, sample by sample."""
 
     run: RunContext
@@ -209,19 +211,19 @@ class _Looks:
     prints: dict[str, tuple[Path, Fingerprint]] = field(default_factory=dict)
     masks: list[float] = field(default_factory=list)
     """White share of each sample's loss mask."""
-    lacking: dict[str, None] = field(default_factory=dict)
+    missing_libraries: dict[str, None] = field(default_factory=dict)
     """Messages about missing libraries, in order: the run's fault and not a sample's. A dict without values is an ordered set."""
     error: UserError | None = None
     """The reason if the dataset cannot be used at all."""
 
-    def take(self, sample: Sample) -> None:
+    def examine(self, sample: Sample) -> None:
         """Read what training would read of a sample: the clip, decoded at low size, and its conditions as they are encoded."""
-        seen: WindowLook | None = None
+        look: WindowLook | None = None
         masked: float | None = None
         of_conditions: list[Finding] = []
         fps = self.fps if media_kind(sample.media) == "video" else 0.0
         try:
-            seen = look_at_window(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
+            look = look_at_window(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
             for reference in sample.references:
                 for _ in stored_images(reference, frames=1, fps=0.0):
                     pass  # decoding is the check
@@ -233,7 +235,7 @@ class _Looks:
             if all(sample.media != other.media for other in self.good[-1:]):
                 of_conditions += check_control_videos(sample, self.run.auxiliary.columns)
         except MissingDependency as error:
-            self.lacking[str(error)] = None
+            self.missing_libraries[str(error)] = None
         except EnvironmentFault:
             raise
         except UserError as error:
@@ -243,9 +245,9 @@ class _Looks:
         if masked is not None:
             self.masks.append(masked)
             of_conditions += check_mask(sample, masked, self.run.config.train.mask_weight)
-        self.findings += [*(check_frames(sample.id, seen, fps) if seen else ()), *of_conditions]
-        if seen and seen.fingerprint is not None:
-            self.prints[sample.id] = (sample.media, seen.fingerprint)
+        self.findings += [*(check_frames(sample.id, look, fps) if look else ()), *of_conditions]
+        if look and look.fingerprint is not None:
+            self.prints[sample.id] = (sample.media, look.fingerprint)
 
     def _masked(self, sample: Sample, fps: float) -> float | None:
         """The white share of a sample's loss mask, which is read as it is encoded; None without one."""
@@ -273,44 +275,44 @@ class _Looks:
     def _read_of(self, path: Path, samples: Sequence[Sample]) -> MediaInfo:
         """The known properties of a video that is damaged after its windows."""
         end = max(sample.start_seconds + sample.frames / self.fps for sample in samples)
-        there = available(path, self.fps, at_most=1)
-        return MediaInfo(kind="video", width=there.width, height=there.height, seconds=end, fps=self.fps, rotation=0)
+        extent = available(path, self.fps, at_most=1)
+        return MediaInfo(kind="video", width=extent.width, height=extent.height, seconds=end, fps=self.fps, rotation=0)
 
 
-def _examine(run: RunContext, data: DataConfig | None, dataset: DatasetName) -> _Looks:
+def _examine(run: RunContext, data: DataConfig | None, dataset: DatasetName) -> _Examination:
     """Scan a dataset and examine each of its samples; without a dataset (`data` is None) the result is empty."""
-    looks = _Looks(run=run, dataset=dataset, fps=run.data.fps, stops=run.config.data.on_bad == "error")
+    examination = _Examination(run=run, dataset=dataset, fps=run.data.fps, stops=run.config.data.on_bad == "error")
     if data is None:
-        return looks
-    stopping = {"bad": looks.stops, "short": data.short_clips == "error", "unused": False}
+        return examination
+    stopping = {"bad": examination.stops, "short": data.short_clips == "error", "unused": False}
     # Scanned leniently, so that all problems are listed and not only the first one.
     lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
     try:
-        found: Dataset | NothingToTrain = run.data.scanned(lenient, f"{dataset}.folder")
+        scan: Dataset | NothingToTrain = run.data.scanned(lenient, f"{dataset}.folder")
     except NothingToTrain as error:
-        found = looks.error = error
+        scan = examination.error = error
     except UserError as error:
-        looks.error = error
-        return looks
-    looks.excluded += [
+        examination.error = error
+        return examination
+    examination.excluded += [
         Excluded(name=name, reason=reason, stops=stopping[kind])
-        for (name, reason), kind in zip(found.excluded, found.kinds, strict=True)
+        for (name, reason), kind in zip(scan.excluded, scan.kinds, strict=True)
     ]
-    if isinstance(found, NothingToTrain):
-        return looks
-    looks.fps = found.fps
-    with progress("check clips" if dataset == "data" else "check class images", len(found.samples)) as bar:
-        for sample in found.samples:
+    if isinstance(scan, NothingToTrain):
+        return examination
+    examination.fps = scan.fps
+    with progress("check clips" if dataset == "data" else "check class images", len(scan.samples)) as bar:
+        for sample in scan.samples:
             # Marked as encoding does: a class image may have the same id as a clip.
-            looks.take(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id))
+            examination.examine(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id))
             bar.advance()
-    return looks
+    return examination
 
 
 def _hashes(run: RunContext, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
     """Content hash and path of each sample that is one file. Encoding needs the same hashes, and they are remembered for it."""
     with MediaHashes(run.data.cache.folder) as hashes:
-        return {each.id: (hashes.of(each.media), each.media) for each in samples if each.media.is_file()}
+        return {sample.id: (hashes.of(sample.media), sample.media) for sample in samples if sample.media.is_file()}
 
 
 def _stored_colours(run: RunContext, samples: Sequence[Sample]) -> dict[str, Colours]:
@@ -408,13 +410,13 @@ def refusal(why: UserError | str) -> Finding:
     return Finding.error("D21", "", str(why))
 
 
-def _no_class_images(run: RunContext, prior: _Looks) -> Iterator[Finding]:
+def _no_class_images(run: RunContext, prior: _Examination) -> Iterator[Finding]:
     """The finding that no class image can be used, if the run has a folder of them."""
     if prior.error is not None:
         yield Finding.error("D01", "", str(prior.error))
     elif run.data.prior_data is not None and not prior.good:
-        what = "no class image can be read: training would run without prior preservation"
-        yield Finding.warning("D01", "prior.folder", what, "fix the files, or remove [prior]")
+        observation = "no class image can be read: training would run without prior preservation"
+        yield Finding.warning("D01", "prior.folder", observation, "fix the files, or remove [prior]")
 
 
 def _too_few(run: RunContext, samples: Sequence[Sample]) -> Iterator[Finding]:
@@ -423,11 +425,11 @@ def _too_few(run: RunContext, samples: Sequence[Sample]) -> Iterator[Finding]:
         split_held_out([sample.id for sample in samples], count, files_of(samples))
     except UserError:
         if not samples:
-            what = "nothing is left to train on: every sample is left out"
-            yield Finding.error("D01", "", what, "fix the files in the table of excluded files")
+            observation = "nothing is left to train on: every sample is left out"
+            yield Finding.error("D01", "", observation, "fix the files in the table of excluded files")
             return
-        there = (
+        shortage = (
             f"{plural(len(samples), 'sample')} can be trained on, and {count} are held out, windows of a file together"
         )
         remedy = "add clips, fix those that are left out, or lower held_out.clips"
-        yield Finding.error("D01", "held_out.clips", f"{there}: none is left", remedy)
+        yield Finding.error("D01", "held_out.clips", f"{shortage}: none is left", remedy)

@@ -82,19 +82,19 @@ class Finding:
         assert self.code in CODES, self.code
 
     @classmethod
-    def error(cls, code: str, where: str, what: str, remedy: str = "") -> "Finding":
+    def error(cls, code: str, where: str, observation: str, remedy: str = "") -> "Finding":
         """A finding with which the run cannot be trained."""
-        return cls(code=code, severity="error", where=where, what=what, remedy=remedy)
+        return cls(code=code, severity="error", where=where, what=observation, remedy=remedy)
 
     @classmethod
-    def warning(cls, code: str, where: str, what: str, remedy: str) -> "Finding":
+    def warning(cls, code: str, where: str, observation: str, remedy: str) -> "Finding":
         """A finding that is likely to be a mistake."""
-        return cls(code=code, severity="warning", where=where, what=what, remedy=remedy)
+        return cls(code=code, severity="warning", where=where, what=observation, remedy=remedy)
 
     @classmethod
-    def note(cls, code: str, where: str, what: str, remedy: str) -> "Finding":
+    def note(cls, code: str, where: str, observation: str, remedy: str) -> "Finding":
         """A finding that is worth knowing."""
-        return cls(code=code, severity="note", where=where, what=what, remedy=remedy)
+        return cls(code=code, severity="note", where=where, what=observation, remedy=remedy)
 
     def __str__(self) -> str:
         named = not self.where or (self.code in _NAME_THEIR_FILE and self.where in self.what)
@@ -114,18 +114,21 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     """Findings that differ only in names and numbers, together; in each group the smallest numbers come first."""
     groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
-    for each in findings:
-        text = re.sub(rf"\S*{re.escape(each.where)}\S*", "", each.what) if each.where else each.what
-        groups[each.severity, each.code, _NUMBER.sub("", text), _NUMBER.sub("", each.remedy)].append(each)
+    for finding in findings:
+        text = re.sub(rf"\S*{re.escape(finding.where)}\S*", "", finding.what) if finding.where else finding.what
+        groups[finding.severity, finding.code, _NUMBER.sub("", text), _NUMBER.sub("", finding.remedy)].append(finding)
     return [
-        sorted(group, key=lambda each: [float(number) for number in _NUMBER.findall(each.what.replace(each.where, ""))])
+        sorted(
+            group,
+            key=lambda finding: [float(number) for number in _NUMBER.findall(finding.what.replace(finding.where, ""))],
+        )
         for group in groups.values()
     ]
 
 
 def one_line(group: Sequence[Finding]) -> str:
     """One of the groups of `grouped` as a line: the first finding, and the names of the others."""
-    others = [each.where for each in group[1:]]
+    others = [finding.where for finding in group[1:]]
     return f"{group[0]} (and {len(others)} more: {listed(others)})" if others else str(group[0])
 
 
@@ -186,7 +189,7 @@ class Excluded:
 
 @dataclass(frozen=True, kw_only=True)
 class CutCaption:
-    """A caption of which the text encoder reads only the beginning."""
+    """A caption that is too long: the text encoder reads only its beginning."""
 
     sample: str
     tokens: int
@@ -300,11 +303,11 @@ class CheckReport:
 
 def check_json(checkup: CheckReport) -> dict[str, Any]:
     """The report as plain values; docs/doctor.md describes each key."""
-    found = asdict(checkup)
+    values = asdict(checkup)
     totals = {"kept": checkup.kept, "dropped": checkup.dropped}
     # Schema 1 has this name; without it, it would be another schema.
     former = {"class_pictures": checkup.class_images}
-    return {"schema": SCHEMA, "trainable": checkup.trainable, **found, "frames": totals, **former}
+    return {"schema": SCHEMA, "trainable": checkup.trainable, **values, "frames": totals, **former}
 
 
 @runtime_checkable

@@ -36,7 +36,7 @@ BLANK_LEVELS = 1.5
 """Standard deviation below which a frame counts as one colour."""
 
 NEAR_BITS = 15
-"""Largest distance of two fingerprints of 189 bits that may show the same clip; those of different clips are about 95 apart."""
+"""Largest distance of two fingerprints of 189 bits that may show the same clip; fingerprints of different clips are about 95 apart."""
 NEAR_LEVELS = 12.0
 """Largest difference of the colours of near-duplicates."""
 
@@ -95,8 +95,8 @@ def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float 
     Raises:
         UserError: If a frame of the window cannot be decoded; encoding would fail in the same way.
     """
-    shown = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds)
-    return judge_thumbnails(np.stack(list(_thumbnails(shown))), fps=fps, start_seconds=start_seconds)
+    images = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds)
+    return judge_thumbnails(np.stack(list(_thumbnails(images))), fps=fps, start_seconds=start_seconds)
 
 
 def thumbnail(image: RgbImage) -> Floats:
@@ -107,9 +107,9 @@ def thumbnail(image: RgbImage) -> Floats:
     return np.asarray(small, dtype=np.float32)
 
 
-def _thumbnails(shown: Iterable[RgbImage]) -> Iterator[Floats]:
+def _thumbnails(images: Iterable[RgbImage]) -> Iterator[Floats]:
     last, small = None, None
-    for image in shown:
+    for image in images:
         if image is not last or small is None:  # the decoder yields the same object again for a repeated frame
             last, small = image, thumbnail(image)
         yield small
@@ -132,7 +132,7 @@ def judge_thumbnails(thumbnails: Floats, *, fps: float, start_seconds: float = 0
         longest = max(longest, run)
     return WindowLook(
         frames=count,
-        cuts=tuple(start_seconds + (place + 1) / fps for place in _cuts(thumbnails, steps)),
+        cuts=tuple(start_seconds + (index + 1) / fps for index in _cuts(thumbnails, steps)),
         blank=int(blank.sum()),
         is_black=bool(blank.any()) and float(thumbnails[blank].max()) < 24,
         is_still=is_still,
@@ -147,8 +147,8 @@ def _differences(a: Floats, b: Floats) -> Floats:
 
 def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
     """Indices of steps from one shot to another: large, much larger than the steps around, and not a flash of one frame."""
-    for place, step in enumerate(steps):
-        around = np.concatenate([steps[max(0, place - _AROUND) : place], steps[place + 1 : place + 1 + _AROUND]])
+    for index, step in enumerate(steps):
+        around = np.concatenate([steps[max(0, index - _AROUND) : index], steps[index + 1 : index + 1 + _AROUND]])
         # Repeated frames (24 fps shown at 30) would lower the usual difference.
         around = around[around >= FROZEN_LEVELS]
         usual = float(np.median(around)) if len(around) else 0.0
@@ -157,11 +157,11 @@ def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
             continue
         flashed = [
             float(np.abs(thumbnails[after] - thumbnails[before]).mean()) < step / 2
-            for before, after in ((place, place + 2), (place - 1, place + 1))
+            for before, after in ((index, index + 2), (index - 1, index + 1))
             if before >= 0 and after < len(thumbnails)
         ]
         if not any(flashed):
-            yield place
+            yield index
 
 
 @cache
@@ -190,7 +190,7 @@ def window_fingerprint(thumbnails: Floats) -> Fingerprint:
 def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[tuple[str, ...]]:
     """Groups of windows that look nearly alike, in the given order.
 
-    The time is linear in their number. The bits of a fingerprint are split into bands, of which at least one is equal for near-duplicates; so
+    The time is linear in their number. The bits of a fingerprint are split into bands, and near-duplicates have at least one equal band; so
     candidates are found by band, and each window is compared with at most 16 others per band. Later windows are compared with the first of a
     group only.
 
@@ -209,13 +209,15 @@ def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[
     count = np.zeros(latest.shape[:2], int)
     every = np.arange(_BANDS)
     for index, name in enumerate(names):
-        source, own = prints[name]
+        source, fingerprint = prints[name]
         candidates = latest[every, values[index]].ravel()
         far = _ONES[packed[candidates] ^ packed[index]].sum(axis=1) > NEAR_BITS
         near = (names[other] for other in np.unique(candidates[~far & (candidates >= 0)]))
-        found = next((other for other in near if prints[other][0] != source and own.near(prints[other][1])), None)
-        if found is not None:
-            groups.setdefault(found, [found]).append(name)
+        original = next(
+            (other for other in near if prints[other][0] != source and fingerprint.near(prints[other][1])), None
+        )
+        if original is not None:
+            groups.setdefault(original, [original]).append(name)
             continue
         latest[every, values[index], count[every, values[index]] % _MOST_COMPARED] = index
         count[every, values[index]] += 1

@@ -1,4 +1,4 @@
-"""The doctor's check of memory: the planned memory of a run against that of its accelerators."""
+"""The doctor's check of memory: the planned memory of a run against the memory of its accelerators."""
 
 from collections.abc import Iterator, Sequence
 
@@ -49,22 +49,24 @@ def plan_memory(
 def _findings(report: PlanReport) -> Iterator[Finding]:
     for plan in report.devices:
         if not plan.fits:
-            yield _lacking(
+            yield _shortage(
                 plan.budget.name,
                 f"{report.bucket} needs {_gib(plan.peak)} according to the plan, and {_gib(plan.budget.available)} are available",
             )
     for row in report.lacking:
-        what = f"{row.stage}: {row.name} needs {_gib(row.peak)} according to the plan, of {_gib(row.available or 0)}"
-        yield _lacking(row.device, what, row.remedy)
+        observation = (
+            f"{row.stage}: {row.name} needs {_gib(row.peak)} according to the plan, of {_gib(row.available or 0)}"
+        )
+        yield _shortage(row.device, observation, row.remedy)
     if report.host_missing:
-        yield _lacking(
+        yield _shortage(
             "the host", f"{_gib(report.host_missing)} are missing for streamed weights and offloaded activations"
         )
 
 
-def _lacking(where: str, what: str, remedy: str = "") -> Finding:
+def _shortage(where: str, observation: str, remedy: str = "") -> Finding:
     remedy = f"{remedy}; or {_REMEDY}" if remedy else _REMEDY
-    return Finding.warning("D26", where, what, remedy)
+    return Finding.warning("D26", where, observation, remedy)
 
 
 def _gib(size: int) -> str:

@@ -39,7 +39,7 @@ def print_check(checkup: CheckReport) -> None:
             table.show()
         say("")
     for severity in _ORDER:
-        groups = grouped([each for each in checkup.findings if each.severity == severity])
+        groups = grouped([finding for finding in checkup.findings if finding.severity == severity])
         # Limited per code: a finding about every file must not hide the others.
         for code in dict.fromkeys(group[0].code for group in groups):
             its = [group for group in groups if group[0].code == code]
@@ -52,10 +52,10 @@ def print_check(checkup: CheckReport) -> None:
 
 def check_verdict(checkup: CheckReport) -> str:
     """The last line: whether the run can be trained, and the number of findings."""
-    counts = {severity: sum(each.severity == severity for each in checkup.findings) for severity in _ORDER}
+    counts = {severity: sum(finding.severity == severity for finding in checkup.findings) for severity in _ORDER}
     counted = ", ".join(plural(count, severity) for severity, count in counts.items() if count)
-    found = f" ({counted})" if counted else ""
-    return f"{'can be trained' if checkup.trainable else 'cannot be trained as it is'}{found}; checked in {checkup.seconds:.0f} s"
+    numbers = f" ({counted})" if counted else ""
+    return f"{'can be trained' if checkup.trainable else 'cannot be trained as it is'}{numbers}; checked in {checkup.seconds:.0f} s"
 
 
 def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
@@ -73,17 +73,19 @@ def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
 
 def check_page(checkup: CheckReport) -> str:
     """The report as an HTML page."""
-    found = sorted(checkup.findings, key=lambda each: (_ORDER.index(each.severity), each.code))
-    rows = [[each.code, each.severity, each.where, each.what, each.remedy] for each in found]
+    sorted_findings = sorted(checkup.findings, key=lambda finding: (_ORDER.index(finding.severity), finding.code))
+    rows = [
+        [finding.code, finding.severity, finding.where, finding.what, finding.remedy] for finding in sorted_findings
+    ]
     findings = Table(head=["code", "", "where", "what", "how to fix it"], rows=rows)
     parts = [element("h1", f"{checkup.model}: {check_verdict(checkup)}")]
-    parts.append(html_table(findings, classes=[each.severity for each in found]))
+    parts.append(html_table(findings, classes=[finding.severity for finding in sorted_findings]))
     for title, table in _tables(checkup, files=True):
         parts.append(element("h2", title))
         if table is not None and table.rows:
             parts.append(html_table(table))
-    used = {each.code for each in found}
-    codes = [[code, about] for code, about in CODES.items() if code in used]
+    used_codes = {finding.code for finding in sorted_findings}
+    codes = [[code, about] for code, about in CODES.items() if code in used_codes]
     parts += [element("h2", "codes"), html_table(Table(head=["code", "about"], rows=codes))]
     return html_page(f"{checkup.model}: check", *parts)
 
@@ -94,7 +96,10 @@ def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
     if files and checkup.files:
         tables.append(("files", _of_rows(checkup.files)))
     if checkup.excluded:
-        rows = [[each.name, each.reason, "stops the run" if each.stops else "left out"] for each in checkup.excluded]
+        rows = [
+            [exclusion.name, exclusion.reason, "stops the run" if exclusion.stops else "left out"]
+            for exclusion in checkup.excluded
+        ]
         # The terminal has them among the findings.
         tables.append(
             (f"not trained on: {len(rows)}", Table(head=["file", "reason", ""], rows=rows) if files else None)
@@ -104,7 +109,7 @@ def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
         counted = f"captions: {captions.count}, {captions.distinct} different, {captions.empty} empty, {cut}"
         tables.append((counted, None))
         if files and captions.cut:
-            rows = [[each.sample, str(each.tokens), each.kept] for each in captions.cut]
+            rows = [[cut.sample, str(cut.tokens), cut.kept] for cut in captions.cut]
             tables.append(("truncated captions", Table(head=["sample", "tokens cut", "text that is read"], rows=rows)))
     if checkup.masks:
         shares = [f"{100 * share:.0f} %" for share in (min(checkup.masks), max(checkup.masks))]

@@ -65,10 +65,10 @@ def file_row(
         samples: Its windows, which may overlap.
     """
     is_video = info.kind == "video"
-    there = max(1, math.ceil((info.seconds - SLACK_SECONDS) * fps)) if is_video else 1
+    file_frames = max(1, math.ceil((info.seconds - SLACK_SECONDS) * fps)) if is_video else 1
     # A set: windows may overlap, and each frame counts once.
-    used = {round(sample.start_seconds * fps) + i for sample in samples for i in range(sample.frames)}
-    kept = min(there, len(used)) if is_video else 1
+    trained_frames = {round(sample.start_seconds * fps) + i for sample in samples for i in range(sample.frames)}
+    kept = min(file_frames, len(trained_frames)) if is_video else 1
     return FileRow(
         dataset=dataset,
         file=file,
@@ -76,41 +76,45 @@ def file_row(
         seconds=info.seconds,
         fps=info.fps,
         trained_fps=fps if is_video else 0.0,
-        frames=there,
+        frames=file_frames,
         kept=kept,
-        dropped=there - kept,
+        dropped=file_frames - kept,
         height=info.height,
         width=info.width,
-        enlarged=max(1.0, *(max(each.height / info.height, each.width / info.width) for each in samples)),
+        enlarged=max(1.0, *(max(sample.height / info.height, sample.width / info.width) for sample in samples)),
     )
 
 
 def check_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[Finding]:
     """Findings about files and samples that are left out, or stop the run."""
-    for each in excluded:
-        what, _, remedy = each.reason.rpartition("; ")
-        if not what:
-            what, remedy = each.reason, "fix it or remove it"
+    for exclusion in excluded:
+        observation, _, remedy = exclusion.reason.rpartition("; ")
+        if not observation:
+            observation, remedy = exclusion.reason, "fix it or remove it"
         # data.on_bad does not skip a clip that is only too short
-        if each.stops and "data.on_bad" not in remedy and "data.short_clips" not in remedy:
+        if exclusion.stops and "data.on_bad" not in remedy and "data.short_clips" not in remedy:
             remedy += ', or leave it out: data.on_bad = "skip"'
-        yield (Finding.error if each.stops else Finding.warning)(code, each.name, what, remedy)
+        yield (Finding.error if exclusion.stops else Finding.warning)(code, exclusion.name, observation, remedy)
 
 
 def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
     """Findings about a file's size, frame rate and colour range."""
     if is_hdr:
-        what = "it is an HDR video; training converts it to SDR"
-        yield Finding.warning("D10", row.file, what, "convert it to SDR (BT.709) with tone mapping")
+        observation = "it is an HDR video; training converts it to SDR"
+        yield Finding.warning("D10", row.file, observation, "convert it to SDR (BT.709) with tone mapping")
     if row.enlarged > UPSCALED:
-        what = f"{row.width} x {row.height} pixels are upscaled {row.enlarged:.1f} times: the model learns the blur"
-        yield Finding.warning("D11", row.file, what, "use a larger original, or lower data.height and data.width")
+        observation = (
+            f"{row.width} x {row.height} pixels are upscaled {row.enlarged:.1f} times: the model learns the blur"
+        )
+        yield Finding.warning(
+            "D11", row.file, observation, "use a larger original, or lower data.height and data.width"
+        )
     if row.trained_fps and row.fps < SAME_RATE * row.trained_fps:
-        what = (
+        observation = (
             f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks"
         )
         lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, if the model allows it"
-        yield Finding.warning("D12", row.file, what, f"use another original, or {lower}")
+        yield Finding.warning("D12", row.file, observation, f"use another original, or {lower}")
 
 
 def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
@@ -121,44 +125,44 @@ def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
     """
     for file, colours in stored.items():
         if not colours.is_converted:
-            what = f"its colours are read as sRGB, but it has {colours.name}"
-            yield Finding.warning("D31", file, what, "convert it to sRGB, so that it is trained as you see it")
+            observation = f"its colours are read as sRGB, but it has {colours.name}"
+            yield Finding.warning("D31", file, observation, "convert it to sRGB, so that it is trained as you see it")
     spaces = Counter(colours.name for colours in stored.values() if colours.is_converted)
     if spaces:
         names = ", ".join(f"{name}: {count}" for name, count in spaces.most_common())
-        what = f"their colours are converted to sRGB, as a viewer shows them ({names})"
+        observation = f"their colours are converted to sRGB, as a viewer shows them ({names})"
         first = next(file for file, colours in stored.items() if colours.is_converted)
         others = spaces.total() - 1
         where = f"{spaces.total()} files ({first}, …)" if others else first
-        yield Finding.note("D30", where, what, "nothing to do; --dump shows them as they are trained")
+        yield Finding.note("D30", where, observation, "nothing to do; --dump shows them as they are trained")
 
 
 def check_matrices(files: Sequence[str], of: int) -> Iterator[Finding]:
     """One note about all HD videos that do not name their matrix of colours, of this number of files."""
     if files:
         where = files[0] if len(files) == 1 else f"{len(files)} of {plural(of, 'file')} ({files[0]}, …)"
-        what = (
+        observation = (
             f"{HD_LINES} lines or more and no matrix of colours: read as BT.601, as ffmpeg and OpenCV do, not as BT.709"
         )
         remedy = "if players show other reds and greens than --dump, tag it: ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 OUT"
-        yield Finding.note("D40", where, what, remedy)
+        yield Finding.note("D40", where, observation, remedy)
 
 
 def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
     """The finding about a video that is damaged after the part that is trained."""
-    what, _, remedy = str(damage).rpartition("; ")
-    readable = f"{what}; the part that is trained, up to {info.seconds:.2f} s, can be read"
+    observation, _, remedy = str(damage).rpartition("; ")
+    readable = f"{observation}; the part that is trained, up to {info.seconds:.2f} s, can be read"
     yield Finding.warning("D27", file, readable, remedy)
 
 
 def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
-    """One note about all videos of which only a small part is trained; the table of files has the numbers of each."""
-    mostly = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]
-    if mostly:
-        kept, frames = sum(row.kept for row in mostly), sum(row.frames for row in mostly)
-        what = f"{kept} of their {frames} frames are trained on, less than half of each"
+    """One note about all videos with only a small part trained; the table of files has the numbers of each."""
+    rows_with_unused = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]
+    if rows_with_unused:
+        kept, frames = sum(row.kept for row in rows_with_unused), sum(row.frames for row in rows_with_unused)
+        observation = f"{kept} of their {frames} frames are trained on, less than half of each"
         remedy = 'raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"'
-        yield Finding.note("D13", f"{len(mostly)} of {len(rows)} files", what, remedy)
+        yield Finding.note("D13", f"{len(rows_with_unused)} of {len(rows)} files", observation, remedy)
 
 
 def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
@@ -169,28 +173,30 @@ def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
     """
     if look.cuts:
         times = ", ".join(f"{seconds:.2f} s" for seconds in look.cuts)
-        what = f"another shot begins at {times}: the model learns to cut"
-        yield Finding.warning("D06", where, what, "cut the file there")
+        observation = f"another shot begins at {times}: the model learns to cut"
+        yield Finding.warning("D06", where, observation, "cut the file there")
     if look.blank > BLANK_SHARE * look.frames:
         kind = "black" if look.is_black else "of one colour"
-        what = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the image is {kind}"
+        observation = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the image is {kind}"
         yield Finding.warning(
-            "D07", where, what, "cut them off, or remove the clip" if look.frames > 1 else "remove it"
+            "D07", where, observation, "cut them off, or remove the clip" if look.frames > 1 else "remove it"
         )
     elif look.is_still:
-        what = f"nothing moves in its {look.frames} frames"
-        yield Finding.warning("D08", where, what, "train it as an image, or remove it")
+        observation = f"nothing moves in its {look.frames} frames"
+        yield Finding.warning("D08", where, observation, "train it as an image, or remove it")
     if look.frozen_seconds >= FROZEN_SECONDS:
-        what = f"one frame is frozen for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
-        yield Finding.warning("D09", where, what, "cut it off, or use another original")
+        observation = f"one frame is frozen for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
+        yield Finding.warning("D09", where, observation, "cut it off, or use another original")
 
 
-def check_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> Iterator[Finding]:
+def check_duplicates(
+    copy_groups: Sequence[Sequence[str]], near_copy_groups: Sequence[Sequence[str]]
+) -> Iterator[Finding]:
     """Findings about groups of samples with the same content, or nearly."""
-    for group in same:
+    for group in copy_groups:
         remedy = "keep one, and give it several captions or repeats if it should count more"
         yield Finding.warning("D04", listed(group), "these files have the same content", remedy)
-    for group in alike:
+    for group in near_copy_groups:
         yield Finding.warning(
             "D05", listed(group), "these look nearly alike", "keep the best of them, unless this is intended"
         )
@@ -204,24 +210,24 @@ def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Find
     """
     count = sum(sample.frames < fewest for sample in samples)
     if count:
-        what = f"they have fewer than {fewest} frames, all of which this model is given as a condition"
+        observation = f"they have fewer than {fewest} frames, all of which this model is given as a condition"
         remedy = f"train it on clips of {fewest} frames or more, or train a text-to-video model"
         where = f"{count} of {len(samples)} samples"
-        yield Finding.warning("D28", where, f"{what}: next to nothing is left to learn", remedy)
+        yield Finding.warning("D28", where, f"{observation}: next to nothing is left to learn", remedy)
 
 
 def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> Iterator[Finding]:
     """One note about all clips that are shorter than the configuration asks for and are trained all the same."""
     short = sorted(sample.frames for sample in shortened_clips(samples, data))
     if short:
-        asked, lengths = min(data.lengths), f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}"
-        what = f"they have fewer than {asked} frames ({asked / fps:.2g} s at {fps:g} fps), and are trained with what they have: {lengths}"
+        shortest, lengths = min(data.lengths), f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}"
+        observation = f"they have fewer than {shortest} frames ({shortest / fps:.2g} s at {fps:g} fps), and are trained with what they have: {lengths}"
         remedy = 'for clips of one length lower data.frames, or leave the others out: data.short_clips = "skip"'
-        yield Finding.note("D33", f"{len(short)} of {plural(len(samples), 'sample')}", what, remedy)
+        yield Finding.note("D33", f"{len(short)} of {plural(len(samples), 'sample')}", observation, remedy)
 
 
 def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> Iterator[Finding]:
-    """Findings about files of which more than a quarter is cut away, each once, with the keys that keep more of them.
+    """Findings about files that lose more than a quarter, each file once, with the keys that keep more of it.
 
     Args:
         size_step: Height and width are multiples of this many pixels.
@@ -233,17 +239,17 @@ def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> 
         height, width = sample.file_size
         share = cut_share(height, width, (sample.height, sample.width))
         if share > MOSTLY_KEPT:
-            kept = (
+            middle = (
                 min(width, round(height * sample.width / sample.height)),
                 min(height, round(width * sample.height / sample.width)),
             )
-            what = (
-                f"{share:.0%} of it is cut away: of {width} x {height} pixels the middle {kept[0]} x {kept[1]} are trained, as "
+            observation = (
+                f"{share:.0%} of it is cut away: of {width} x {height} pixels the middle {middle[0]} x {middle[1]} are trained, as "
                 f"{sample.width} x {sample.height}"
             )
             remedy = remedies.get((height, width)) or _less_cropped(height, width, data, size_step)
             remedies[height, width] = remedy
-            yield Finding.warning("D32", str(sample.media), what, remedy)
+            yield Finding.warning("D32", str(sample.media), observation, remedy)
 
 
 def _less_cropped(height: int, width: int, data: DataConfig, size_step: int) -> str:
@@ -267,9 +273,11 @@ def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
     for row in rows:
         trained = row.samples - row.held_out if row.dataset == "data" else 0
         if row.batch_size and 0 < trained < row.batch_size and len(rows) > 1:
-            what = f"{plural(trained, 'sample')} of this shape, and a micro-batch has {row.batch_size}: it runs smaller"
+            observation = (
+                f"{plural(trained, 'sample')} of this shape, and a micro-batch has {row.batch_size}: it runs smaller"
+            )
             remedy = "add samples of this shape, or make data.bucket_step larger"
-            yield Finding.note("D17", f"{row.frames} x {row.height} x {row.width}", what, remedy)
+            yield Finding.note("D17", f"{row.frames} x {row.height} x {row.width}", observation, remedy)
 
 
 def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
@@ -292,14 +300,16 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
         # Both go through training's own reader, so that cropping and colours cannot make a difference.
         path = sample.controls[column.name]
         seconds = sample.start_seconds + ((sample.frames - 1) / fps if column.moment == "end" and fps else 0.0)
-        own = read_clip(sample.media, frames=1, fps=fps or 1.0, height=height, width=width, start_seconds=seconds)
-        given = read_clip(Path(path), frames=1, fps=1.0, height=height, width=width)
-        levels = 127.5 * float((own - given).abs().mean())
+        clip_image = read_clip(
+            sample.media, frames=1, fps=fps or 1.0, height=height, width=width, start_seconds=seconds
+        )
+        condition_image = read_clip(Path(path), frames=1, fps=1.0, height=height, width=width)
+        levels = 127.5 * float((clip_image - condition_image).abs().mean())
         if levels >= UNLIKE_LEVELS:
             frame = f"the last of its {sample.frames} frames" if column.moment == "end" else "its first frame"
-            what = f"{column.name} {path} does not look like {frame} ({levels:.0f} levels apart)"
+            observation = f"{column.name} {path} does not look like {frame} ({levels:.0f} levels apart)"
             remedy = "name the right image, cut the file so that it fits, or leave the column empty"
-            yield Finding.warning("D18", sample.id, what, remedy)
+            yield Finding.warning("D18", sample.id, observation, remedy)
 
 
 def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
@@ -310,20 +320,22 @@ def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[
         if path is None or column.kind != "video":
             continue
         try:
-            own, given = probe(sample.media), probe(path)
+            clip, control = probe(sample.media), probe(path)
         except UserError:  # damaged after the part that is used; `check_damaged_rest` reports it for the clip
             continue
-        where, given_is = sample.media.name, f"{column.name} {path}"
-        if media_kind(path) == "video" and (late := _out_of_step(own, given)):
+        where, control_name = sample.media.name, f"{column.name} {path}"
+        if media_kind(path) == "video" and (time_difference := _out_of_step(clip, control)):
             remedy = (
                 "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it like the clip"
             )
-            yield Finding.warning("D19", where, f"{given_is} {late}", remedy)
-        ratio = (given.width * own.height) / (given.height * own.width)
+            yield Finding.warning("D19", where, f"{control_name} {time_difference}", remedy)
+        ratio = (control.width * clip.height) / (control.height * clip.width)
         if abs(ratio - 1) > SAME_SHAPE:
-            sizes = f"{given.width} x {given.height} and its clip {own.width} x {own.height}"
-            each = "each is centre-cropped separately, so that they do not align"
-            yield Finding.warning("D19", where, f"{given_is} is {sizes}: {each}", "give both the same aspect ratio")
+            sizes = f"{control.width} x {control.height} and its clip {clip.width} x {clip.height}"
+            reason = "each is centre-cropped separately, so that they do not align"
+            yield Finding.warning(
+                "D19", where, f"{control_name} is {sizes}: {reason}", "give both the same aspect ratio"
+            )
 
 
 def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding]:
@@ -344,17 +356,17 @@ def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding
         )
 
 
-def _out_of_step(own: MediaInfo, given: MediaInfo) -> str:
+def _out_of_step(clip: MediaInfo, control: MediaInfo) -> str:
     """How a video's timing differs from its clip's; empty if it does not, or if the video is shorter: the loader checks its length."""
-    if not (own.seconds and given.seconds):  # images of a folder that names no rate
+    if not (clip.seconds and control.seconds):  # images of a folder that names no rate
         return ""
     # As many frames at another rate: it was written without the clip's rate, and fits frame by frame but not by time.
-    counts = round(own.seconds * own.fps), round(given.seconds * given.fps)
-    slack = SAME_SECONDS * own.seconds + 4 * SAME_SECONDS
-    times = f"lasts {given.seconds:.2f} s and its clip {own.seconds:.2f} s: frames are matched by time"
-    if abs(counts[0] - counts[1]) <= 1 and abs(given.fps / own.fps - 1) > SAME_SECONDS:
-        return f"has as many frames as its clip, at {given.fps:.3g} in a second and not {own.fps:.3g}, and {times}"
-    return times if given.seconds > own.seconds + slack else ""
+    counts = round(clip.seconds * clip.fps), round(control.seconds * control.fps)
+    slack = SAME_SECONDS * clip.seconds + 4 * SAME_SECONDS
+    times = f"lasts {control.seconds:.2f} s and its clip {clip.seconds:.2f} s: frames are matched by time"
+    if abs(counts[0] - counts[1]) <= 1 and abs(control.fps / clip.fps - 1) > SAME_SECONDS:
+        return f"has as many frames as its clip, at {control.fps:.3g} in a second and not {clip.fps:.3g}, and {times}"
+    return times if control.seconds > clip.seconds + slack else ""
 
 
 def same_content(hashes: Mapping[str, tuple[str, Path]]) -> list[tuple[str, ...]]:

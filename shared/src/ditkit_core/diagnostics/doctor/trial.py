@@ -42,7 +42,7 @@ from ditkit_core.training.train_step import StepContext, training_step
 
 STEPS = 2
 LARGEST_SAVE_BYTES = 4 * 2**30
-"""A larger save is skipped: that of a full fine-tune takes minutes, and disk space that may not be free."""
+"""A larger save is skipped: a full fine-tune's takes minutes, and disk space that may not be free."""
 
 
 def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None, list[Finding]]:
@@ -77,9 +77,9 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
         if not is_out_of_memory(error):
             raise
         largest = examined.largest
-        tried = f"{len(largest)} x {largest[0].frames} frames of {largest[0].height} x {largest[0].width}"
+        bucket = f"{len(largest)} x {largest[0].frames} frames of {largest[0].height} x {largest[0].width}"
         remedy = "--plan prints the memory of each device, and --fit finds settings that fit"
-        return None, [Finding.error("D25", tried, "memory ran out in the largest micro-batch", remedy)]
+        return None, [Finding.error("D25", bucket, "memory ran out in the largest micro-batch", remedy)]
 
 
 def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
@@ -167,14 +167,14 @@ def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample
 class _GradientRecorder(StatsRecorder):
     """Records for each parameter whether its gradients, one per step, had a value other than zero."""
 
-    def __init__(self, found: dict[str, list[Tensor]]):
+    def __init__(self, flags: dict[str, list[Tensor]]):
         super().__init__()
-        self._found_gradients = found
+        self._gradient_flags = flags
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Record a parameter's gradient before clipping, as a flag on its device: reading it here would wait for the GPU."""
         super().gradient(name, gradient)
-        self._found_gradients[name].append(gradient.detach().any())
+        self._gradient_flags[name].append(gradient.detach().any())
 
 
 def _reloads(trained: TrainState) -> bool | None:
@@ -183,18 +183,18 @@ def _reloads(trained: TrainState) -> bool | None:
     if sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values()) > LARGEST_SAVE_BYTES:
         return None
     with tempfile.TemporaryDirectory(prefix="ditkit-check-") as folder:
-        written = save_state(Path(folder), state, SaveConfig())
-        if latest(Path(folder), warn) != written:
+        save_path = save_state(Path(folder), state, SaveConfig())
+        if latest(Path(folder), warn) != save_path:
             return False
-        read = load_state(written)
+        read = load_state(save_path)
         if not _equal(read.tensors, state.tensors):
             return False
-        kept = {name: value.detach().cpu().clone() for name, value in trained.values.items()}
+        values_before = {name: value.detach().cpu().clone() for name, value in trained.values.items()}
         with torch.no_grad():  # zeroed, so that a value that loading misses cannot look as if it had been loaded
             for value in trained.values.values():
                 value.zero_()
-        trained.load_state_dict(read, written)
-    return _equal({"": trained.values}, {"": kept})
+        trained.load_state_dict(read, save_path)
+    return _equal({"": trained.values}, {"": values_before})
 
 
 def _equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> bool:
@@ -209,17 +209,19 @@ def _equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, T
 
 def _findings(row: StepRow, method: str) -> list[Finding]:
     """The findings of a trial."""
-    found = []
+    findings = []
     if row.without_gradient:
         names = row.without_gradient
         first = listed(names, 3)
         # Full fine-tuning may include parameters for inputs that this data does not have; an adapter names its targets.
         make = Finding.error if method != "full" or len(names) == row.parameters else Finding.warning
-        what = (
+        observation = (
             f"no gradient reaches {len(names)} of {row.parameters} trained parameters: training would not change them"
         )
-        found.append(make("D23", first, what, "remove them from adapter.targets, or add the data that they process"))
+        findings.append(
+            make("D23", first, observation, "remove them from adapter.targets, or add the data that they process")
+        )
     if row.reloaded is False:
-        what, remedy = "the save differs when it is read back", "check the disk and the memory of this machine"
-        found.append(Finding.error("D24", "a save of this run", what, remedy))
-    return found
+        observation, remedy = "the save differs when it is read back", "check the disk and the memory of this machine"
+        findings.append(Finding.error("D24", "a save of this run", observation, remedy))
+    return findings

@@ -9,7 +9,7 @@ from ditkit_core.diagnostics.report.data import Series
 from ditkit_core.diagnostics.report.words import format_number
 
 WIDTH, HEIGHT = 420, 230
-"""Size of a chart in SVG units: about that of a phone's screen."""
+"""Size of a chart in SVG units: about a phone's screen."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
 _MOST_PATH_POINTS = 600
 """Largest number of points of a curve. A chart of this size has no room for more."""
@@ -66,9 +66,9 @@ def chart_figure(chart: Chart, *, section: int) -> Html:
     # The script converts the position of the pointer into a step with these numbers.
     read_off = {"section": section, "name": chart.name, "first": scale.first, "last": scale.last}
     read_off |= {"left": LEFT, "right": WIDTH - RIGHT, "unit": chart.unit}
-    shown = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "tabindex": 0}
-    shown |= {"aria_labelledby": f"title-{names} about-{names}"}
-    svg = element("svg", *parts, **shown, **{f"data_{name}": value for name, value in read_off.items()})
+    attributes = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "tabindex": 0}
+    attributes |= {"aria_labelledby": f"title-{names} about-{names}"}
+    svg = element("svg", *parts, **attributes, **{f"data_{name}": value for name, value in read_off.items()})
     newest = element("span", format_number(chart.series.last / chart.unit), class_="newest")
     note = [element("small", chart.note)] if chart.note else []
     return element(
@@ -80,8 +80,8 @@ def _described(chart: Chart) -> str:
     """A sentence about the main curve: first, last and lowest value. Screen readers read it in place of the chart."""
     series = chart.series
 
-    def at(place: int) -> str:
-        return f"{format_number(series.values[place] / chart.unit)} at step {series.steps[place]}"
+    def at(index: int) -> str:
+        return f"{format_number(series.values[index] / chart.unit)} at step {series.steps[index]}"
 
     if len(series.values) == 1:
         return at(0)
@@ -101,13 +101,13 @@ class _Scale:
 
     @classmethod
     def of(cls, chart: Chart) -> "_Scale":
-        shown = [chart.series, *([chart.raw] if chart.raw else []), *(chart.band or ())]
-        values = [value for series in shown for value in series.values]
+        curves = [chart.series, *([chart.raw] if chart.raw else []), *(chart.band or ())]
+        values = [value for series in curves for value in series.values]
         values += [chart.level] if chart.level is not None else []
-        steps = [step for series in shown for step in (series.steps[0], series.steps[-1])]
+        steps = [step for series in curves for step in (series.steps[0], series.steps[-1])]
         logarithmic = chart.logarithmic and min(values) > _LEAST  # the power of ten below has to be a number too
-        places = [math.log10(value) for value in values] if logarithmic else values
-        low, high = min(places), max(places)
+        positions = [math.log10(value) for value in values] if logarithmic else values
+        low, high = min(positions), max(positions)
         # A flat curve has no range: its margin is a tenth of its value, or 1.
         room = (high - low) * 0.06 or abs(high) * 0.1
         room = room if room > _LEAST else 1.0
@@ -126,8 +126,8 @@ class _Scale:
         return round(LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
-        place = math.log10(value) if self.logarithmic else value
-        return round(HEIGHT - BOTTOM - (place - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM), 1)
+        position = math.log10(value) if self.logarithmic else value
+        return round(HEIGHT - BOTTOM - (position - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM), 1)
 
     def ticks(self) -> list[float]:
         """Values with a grid line."""
@@ -182,8 +182,8 @@ def _path(scale: _Scale, series: Series, look: str) -> Html:
 def _dots(scale: _Scale, series: Series) -> list[Html]:
     if len(series.steps) > _MOST_DOTS:
         return []
-    places = (point.split() for point in _points(scale, series))
-    return [element("circle", class_="dot", cx=x, cy=y, r=2.5) for x, y in places]
+    points = (point.split() for point in _points(scale, series))
+    return [element("circle", class_="dot", cx=x, cy=y, r=2.5) for x, y in points]
 
 
 def _area(scale: _Scale, low: Series, high: Series) -> Html:

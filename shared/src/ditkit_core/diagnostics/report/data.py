@@ -46,12 +46,12 @@ class Series:
         if count <= at_most:
             return self
         intervals = max((at_most - 2) // 2, 1)
-        kept = {0, count - 1}
+        indices = {0, count - 1}
         for i in range(intervals):
             # Lowest and highest, not an average: readers look for spikes.
-            places = range(i * count // intervals, (i + 1) * count // intervals)
-            kept |= {min(places, key=self.values.__getitem__), max(places, key=self.values.__getitem__)}
-        chosen = sorted(kept)
+            span = range(i * count // intervals, (i + 1) * count // intervals)
+            indices |= {min(span, key=self.values.__getitem__), max(span, key=self.values.__getitem__)}
+        chosen = sorted(indices)
         return Series(steps=[self.steps[i] for i in chosen], values=[self.values[i] for i in chosen])
 
     def smoothed(self, points: int) -> "Series":
@@ -111,7 +111,7 @@ class Section:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers for the page's script."""
-        series = {name: each.downsampled() for name, each in self.series.items()}
+        series = {name: curve.downsampled() for name, curve in self.series.items()}
         return {
             "name": self.name,
             "series": {name: {"steps": list(s.steps), "values": list(s.values)} for name, s in series.items()},
@@ -132,10 +132,10 @@ def read_sections(folder: Path) -> list[Section]:
     """
     folder = Path(folder)
     below = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-    found = [folder, *below] if RunFolder(folder).metrics.is_file() else [*below, *([folder] if below else [])]
-    if not found:
+    folders = [folder, *below] if RunFolder(folder).metrics.is_file() else [*below, *([folder] if below else [])]
+    if not folders:
         raise UserError(f"{folder} has no metrics.jsonl; name the folder of a run that has begun to train (--run RUN)")
-    return [_read_section(path, "" if path == folder else path.name) for path in found]
+    return [_read_section(path, "" if path == folder else path.name) for path in folders]
 
 
 def _read_section(path: Path, name: str) -> Section:
@@ -192,21 +192,21 @@ def _training_samples(folder: Path) -> list[SampleSet]:
     """The samples of training: evenly spaced steps, including the first and the last."""
     names = ((path.stem.removeprefix("step-"), path) for path in folder.glob("step-*.json"))
     steps = sorted((int(step), path) for step, path in names if step.isdecimal())
-    found = [each for step, path in steps if (each := _listed(path, f"step {step}"))]
-    if len(found) <= MOST_TIMES:
-        return found
-    return [found[round(i * (len(found) - 1) / (MOST_TIMES - 1))] for i in range(MOST_TIMES)]
+    sample_sets = [sample_set for step, path in steps if (sample_set := _listed(path, f"step {step}"))]
+    if len(sample_sets) <= MOST_TIMES:
+        return sample_sets
+    return [sample_sets[round(i * (len(sample_sets) - 1) / (MOST_TIMES - 1))] for i in range(MOST_TIMES)]
 
 
 def _by_command(folder: Path) -> list[SampleSet]:
     """The newest samples of the sample command."""
     listed = sorted(filter(sample_number, folder.glob("*.json")), key=lambda path: (sample_number(path), path.name))
-    return [found for path in listed if (found := _listed(path, path.stem))][-MOST_TIMES:]
+    return [sample_set for path in listed if (sample_set := _listed(path, path.stem))][-MOST_TIMES:]
 
 
 def _listed(path: Path, title: str) -> SampleSet | None:
     """The samples in a JSON list; None if there are none."""
     samples = listed_samples(path)
-    # Its prompts and seeds may then be those of other samples.
+    # Its prompts and seeds may then belong to other samples.
     changed = f" ({path.name} was changed or damaged since it was written)" if is_changed_list(path) else ""
     return SampleSet(title=f"{title}{changed}", samples=samples) if samples else None

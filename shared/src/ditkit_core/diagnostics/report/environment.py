@@ -36,8 +36,8 @@ def describe_environment(devices: Sequence[torch.device], precision: str) -> dic
 def _device(device: torch.device) -> str:
     if device.type != "cuda":
         return str(device)
-    found = torch.cuda.get_device_properties(device)
-    return f"{device} {found.name} {found.total_memory / 2**30:.1f} GiB"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} {properties.name} {properties.total_memory / 2**30:.1f} GiB"
 
 
 def model_summary(family: str, prepared: Model) -> dict[str, Any]:
@@ -53,14 +53,14 @@ def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[
         encoded: Ids of the samples that were encoded.
         held_out: Ids of those that are held out for validation.
     """
-    used = [sample for sample in dataset.samples if sample.id in encoded]
-    shapes = Counter((sample.frames, sample.height, sample.width) for sample in used)
+    encoded_samples = [sample for sample in dataset.samples if sample.id in encoded]
+    shapes = Counter((sample.frames, sample.height, sample.width) for sample in encoded_samples)
     excluded = [*dataset.excluded]
     excluded += [(sample.id, "could not be encoded") for sample in dataset.samples if sample.id not in encoded]
     return {
-        "samples": len(used),
-        "captions": sum(len(sample.captions) for sample in used),
-        "masks": sum(sample.mask is not None for sample in used),
+        "samples": len(encoded_samples),
+        "captions": sum(len(sample.captions) for sample in encoded_samples),
+        "masks": sum(sample.mask is not None for sample in encoded_samples),
         "fps": dataset.fps,
         "held_out": list(held_out),
         "shapes": [

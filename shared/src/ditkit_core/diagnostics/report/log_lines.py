@@ -30,8 +30,8 @@ def last_lines(path: Path, count: int = NUM_LINES) -> list[str]:
             text = _STYLE.sub("", file.read(_TAIL_BYTES).decode("utf-8", "replace"))
     except OSError:
         return []
-    shown = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
-    return [line for line in shown if line][-count:]
+    lines = (line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n"))
+    return [line for line in lines if line][-count:]
 
 
 def log_part(folder: Path, log: Path | None = None) -> Html:
@@ -68,7 +68,7 @@ def _numbers(line: str) -> str:
         row = json.loads(line)
         step = int(row.pop("step"))
         numbers = {name: value for name, value in row.items() if "/" not in name}
-        shown = (f"{name} {format_number(value)}" for name, value in numbers.items() if isinstance(value, int | float))
-        return "  ".join([f"step {step}", *shown])
+        cells = (f"{name} {format_number(value)}" for name, value in numbers.items() if isinstance(value, int | float))
+        return "  ".join([f"step {step}", *cells])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return line  # incomplete while the run writes, or cut

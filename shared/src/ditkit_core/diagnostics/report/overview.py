@@ -106,7 +106,7 @@ def _model(section: Section) -> list[str]:
 
 def _files(config: Mapping[str, Any]) -> Iterator[str]:
     """A line for each setting that names adapter files."""
-    for key, what in {
+    for key, use in {
         "base.merge": "merged into the base",
         "base.merge_low": "merged into the base of the low-noise expert",
         "base.assistant": "in training alone, as an assistant",
@@ -116,14 +116,14 @@ def _files(config: Mapping[str, Any]) -> Iterator[str]:
     }.items():
         entries = config.get(key) or []
         if names := [Path(str(entry)).name for entry in (entries if isinstance(entries, list) else [entries])]:
-            yield f"{', '.join(names)}: {what}"
+            yield f"{', '.join(names)}: {use}"
 
 
 def _data(section: Section) -> list[str]:
     config, folder = section.config, Path(str(section.config.get("data.folder", ""))).name
     data, shapes = section.data, dicts_of(section.data.get("shapes"))
     frames = _frames(section)
-    sizes = {f"{each.get('height')} × {each.get('width')}" for each in shapes}
+    sizes = {f"{shape.get('height')} × {shape.get('width')}" for shape in shapes}
     of_clips = _of_clips(section)
     parts = [min(sizes) if len(sizes) == 1 else f"{len(sizes)} sizes"] if sizes else []
     if of_clips:
@@ -146,7 +146,7 @@ def _data(section: Section) -> list[str]:
 def _frames(section: Section) -> list[int]:
     """The numbers of frames in the data, ascending."""
     return sorted(
-        {each["frames"] for each in dicts_of(section.data.get("shapes")) if isinstance(each.get("frames"), int)}
+        {shape["frames"] for shape in dicts_of(section.data.get("shapes")) if isinstance(shape.get("frames"), int)}
     )
 
 

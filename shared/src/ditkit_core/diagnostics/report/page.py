@@ -39,9 +39,9 @@ def report_page(folder: Path, sections: Sequence[Section], served: Html | None =
     """
     name, now = folder.resolve().name, datetime.now(UTC)
     reload = RELOAD_SECONDS if _is_training(folder, is_served=served is not None) else None
-    written = f"Written {now.isoformat(' ', 'seconds').replace('+00:00', ' UTC')}"
-    written += ". This page reloads itself until the run is complete." if reload else "."
-    header = [element("h1", name), element("p", written)]
+    date_line = f"Written {now.isoformat(' ', 'seconds').replace('+00:00', ' UTC')}"
+    date_line += ". This page reloads itself until the run is complete." if reload else "."
+    header = [element("h1", name), element("p", date_line)]
     return html_page(
         f"{name}: report",
         element("header", *header, data_reload=reload, data_written=int(now.timestamp()) if reload else None),
@@ -49,7 +49,7 @@ def report_page(folder: Path, sections: Sequence[Section], served: Html | None =
             "main",
             *(overview(section) for section in sections if section.series),
             *([] if served is None else [served]),
-            *samples_part(sorted(sections, key=lambda each: bool(each.name)), folder, embeds=served is None),
+            *samples_part(sorted(sections, key=lambda section: bool(section.name)), folder, embeds=served is None),
             *(_numbers(section, index) for index, section in enumerate(sections)),
         ),
         json_script({"sections": [section.to_json() for section in sections]}, id="numbers"),
@@ -67,11 +67,17 @@ def _is_training(folder: Path, *, is_served: bool) -> bool:
 def _numbers(section: Section, index: int) -> Html:
     """The charts and tables of a section."""
     heading = [element("h2", section.name)] if section.name else []
-    shown = groups(section)
-    parts = [_group(group, index) for group in shown if not group.is_folded]
-    folded = [_group(group, index) for group in shown if group.is_folded]
+    section_groups = groups(section)
+    parts = [_group(group, index) for group in section_groups if not group.is_folded]
+    folded = [_group(group, index) for group in section_groups if group.is_folded]
     return element(
-        "section", *heading, *parts, constants(section, shown), *folded, *tables(section), data_name=section.name
+        "section",
+        *heading,
+        *parts,
+        constants(section, section_groups),
+        *folded,
+        *tables(section),
+        data_name=section.name,
     )
 
 

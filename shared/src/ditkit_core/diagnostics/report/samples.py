@@ -54,8 +54,8 @@ def samples_part(sections: Sequence[Section], folder: Path, *, embeds: bool = Tr
         embeds: Whether the page contains the samples; if not, it loads them from where it links.
     """
     media = _Media(folder, embeds)
-    for each in _by_importance(sections):
-        for sample in each.samples[:_MOST_STRIPS]:
+    for sample_set in _by_importance(sections):
+        for sample in sample_set.samples[:_MOST_STRIPS]:
             media.add(sample)
     parts: list[Html] = []
     for section in sections:
@@ -65,9 +65,9 @@ def samples_part(sections: Sequence[Section], folder: Path, *, embeds: bool = Tr
             (f"Samples of the sample command{of}", list(map(_side_by_side, section.by_command))),
         ):
             if strips:
-                shown = [_strip(strip, media) for strip in strips[:_MOST_STRIPS]]
+                figures = [_strip(strip, media) for strip in strips[:_MOST_STRIPS]]
                 about = [element("p", _CONTROLS, class_="constant")] if any(strip.control for strip in strips) else []
-                parts += [element("h2", title), *about, element("div", *shown, class_="strips")]
+                parts += [element("h2", title), *about, element("div", *figures, class_="strips")]
                 if len(strips) > _MOST_STRIPS:
                     parts.append(element("p", f"{len(strips) - _MOST_STRIPS} more prompts are in the folder samples."))
     return parts
@@ -78,7 +78,7 @@ def _by_importance(sections: Sequence[Section]) -> list[SampleSet]:
     ordered: list[SampleSet] = []
     for section in sections:
         ordered += [*section.samples[-1:], *section.samples[:1], *section.by_command[::-1]]
-    return ordered + [each for section in sections for each in section.samples[-2:0:-1]]
+    return ordered + [sample_set for section in sections for sample_set in section.samples[-2:0:-1]]
 
 
 def _over_steps(section: Section) -> list[Strip]:
@@ -86,13 +86,13 @@ def _over_steps(section: Section) -> list[Strip]:
     if len(section.samples) == 1:
         return [_side_by_side(section.samples[0])]
     strips: dict[tuple[str, str, int], list[tuple[str, ListedSample]]] = {}
-    for each in section.samples:
-        seen = Counter[tuple[str, str]]()  # one prompt may be listed twice, with other conditions
-        for sample in each.samples:
+    for sample_set in section.samples:
+        occurrences = Counter[tuple[str, str]]()  # one prompt may be listed twice, with other conditions
+        for sample in sample_set.samples:
             key = (sample.prompt, sample.seed)
-            seen[key] += 1
-            label = "before training" if each.title == "step 0" else each.title
-            strips.setdefault((*key, seen[key]), []).append((label, sample))
+            occurrences[key] += 1
+            label = "before training" if sample_set.title == "step 0" else sample_set.title
+            strips.setdefault((*key, occurrences[key]), []).append((label, sample))
     controls = _controls(section.config)
     return [
         Strip(f"{prompt} (seed {seed})", tiles, controls.get(prompt, "")) for (prompt, seed, _), tiles in strips.items()
@@ -113,16 +113,16 @@ def _controls(config: Mapping[str, Any]) -> dict[str, str]:
     return controls
 
 
-def _side_by_side(each: SampleSet) -> Strip:
-    return Strip(each.title, [(sample.prompt, sample) for sample in each.samples[:_MOST_STRIPS]])
+def _side_by_side(sample_set: SampleSet) -> Strip:
+    return Strip(sample_set.title, [(sample.prompt, sample) for sample in sample_set.samples[:_MOST_STRIPS]])
 
 
 def _strip(strip: Strip, media: "_Media") -> Html:
-    shown = [media.tile(label, sample) for label, sample in strip.tiles]
+    figures = [media.tile(label, sample) for label, sample in strip.tiles]
     control = [element("span", strip.control, class_="control")] if strip.control else []
     caption = element("figcaption", element("span", element("strong", strip.heading, dir="auto"), *control))
-    tiles = element("div", *shown, class_="tiles few" if len(shown) <= _FEW else "tiles")
-    return element("figure", caption, tiles, class_="many" if len(shown) > _SIDE_BY_SIDE else None)
+    tiles = element("div", *figures, class_="tiles few" if len(figures) <= _FEW else "tiles")
+    return element("figure", caption, tiles, class_="many" if len(figures) > _SIDE_BY_SIDE else None)
 
 
 class _Shown(NamedTuple):
@@ -178,12 +178,12 @@ class _Media:
 
     def tile(self, label: str, sample: ListedSample) -> Html:
         """A sample with its label, which is a link to the file."""
-        shown = self._shown.get(sample.file, _Shown(Html()))
-        named = label if shown.link is None else element("a", label, href=shown.link)
-        notes = [] if shown.is_embedded else ["in the run's folder"]
+        medium = self._shown.get(sample.file, _Shown(Html()))
+        named = label if medium.link is None else element("a", label, href=medium.link)
+        notes = [] if medium.is_embedded else ["in the run's folder"]
         notes += [f"decoded {sample.decoded}"] if sample.decoded not in ("", "whole") else []
         small = [element("small", note) for note in notes]
-        return element("figure", shown.element, element("figcaption", named, *small, dir="auto"), class_="tile")
+        return element("figure", medium.element, element("figcaption", named, *small, dir="auto"), class_="tile")
 
 
 def small_jpeg(pixels: still.RgbImage, size: tuple[int, int], most_bytes: int) -> bytes:

@@ -57,7 +57,7 @@ def groups(section: Section) -> list[Group]:
     changes = (_change(series[name], title) for name, title in levels.items())
     account = {name: name.removeprefix(TIMES).replace("/", ": ") for name in series if name.startswith(TIMES)}
     others = {name: name for name in series if not (name in _NAMES or name in account or name.startswith("held_out"))}
-    found = [
+    candidates = [
         Group(
             title="Loss", charts=[*_loss(series), *_validation(series, "held_out", "validation loss")], is_folded=False
         ),
@@ -71,7 +71,7 @@ def groups(section: Section) -> list[Group]:
         _sentinels(series),
         Group(title="Other numbers", charts=_curves(series, others)),
     ]
-    return [group for group in found if group.charts]
+    return [group for group in candidates if group.charts]
 
 
 def _shares(series: Mapping[str, Series], account: Mapping[str, str]) -> str:
@@ -133,15 +133,15 @@ def _validation(series: Mapping[str, Series], name: str, title: str) -> list[Cha
     return [Chart(name=name, title=title, series=measured, band=ends, level=level, note="; ".join(notes))]
 
 
-def constants(section: Section, shown: Sequence[Group]) -> Html:
-    """A line with the numbers that have no chart in `shown`: they did not change, or were measured once. Empty without any."""
-    names = {chart.name for group in shown for chart in group.charts}
+def constants(section: Section, section_groups: Sequence[Group]) -> Html:
+    """A line with the numbers that have no chart in `section_groups`: they did not change, or were measured once. Empty without any."""
+    names = {chart.name for group in section_groups for chart in group.charts}
     flat = [name for name in section.series if name not in names and not name.endswith(("_low", "_high"))]
-    said = [
+    numbers = [
         join_html(" · " if i else "", _NAMES.get(name, name), " ", _newest(section, name))
         for i, name in enumerate(flat)
     ]
-    return element("p", element("strong", "Constant: "), *said, class_="constant") if said else Html()
+    return element("p", element("strong", "Constant: "), *numbers, class_="constant") if numbers else Html()
 
 
 def _newest(section: Section, name: str) -> Html:
@@ -156,7 +156,7 @@ def tables(section: Section) -> list[Html]:
         "Newest numbers": _numbers(section),
         "Validation loss in numbers": _measurements(section),
         "Data": _data(section.data),
-        "Environment": [_pairs(each) for each in section.environments],
+        "Environment": [_pairs(environment) for environment in section.environments],
         "Configuration": [_pairs(config)] if config else [],
     }
     return [element("details", element("summary", title), *parts) for title, parts in titled.items() if parts]

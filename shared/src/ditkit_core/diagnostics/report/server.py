@@ -70,9 +70,9 @@ class ReportServer(ThreadingHTTPServer):
             return report_page(self.folder, read_sections(self.folder), served=lines)
         except UserError:
             name = self.folder.resolve().name
-            said = element("p", "This run has not begun to train: there are no numbers yet.")
+            notice = element("p", "This run has not begun to train: there are no numbers yet.")
             refresh = element("meta", http_equiv="refresh", content=RELOAD_SECONDS)
-            return html_page(f"{name}: report", element("header", element("h1", name)), said, lines, head=refresh)
+            return html_page(f"{name}: report", element("header", element("h1", name)), notice, lines, head=refresh)
 
     def sample(self, path: str) -> Path | None:
         """The sample at a path of a URL, as the page links it; None for everything else."""
@@ -83,7 +83,7 @@ class ReportServer(ThreadingHTTPServer):
         if any(not part or part.startswith(".") or set(part) & set("\\:\0") for part in parts):
             return None
         file = self.folder.joinpath(*parts)
-        if any(each.is_symlink() for each in (file, *list(file.parents)[: len(parts) - 1])) or not file.is_file():
+        if any(path.is_symlink() for path in (file, *list(file.parents)[: len(parts) - 1])) or not file.is_file():
             return None
         return file
 
@@ -172,10 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{last}/{size}"
         self._start(status, _KINDS[path.suffix], last - first + 1, **headers)
         file.seek(first)
-        left = last - first + 1 if self.command == "GET" else 0
-        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+        remaining = last - first + 1 if self.command == "GET" else 0
+        while remaining and (chunk := file.read(min(remaining, _CHUNK_BYTES))):
             self.wfile.write(chunk)
-            left -= len(chunk)
+            remaining -= len(chunk)
 
     def _start(self, status: HTTPStatus, kind: str, length: int | None, **headers: str) -> None:
         self.send_response(status)
@@ -187,9 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _range(asked: str, size: int) -> tuple[int, int]:
+def _range(header: str, size: int) -> tuple[int, int]:
     """First and last byte of what a header `Range` asks for; all bytes if it is empty, or asks for something else than one range."""
-    unit, _, span = asked.partition("=")
+    unit, _, span = header.partition("=")
     first, dash, last = span.strip().partition("-")
     digits = [text for text in (first, last) if text]
     if unit != "bytes" or not dash or not digits or not all(text.isascii() and text.isdecimal() for text in digits):
