@@ -8,7 +8,7 @@ from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.tiling import Tiles
-from ditkit_wan.encoders.keyframes import KeyframeVae, vae_class
+from ditkit_wan.encoders.keyframes import KeyframeVae, media_encoder
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import MUSIC_LAYERS, PRESETS
@@ -105,9 +105,10 @@ def test_music_may_have_an_adapter_where_it_matters():
 
 
 def test_keyframes_go_through_the_vae_one_by_one(checkpoint):
-    assert vae_class(PRESETS["wantodance-14b"]) is vae_class(None) is VaeEncoder
-    assert vae_class(PRESETS["wantodance-14b-global"]) is KeyframeVae
     where, cpu = ModelPaths(base=str(checkpoint)), torch.device("cpu")
+    names = (None, "wantodance-14b", "wantodance-14b-global")
+    kinds = [type(media_encoder(where, cpu, arch=name and PRESETS[name])) for name in names]
+    assert kinds == [VaeEncoder, VaeEncoder, KeyframeVae]
     plain, alone = VaeEncoder(where, cpu), KeyframeVae(where, cpu)
     assert plain.identity != alone.identity, "or the cache would hand out latents of a video"
     tiled = KeyframeVae(where, cpu, mode=VaeMode(tiled=True)).identity

@@ -1,15 +1,8 @@
 """FLUX.2 as plain values and functions: everything the core needs to train it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
-from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
     AdapterSpec,
     ArchitectureSpec,
@@ -19,6 +12,7 @@ from ditkit_core.models.spec import (
     ModelSpec,
     PrecisionSpec,
     TrainingSpec,
+    lazy,
     op_groups_by_name,
 )
 from ditkit_flux2.adapters import RULES, check_adapter
@@ -67,48 +61,7 @@ def _training_advice(arch: Flux2Arch) -> str:
     )
 
 
-def _auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
-    from ditkit_flux2.auxiliary import auxiliary_models
-
-    return auxiliary_models(arch, components)
-
-
-# The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Encoder:
-    from ditkit_flux2.encoders.vae import VaeEncoder
-
-    return VaeEncoder(components, device, mode=mode)
-
-
-def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
-    from ditkit_flux2.encoders.text import TextEncoder
-
-    return TextEncoder(components, device, dtype, streaming)
-
-
-def _sampler(components: ModelPaths, device: torch.device, dtype: torch.dtype, decodings: Sequence[VaeMode]) -> Sampler:
-    from ditkit_flux2.sampling import Flux2Sampler
-
-    return Flux2Sampler(components, device, decodings=decodings)
-
-
-def _write_demo(folder: Path) -> None:
-    from ditkit_flux2.demo.write import write_demo
-
-    write_demo(folder)
-
-
-def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
-    from ditkit_flux2.verify import DIFFUSERS
-
-    return DIFFUSERS.verify(adapter, components, model, engine)
-
-
-def _verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
-    from ditkit_flux2.verify import DIFFUSERS
-
-    return DIFFUSERS.verify_whole(folder, form, model, engine)
-
+_SAMPLER = lazy("ditkit_flux2.sampling:Flux2Sampler")
 
 FLUX2 = ModelSpec(
     name="flux2",
@@ -130,11 +83,11 @@ FLUX2 = ModelSpec(
     ),
     data=DataSpec(frame_step=0, size_step=16, fps=1.0, size=(1, 1024, 1024), reference_size=reference_size),
     auxiliary=AuxiliarySpec(
-        media_encoder=_media_encoder,
-        text_encoder=_text_encoder,
-        sampler=_sampler,
+        media_encoder=lazy("ditkit_flux2.encoders.vae:VaeEncoder"),
+        text_encoder=lazy("ditkit_flux2.encoders.text:TextEncoder"),
+        sampler=lambda components, device, dtype, decodings: _SAMPLER(components, device, decodings=decodings),
         sample_defaults=sample_defaults,
-        models=_auxiliary_models,
+        models=lazy("ditkit_flux2.auxiliary:auxiliary_models"),
     ),
     adapters=AdapterSpec(
         targets={
@@ -144,9 +97,11 @@ FLUX2 = ModelSpec(
         },
         check=check_adapter,
         rules=RULES,
-        verify=_verify_export,
-        verify_whole=_verify_whole,
+        verify=lazy("ditkit_flux2.verify:DIFFUSERS.verify"),
+        verify_whole=lazy("ditkit_flux2.verify:DIFFUSERS.verify_whole"),
     ),
-    demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
+    demo=DemoSpec(
+        write=lazy("ditkit_flux2.demo.write:write_demo"), config=Path(__file__).parent / "demo" / "demo.toml"
+    ),
     import_path=f"{__name__}:FLUX2",
 )

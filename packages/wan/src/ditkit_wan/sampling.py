@@ -11,7 +11,7 @@ from ditkit_core.io.files import read_json_object
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Denoiser, GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
-from ditkit_wan.encoders.keyframes import vae_class
+from ditkit_wan.encoders.keyframes import media_encoder
 from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import WanArch
 
@@ -63,8 +63,7 @@ class WanSampler:
         Raises:
             UserError: If the VAE is missing or belongs to another model, or the configuration is damaged.
         """
-        channels = arch.out_channels if arch else None
-        self.decoder = vae_class(arch)(components, device, channels=channels, decodings=decodings)
+        self.decoder = media_encoder(components, device, arch=arch, decodings=decodings)
         self._device, self._arch = device, arch
         self._scheduler_config = _scheduler_config(components)
 

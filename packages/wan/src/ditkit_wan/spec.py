@@ -1,16 +1,10 @@
 """Wan as plain values and functions: everything the core needs to train it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
-from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
     AdapterSpec,
     ArchitectureSpec,
@@ -20,6 +14,7 @@ from ditkit_core.models.spec import (
     ModelSpec,
     PrecisionSpec,
     TrainingSpec,
+    lazy,
     op_groups_by_name,
 )
 from ditkit_wan.adapters import RULES, RULES_WITHOUT_DIFFUSERS
@@ -63,45 +58,17 @@ _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part 
 
 
 _DIFFUSERS = "write it with --to diffusers"
+_MEDIA_ENCODER = lazy("ditkit_wan.encoders.keyframes:media_encoder")
+_SAMPLER = lazy("ditkit_wan.sampling:WanSampler")
 
 
-def _auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
-    from ditkit_wan.auxiliary import auxiliary_models
-
-    return auxiliary_models(arch, components)
-
-
-# The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(
-    components: ModelPaths, device: torch.device, mode: VaeMode, *, arch: WanArch | None = None
-) -> Encoder:
-    from ditkit_wan.encoders.keyframes import vae_class
-
-    return vae_class(arch)(components, device, mode=mode, channels=arch.out_channels if arch else None)
-
-
-def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
-    from ditkit_wan.encoders.text import TextEncoder
-
-    return TextEncoder(components, device, dtype, streaming)
-
-
-def _sampler(
-    components: ModelPaths,
-    device: torch.device,
-    dtype: torch.dtype,
-    decodings: Sequence[VaeMode],
-    *,
-    arch: WanArch | None = None,
-) -> Sampler:
-    from ditkit_wan.sampling import WanSampler
-
-    return WanSampler(components, device, decodings=decodings, arch=arch)
+def _sampler(components: Any, device: Any, dtype: Any, decodings: Any, *, arch: WanArch | None = None) -> Any:
+    return _SAMPLER(components, device, decodings=decodings, arch=arch)
 
 
 def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
     """The family's spec with everything that differs for this architecture."""
-    encoder, sampler = partial(_media_encoder, arch=arch), partial(_sampler, arch=arch)
+    encoder, sampler = partial(_MEDIA_ENCODER, arch=arch), partial(_sampler, arch=arch)
     adapters = spec.adapters
     if arch.ref_conv or arch.camera_channels or arch.music:  # diffusers has no such model to compare with
         adapters = replace(adapters, verify=None, verify_whole=None, rules=RULES_WITHOUT_DIFFUSERS)
@@ -114,24 +81,6 @@ def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
         auxiliary=replace(spec.auxiliary, media_encoder=encoder, sampler=sampler),
         adapters=adapters,
     )
-
-
-def _write_demo(folder: Path) -> None:
-    from ditkit_wan.demo.write import write_demo
-
-    write_demo(folder)
-
-
-def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
-    from ditkit_wan.verify import DIFFUSERS
-
-    return DIFFUSERS.verify(adapter, components, model, engine)
-
-
-def _verify_whole(folder: Path, form: str, model: Any, engine: Engine) -> str:
-    from ditkit_wan.verify import DIFFUSERS
-
-    return DIFFUSERS.verify_whole(folder, form, model, engine)
 
 
 WAN = ModelSpec(
@@ -156,11 +105,11 @@ WAN = ModelSpec(
     ),
     data=DataSpec(frame_step=4, size_step=16, fps=16.0, size=(81, 480, 832), columns=columns),
     auxiliary=AuxiliarySpec(
-        media_encoder=_media_encoder,
-        text_encoder=_text_encoder,
+        media_encoder=_MEDIA_ENCODER,
+        text_encoder=lazy("ditkit_wan.encoders.text:TextEncoder"),
         sampler=_sampler,
         sample_defaults=sample_defaults,
-        models=_auxiliary_models,
+        models=lazy("ditkit_wan.auxiliary:auxiliary_models"),
         components=lambda arch: ("image_encoder",) if arch.image_dim else (),
         conditioners=conditioners,
     ),
@@ -176,10 +125,10 @@ WAN = ModelSpec(
             "vace": tuple(f"vace_blocks.*.{name}" for name in (*_ATTENTION, "ffn.0", "ffn.2")),
         },
         rules=RULES,
-        verify=_verify_export,
-        verify_whole=_verify_whole,
+        verify=lazy("ditkit_wan.verify:DIFFUSERS.verify"),
+        verify_whole=lazy("ditkit_wan.verify:DIFFUSERS.verify_whole"),
     ),
-    demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
+    demo=DemoSpec(write=lazy("ditkit_wan.demo.write:write_demo"), config=Path(__file__).parent / "demo" / "demo.toml"),
     import_path=f"{__name__}:WAN",
     variant=_variant,
 )

@@ -1,9 +1,9 @@
 """The description of a model family for the core: groups of plain values and functions, without a base class."""
 
-import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,15 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.token_streams import TokenStreams
+
+
+def lazy(import_path: str) -> Callable[..., Any]:
+    """A function or class that is imported when it is called: encoders and samplers need diffusers and transformers, which take seconds.
+
+    Args:
+        import_path: `module:name`, or `module:object.method`.
+    """
+    return lambda *args, **kwargs: resolve_name(import_path)(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +269,7 @@ class ModelSpec:
     @staticmethod
     def at(import_path: str) -> "ModelSpec":
         """Import the spec with this `import_path`."""
-        module, _, name = import_path.partition(":")
-        spec = getattr(importlib.import_module(module), name)
+        spec = resolve_name(import_path)
         assert isinstance(spec, ModelSpec), import_path
         return spec
 

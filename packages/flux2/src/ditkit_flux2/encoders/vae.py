@@ -78,8 +78,8 @@ class VaeEncoder:
         self,
         components: ModelPaths,
         device: torch.device,
-        *,
         mode: VaeMode = WHOLE,
+        *,
         decodings: Sequence[VaeMode] = (),
     ):
         """Find the weights and read their headers; nothing is loaded.

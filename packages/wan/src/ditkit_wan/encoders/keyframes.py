@@ -11,6 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.io.console import NullProgress
+from ditkit_core.models.encoders import WHOLE, VaeMode
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.weights.frozen import fingerprint
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.presets import WanArch
@@ -49,6 +51,15 @@ class KeyframeVae(VaeEncoder):
         return torch.cat([super(KeyframeVae, self).decode(frame) for frame in latents.split(1, dim=1)], 1)
 
 
-def vae_class(arch: WanArch | None) -> type[VaeEncoder]:
-    """The VAE class of an architecture."""
-    return KeyframeVae if arch is not None and arch.music is not None and arch.music.keyframes else VaeEncoder
+def media_encoder(
+    components: ModelPaths,
+    device: torch.device,
+    mode: VaeMode = WHOLE,
+    *,
+    arch: WanArch | None = None,
+    decodings: Sequence[VaeMode] = (),
+) -> VaeEncoder:
+    """The VAE of an architecture; None takes either VAE. Other arguments and errors as of `VaeEncoder`."""
+    kind = KeyframeVae if arch is not None and arch.music is not None and arch.music.keyframes else VaeEncoder
+    channels = arch.out_channels if arch else None
+    return kind(components, device, mode=mode, channels=channels, decodings=decodings)
