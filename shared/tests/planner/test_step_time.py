@@ -340,10 +340,10 @@ def _queued(seconds, num):
 def test_a_share_of_the_steps_takes_another_forward():
     profile = made_profile("full")
     one, two, three = (
-        step_seconds(profile, ONE, [CARD], Workload(match_base=share, micro_batches=count))
+        step_seconds(profile, ONE, [CARD], Workload(extra_forwards=share, micro_batches=count))
         for share, count in ((0, 1), (0.5, 1), (0.5, 3))
     )
     forward = sum(stage.flops_forward for stage in (profile.embed, *profile.blocks, profile.head))
     assert two - one == pytest.approx(0.5 * forward / (165.2e12 * SHARE), rel=0.01)
     assert three == pytest.approx(3 * two, rel=0.01)
-    assert "50% take another forward" in assumptions([CARD], Workload(match_base=0.5))[0]
+    assert "50% take another forward" in assumptions([CARD], Workload(extra_forwards=0.5))[0]

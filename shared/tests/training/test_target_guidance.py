@@ -1,5 +1,6 @@
 """`flow.target_guidance`: the velocity that a base distilled with guidance learns; `testing/conformance_peers.py` compares it with diffusers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,18 @@ def test_a_run_goes_on_bitwise_and_learns_another_target(tmp_path: Path, monkeyp
 def test_settings_that_make_no_guidance_are_refused(fields: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         FlowConfig(**fields)
+
+
+def test_a_plan_counts_one_more_forward_and_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = World(tmp_path)
+    plans = []
+    for flags in ((), ("--flow.target_guidance", "3")):
+        folder = ("--run.folder", str(tmp_path / "run"))
+        assert world.run("train", *folder, "--plan", "--json", "--gpus", "24GiB", *flags) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    plain, guided = plans
+    assert guided["devices"][0]["peak"] == plain["devices"][0]["peak"]
+    assert guided["seconds_per_step"] > plain["seconds_per_step"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ditkit_core.nn.context import as_on, settings_in_force
-from ditkit_core.nn.kernels import ops as kernels
+from ditkit_core.nn.kernels import ops  # noqa: F401, declares the operations that are counted here
 
 _HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
@@ -264,7 +264,7 @@ class Meter(MemoryTracker):
         """Count a kernel. A product of codes is named anew where a pass over its sums applies scales and one kernel could have done both."""
         if kernel.kind in ("matmul_int8", "matmul_fp8"):
             self._product = (_leaves(out)[0].untyped_storage()._cdata, kernel)
-        elif func is kernels.apply_scales and self._product is not None:
+        elif func is torch.ops.ditkit.apply_scales.default and self._product is not None:
             (sums, *_, bias), (storage, product) = args, self._product
             # As `nn/eight_bit_products.py` chooses on Hopper.
             is_plain = sums.dtype == torch.int32 or (bias is None and out.dtype == torch.bfloat16)

@@ -42,8 +42,8 @@ class StepJob:
     """Rank of an assistant by module, where it is next to a DoRA that is trained."""
     micro_batches: int = 1
     """Number accumulated in a step; with several, the backward of a later one is also measured."""
-    match_base: float = 0.0
-    """Share of the steps with another forward, which keeps nothing, in [0, 1]: `prior.match_base`."""
+    extra_forwards: float = 0.0
+    """Share of the steps with another forward, which keeps nothing, in [0, 1]: those of `prior.match_base`, and all with `flow.target_guidance`."""
     kinds: int = 1
     """Kinds of micro-batches, mostly their shapes; each has inputs of its own once it is replayed as a CUDA graph."""
     validates: bool = False
@@ -103,7 +103,7 @@ class StepJob:
             cuda_graphs="off" if self.optim.fused_backward or not execution.is_replayable else execution.cuda_graphs,
             kinds=self.kinds,
             validates=self.validates,
-            match_base=self.match_base,
+            extra_forwards=self.extra_forwards,
             rounding=self.optim.rounding if self.trains_all and matmul == torch.bfloat16 else "",
         )
 

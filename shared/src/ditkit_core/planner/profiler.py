@@ -270,7 +270,7 @@ class _Measuring:
             model = Model(self.model.whole, engine, job.spec)
             context = StepContext(step=1, seed=0, flow=job.flow)
             accumulate_gradients(model, batches, context, before_backward=begin)
-        self.found.attention = tuple(sorted(calls.made))
+        self.found.attention = tuple(sorted(calls.counts))
         return self._boundary()
 
     def _context(self) -> ContextParallel | None:

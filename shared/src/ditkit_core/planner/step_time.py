@@ -159,7 +159,7 @@ def step_time(spans: Sequence[StageTime], work: Workload) -> int:
     """Nanoseconds of a step with these times per device."""
     schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
     launching = work.micro_batches * sum(span.launching for span in spans)
-    others = sum(span.update + work.match_base * work.micro_batches * span.forward for span in spans)
+    others = sum(span.update + work.extra_forwards * work.micro_batches * span.forward for span in spans)
     return round(max(schedule.seconds * 1e9, launching)) + round(others) + BETWEEN
 
 
@@ -280,8 +280,9 @@ def crossing_time(profile: Profile, cut: int, gpus: tuple[GPU, GPU]) -> tuple[in
 def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
     """What an estimate for these GPUs assumes, line by line."""
     lines = []
-    if work.match_base:
-        lines.append(f"mean of all steps, of which {work.match_base:.0%} take another forward (prior.match_base)")
+    if work.extra_forwards:
+        keys = "prior.match_base, flow.target_guidance"
+        lines.append(f"mean of all steps, of which {work.extra_forwards:.0%} take another forward ({keys})")
     bits = "_32" if work.fp32 else ""
     matmul, attention, backward = (
         REACHED[kind].arithmetic for kind in (f"matmul{bits or '_16'}", f"attention{bits}", f"attention_backward{bits}")

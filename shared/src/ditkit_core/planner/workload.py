@@ -33,8 +33,8 @@ class Workload:
     """Kinds of micro-batches, each of which has inputs of its own once it is replayed."""
     validates: bool = False
     """Whether there is a validation, whose forwards are eager."""
-    match_base: float = 0.0
-    """`prior.match_base`: share of the steps with another forward, which keeps nothing."""
+    extra_forwards: float = 0.0
+    """Share of the steps with another forward, which keeps nothing (`prior.match_base`, `flow.target_guidance`)."""
     rounding: str = ""
     """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
     ranks: "RankGradients | None" = None
