@@ -88,12 +88,12 @@ def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int, d
     size = (1, height, 64)
     planned = [measure_model(each, size, dtype=dtype, kind="cpu").peak for each in (encode, decode)]
     image = torch.zeros(3, *size)
-    held = live(encoder._vae.module, lambda: encoder.encode([image]))
+    held = live(encoder.module, lambda: encoder.encode([image]))
     # A plan counts the image's copy on the device alone; a CPU has both if their dtypes differ.
     held -= 0 if dtype == torch.float32 else image.nbytes
     assert held == pytest.approx(planned[0], rel=0.05)
     latents = torch.zeros(16, 1, height // 16, 4)
-    assert live(encoder._vae.module, lambda: encoder.decode(latents)) == pytest.approx(planned[1], rel=0.05)
+    assert live(encoder.module, lambda: encoder.decode(latents)) == pytest.approx(planned[1], rel=0.05)
 
 
 def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

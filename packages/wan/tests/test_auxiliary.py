@@ -47,12 +47,12 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
     encoder.load()
     found = auxiliary_models("i2v-14b-480p", image_encoder=str(clip_folder))["image encoder"]
     planned = measure_model(found, (9, 480, 832), dtype=torch.float32, kind="cpu")
-    held = live(encoder._model.module, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
+    held = live(encoder.module, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
     on_the_host = (
         4 * 3 * (480 * 832 + 3 * 224 * 224)
     )  # the image, and its square on the way to the device: the CPU here
     assert (
-        planned.weights >= 4 * num_parameters(encoder._model.module)
+        planned.weights >= 4 * num_parameters(encoder.module)
         and planned.peak < held < 1.05 * planned.peak + on_the_host
     )
 
@@ -85,12 +85,12 @@ def test_what_the_vae_holds_is_what_was_planned(
         measure_model(found[f"VAE {half}"], size, dtype=dtype, kind="cpu").peak for half in ("encoder", "decoder")
     )
     clip = torch.zeros(3, *size)
-    held = live(encoder._vae.module, lambda: encoder.encode([clip]))
+    held = live(encoder.module, lambda: encoder.encode([clip]))
     # A plan counts the clip's copy on the device alone; a CPU has both if their dtypes differ.
     held -= 0 if dtype == torch.float32 else clip.nbytes
     assert held == pytest.approx(encode, rel=0.05)
     latents = torch.zeros(16, 1 + (size[0] - 1) // 4, size[1] // 8, size[2] // 8)
-    assert live(encoder._vae.module, lambda: encoder.decode(latents)) == pytest.approx(decode, rel=0.05)
+    assert live(encoder.module, lambda: encoder.decode(latents)) == pytest.approx(decode, rel=0.05)
 
 
 def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> None:
@@ -130,6 +130,6 @@ def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monke
     assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
     with torch.no_grad():
         for encoder in (whole, tiled):  # random attention, over the whole image, would hide where each tile is
-            for half in (encoder._vae.module.encoder, encoder._vae.module.decoder):
+            for half in (encoder.module.encoder, encoder.module.decoder):
                 half.mid_block.attentions[0].proj.weight.zero_()
     check_tiles(whole, tiled, large, patch=monkeypatch)

@@ -41,9 +41,13 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
 from ditkit_core.training import checkpoint, micro_batch, trainer, validation
-from ditkit_core.weights.frozen import FrozenModule
+from ditkit_core.weights.frozen_vae import FrozenVae
 
 STEPS = 4
+
+
+class LinearVae(FrozenVae):
+    strides = (1, 4)
 
 
 class VaeSampler(ToySampler):
@@ -53,8 +57,7 @@ class VaeSampler(ToySampler):
 
     def __init__(self, file: Path, decodings: Sequence[VaeMode]):
         super().__init__(torch.device("cpu"))
-        self.decodings = decodings
-        self.vae = FrozenModule(
+        self.vae = LinearVae(
             make=lambda config: torch.nn.Linear(4, 4, bias=False),
             config={},
             source=SafetensorsSource.open(file),
@@ -62,6 +65,11 @@ class VaeSampler(ToySampler):
             device=self.device,
             dtype=torch.float32,
             key="model.vae",
+            mode=VaeMode(),
+            decodings=decodings,
+            tiles=Tiles(8, 4),
+            encode_clip=self._decode_part,
+            decode_clip=self._decode_part,
         )
 
     @property
@@ -69,12 +77,13 @@ class VaeSampler(ToySampler):
         return self.vae.decoded
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        def work(vae: Any, part: torch.Tensor, device: torch.device) -> torch.Tensor:
-            if self.lacks_memory and part.shape == latents.shape:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return super(VaeSampler, self).decode(vae(part.to(vae.weight.dtype).movedim(0, -1)).movedim(-1, 0).float())
+        self._clip = latents.shape
+        return self.vae.decode(latents)
 
-        return self.vae.decode(work, latents, self.decodings, Tiles(8, 4), pixels=4)
+    def _decode_part(self, vae: Any, part: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if self.lacks_memory and part.shape == self._clip:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().decode(vae(part.to(vae.weight.dtype).movedim(0, -1)).movedim(-1, 0).float())
 
 
 FLAGS = [

@@ -48,7 +48,7 @@ class Flux2Sampler:
         Returns:
             fp32 [channels, 1, height, width] on the sampler's device.
         """
-        height, width = job.height // self.decoder.stride, job.width // self.decoder.stride
+        height, width = (side // self.decoder.strides[1] for side in (job.height, job.width))
         assert job.frames == 1, f"{job.frames} frames"
         noise = torch.randn((self.decoder.channels, 1, height, width), generator=generator(job.seed, "sample"))
         latents = noise.to(self._device)

@@ -124,9 +124,9 @@ def test_a_number_of_groups_that_is_none_is_found_when_loading(folder: Path, tmp
 def test_the_statistics_are_read_and_never_updated(folder: Path) -> None:
     encoder = loaded(folder)
     first = encoder.encode([image()])[0]["latents"]
-    norm = encoder._vae.module.bn
-    assert norm.eps == 1e-4 and not any(module.training for module in encoder._vae.module.modules())
-    encoder._vae.module.train()  # not even then
+    norm = encoder.module.bn
+    assert norm.eps == 1e-4 and not any(module.training for module in encoder.module.modules())
+    encoder.module.train()  # not even then
     assert torch.equal(encoder.encode([image()])[0]["latents"], first)
     encoder.decode(first)
     stored = load_file(folder / "diffusion_pytorch_model.safetensors")
@@ -145,7 +145,7 @@ def test_the_official_single_file_gives_what_the_folder_gives(tmp_path: Path, se
     latents = from_file.encode([image()])[0]["latents"]
     assert torch.equal(latents, from_folder.encode([image()])[0]["latents"])
     assert torch.equal(from_file.decode(latents), from_folder.decode(latents))
-    assert from_file.stride == from_folder.stride == 16 and from_file.channels == from_folder.channels == 16
+    assert from_file.strides == from_folder.strides == (1, 16) and from_file.channels == from_folder.channels == 16
     assert ("decoder_block_out_channels" in from_file.config) == bool(settings)
 
 
@@ -158,7 +158,7 @@ def test_progress_is_reported_of_one_item(folder: Path) -> None:
 def test_unloading_frees_the_weights(folder: Path) -> None:
     encoder = loaded(folder)
     encoder.unload()
-    assert encoder._vae.module is None
+    assert encoder.module is None
 
 
 def test_an_image_that_is_no_multiple_of_the_stride_is_a_mistake_of_ours(folder: Path) -> None:
@@ -254,7 +254,7 @@ def test_bf16_encodes_almost_what_fp32_does_with_its_statistics(folder: Path) ->
     assert exact.identity != rounded.identity
     exact.load()
     rounded.load()
-    norms = [each._vae.module.bn for each in (exact, rounded)]
+    norms = [each.module.bn for each in (exact, rounded)]
     assert torch.equal(norms[0].running_var, norms[1].running_var)
     expected, found = (each.encode([image()])[0]["latents"] for each in (exact, rounded))
     assert found.dtype == torch.float32

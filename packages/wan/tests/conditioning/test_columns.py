@@ -101,7 +101,7 @@ def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoi
         lambda *given: special.auxiliary.sampler(*given[:2], torch.float32, ()),
     ):
         with pytest.raises(UserError, match=r"wan2\.2_vae\.safetensors"):
-            make(components, CPU, False)
+            make(components, CPU, VaeMode())
     with pytest.raises(UserError, match="makes 16 latent channels"):
         WAN.auxiliary.models(arch, components)
     assert replace_fields(PRESETS["t2v-1.3b"]).auxiliary.media_encoder(components, CPU, VaeMode()).identity

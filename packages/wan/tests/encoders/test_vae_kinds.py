@@ -103,8 +103,8 @@ def test_an_error_of_the_vae_is_not_swallowed(narrow_vae: Path, monkeypatch: pyt
         raise TypeError("a convolution was given a string")
 
     encoder = loaded(narrow_vae)
-    monkeypatch.setattr(encoder._vae.module, "encode", broken)
-    monkeypatch.setattr(encoder._vae.module, "decode", broken)
+    monkeypatch.setattr(encoder.module, "encode", broken)
+    monkeypatch.setattr(encoder.module, "decode", broken)
     with pytest.raises(TypeError, match="given a string"):
         encoder.encode([clip()])
     with pytest.raises(TypeError, match="given a string"):

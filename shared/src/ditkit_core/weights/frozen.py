@@ -6,28 +6,22 @@ numbers in its place.
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ditkit_core.errors import UserError, given_to_library
-from ditkit_core.io.console import warn
 from ditkit_core.io.files import read_json_object, readable
-from ditkit_core.io.memory import is_out_of_memory, release_memory
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
-from ditkit_core.models.tiling import Tiles, in_tiles
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import Advice, load_into, match
 from ditkit_core.weights.quantize import hold_as_stored
@@ -183,7 +177,7 @@ def load_frozen(
     model.requires_grad_(False).eval()
 
 
-@dataclass
+@dataclass(eq=False)
 class FrozenModule:
     """A library's module that is loaded from its files when it is needed, and freed afterwards."""
 
@@ -207,11 +201,7 @@ class FrozenModule:
     """Called with the loaded module: sets what files do not store, and tries values of the configuration that the library only reads in use."""
     module: Any = field(default=None, init=False)
     """None while it is not loaded. `Any`, because only the caller knows the library's class."""
-    decoded: str = field(default="", init=False)
-    """How the last sample was decoded, in words; empty before the first."""
     _loaded_as: tuple[torch.device, torch.dtype] | None = field(default=None, init=False)
-    _failed: int = field(default=0, init=False)
-    """Number of ways to decode for which memory had no room."""
 
     def load(self) -> None:
         """Load the weights to the device, unless they are there.
@@ -219,12 +209,13 @@ class FrozenModule:
         Raises:
             UserError: If the weights do not fit the configuration, or a file is damaged.
         """
-        self._load(self.device, self.dtype)
+        self.load_as(self.device, self.dtype)
 
-    def _load(self, device: torch.device, dtype: torch.dtype) -> None:
+    def load_as(self, device: torch.device, dtype: torch.dtype) -> None:
+        """The same for another device and dtype."""
         if self._loaded_as == (device, dtype):
             return
-        self._drop()
+        self.module, self._loaded_as = None, None
         module = build_frozen(self.make, self.config, self.source)
         load_frozen(
             module,
@@ -244,93 +235,7 @@ class FrozenModule:
 
     def unload(self) -> None:
         """Free the weights."""
-        self._drop()
-        self._failed = 0  # the next samples may find more room
-
-    def _drop(self) -> None:
         self.module, self._loaded_as = None, None
-
-    def decode(
-        self,
-        work: Callable[[Any, Tensor, torch.device], Tensor],
-        latents: Float[Tensor, "c frames h w"],
-        decodings: Sequence[VaeMode],
-        tiles: Tiles,
-        *,
-        pixels: int,
-    ) -> Float[Tensor, "channels length height width"]:
-        """Load the module and decode latents in the first way that memory has room for; if there is no room for any, on the host.
-
-        A way that failed is not tried again until the weights are freed.
-
-        Args:
-            work: As for `run`; its result is in fp32.
-            decodings: The ways, at least one.
-            tiles: The tiles for modes that decode tile by tile.
-            pixels: Pixels on a side of a latent pixel.
-
-        Returns:
-            The result on the CPU.
-        """
-        host = VaeMode(torch.float32, decodings[-1].tiled)
-        ways = [*((self.device, decoding) for decoding in decodings), (torch.device("cpu"), host)]
-        while True:
-            device, way = ways[self._failed]
-            try:
-                self._load(device, way.dtype)
-                result = self._run_on(device, work, latents, tiles if way.tiled else None, pixels, Fraction(pixels))
-                self.decoded = way.label if device == self.device else f"{way.label} on the CPU"
-                return result
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or self._failed == len(ways) - 1:
-                    raise
-            # Here and not above: the error kept the tensors of the attempt alive.
-            failed, self._failed = self._failed, self._failed + 1
-            self._drop()
-            release_memory()
-            following = ways[self._failed]
-            where = "on the CPU" if following[0] != device else following[1].label
-            warn(f"no room on {device} to decode a sample {ways[failed][1].label}; decoding it {where}")
-
-    def run(
-        self,
-        work: Callable[[Any, Tensor, torch.device], Tensor],
-        clip: Float[Tensor, "c frames h w"],
-        tiles: Tiles | None,
-        *,
-        pixels: int,
-        scale: Fraction,
-    ) -> Float[Tensor, "channels length height width"]:
-        """Apply `work` to the loaded module and a clip, whole or tile by tile.
-
-        Args:
-            work: From the module, a part of the clip and the device to the part's result.
-            clip: The clip, in pixels or in latents.
-            tiles: Size and overlap of the tiles; None works on the whole clip.
-            pixels: As for `in_tiles`.
-            scale: As for `in_tiles`.
-
-        Returns:
-            The result on the CPU.
-        """
-
-        return self._run_on(self.device, work, clip, tiles, pixels, scale)
-
-    def _run_on(
-        self,
-        device: torch.device,
-        work: Callable[[Any, Tensor, torch.device], Tensor],
-        clip: Tensor,
-        tiles: Tiles | None,
-        pixels: int,
-        scale: Fraction,
-    ) -> Tensor:
-        def part_result(part: Tensor) -> Tensor:
-            return work(self.module, part, device)
-
-        return (
-            part_result(clip).cpu() if tiles is None else in_tiles(part_result, clip, tiles, pixels=pixels, scale=scale)
-        )
 
 
 def fingerprint(path: Path, *settings: object) -> str:

@@ -5,9 +5,7 @@ code trains and samples. The statistics are fp32 in any mode.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +13,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import WHOLE, VaeMode
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.precision import dtype_name
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
+from ditkit_core.weights.frozen import find_weights
+from ditkit_core.weights.frozen_vae import FrozenVae
 
 _STAGES = 4
 _PATCH = 2
@@ -69,10 +66,10 @@ def to_diffusers(name: str) -> str:
 VAE_NAMES = StateDictNames.renaming(to_native=to_diffusers)
 
 
-class VaeEncoder:
-    """Pixels to normalised latents and back; an `Encoder` of the core."""
+class VaeEncoder(FrozenVae):
+    """Pixels to normalised latents and back; an `Encoder` of the core. A clip is one image."""
 
-    items_at_once = 1
+    recipe = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, {}"
 
     def __init__(
         self,
@@ -93,14 +90,11 @@ class VaeEncoder:
         Raises:
             UserError: If there are none, a file is damaged, or they belong to another VAE.
         """
-        self._source, self.config = find_weights(
-            components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET
-        )
-        self._mode, self._decodings = mode, decodings or (mode,)
-        self._vae = FrozenModule(
+        source, config = find_weights(components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET)
+        super().__init__(
             build,
-            self.config,
-            self._source,
+            config,
+            source,
             VAE_NAMES,
             device,
             mode.dtype,
@@ -108,16 +102,12 @@ class VaeEncoder:
             ignore=frozenset({"bn.num_batches_tracked"}),
             in_fp32=frozenset({"bn.running_mean", "bn.running_var"}),
             finish=_finish,
+            mode=mode,
+            decodings=decodings,
+            tiles=TILES,
+            encode_clip=encode_image,
+            decode_clip=decode_image,
         )
-        self.load, self.unload = self._vae.load, self._vae.unload
-
-    @cached_property
-    def identity(self) -> str:
-        """Digest of the weights and of how latents are made from them."""
-        recipe = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, "
-        recipe += dtype_name(self._mode.dtype)
-        tiles = (str(TILES),) if self._mode.tiled else ()  # none untiled: caches from before tiles stay valid
-        return fingerprint(self._source.path, recipe, *tiles)
 
     @property
     def channels(self) -> int:
@@ -125,42 +115,9 @@ class VaeEncoder:
         return self.config.get("latent_channels", 32) * _PATCH**2
 
     @property
-    def stride(self) -> int:
-        """Pixels on a side of the square that becomes one latent pixel."""
-        return _PATCH * 2 ** (len(self.config.get("block_out_channels", range(_STAGES))) - 1)
-
-    @torch.no_grad()
-    def encode(
-        self,
-        items: Sequence[Float[Tensor, "3 1 height width"]],
-        advance: Callable[[float], None] = NullProgress.advance,
-    ) -> list[dict[str, Tensor]]:
-        """Latents of one image.
-
-        Args:
-            items: One image: pixels in [-1, 1]; sides are multiples of 16.
-            advance: Called with 1 when the image is done.
-
-        Returns:
-            `latents` [128, 1, height / 16, width / 16], fp32, on the CPU; about unit variance.
-        """
-        (item,) = items
-        assert item.shape[2] % self.stride == item.shape[3] % self.stride == 0, f"{tuple(item.shape)}"
-        latents = self._vae.run(
-            encode_image, item, TILES if self._mode.tiled else None, pixels=1, scale=Fraction(1, self.stride)
-        )
-        advance(1.0)
-        return [{"latents": latents}]
-
-    @torch.no_grad()
-    def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:
-        """Pixels in [0, 1], fp32, on the CPU; the weights are loaded if they are not."""
-        return self._vae.decode(decode_image, latents, self._decodings, TILES, pixels=self.stride)
-
-    @property
-    def decoded(self) -> str:
-        """How the last latents were decoded, in words."""
-        return self._vae.decoded
+    def strides(self) -> tuple[int, int]:
+        """1, and pixels on a side of the square that becomes one latent pixel."""
+        return 1, _PATCH * 2 ** (len(self.config.get("block_out_channels", range(_STAGES))) - 1)
 
 
 def build(config: Mapping[str, Any]) -> Any:

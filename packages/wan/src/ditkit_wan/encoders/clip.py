@@ -35,7 +35,7 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 """Mean and standard deviation for CLIP's pixels in [0, 1]."""
 
 
-class ImageEncoder:
+class ImageEncoder(FrozenModule):
     """An image to the tokens of CLIP's second to last layer; an `Encoder` of the core."""
 
     items_at_once = 1
@@ -46,12 +46,11 @@ class ImageEncoder:
         Raises:
             UserError: If there are none, or they are damaged or belong to another model.
         """
-        self._source, self._config = config_of(components)
-        self._device, self._dtype = device, dtype
-        self._model = FrozenModule(
+        source, config = config_of(components)
+        super().__init__(
             build,
-            self._config,
-            self._source,
+            config,
+            source,
             IMAGE_NAMES,
             device,
             dtype,
@@ -59,29 +58,28 @@ class ImageEncoder:
             ignore=_NOT_VISION,
             finish=self._set_positions,
         )
-        self.load, self.unload = self._model.load, self._model.unload
 
     @property
     def tokens(self) -> int:
         """Number of tokens per image: one per patch, and the class token."""
-        config = _with_defaults(self._config)
+        config = _with_defaults(self.config)
         return int(config.image_size // config.patch_size) ** 2 + 1
 
     @property
     def dim(self) -> int:
         """Width of a token."""
-        return int(_with_defaults(self._config).hidden_size)
+        return int(_with_defaults(self.config).hidden_size)
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights, the dtype and the resizing."""
-        return fingerprint(self._source.path, str(self._dtype), "bicubic, penultimate layer")
+        return fingerprint(self.source.path, str(self.dtype), "bicubic, penultimate layer")
 
     def _set_positions(self, module: Any) -> None:
         for name, buffer in module.named_buffers():  # files do not store it: the positions in order
             assert name.endswith("position_ids"), name
             owner = module.get_submodule(name.rpartition(".")[0])
-            owner.position_ids = torch.arange(buffer.shape[1], device=self._device)[None]
+            owner.position_ids = torch.arange(buffer.shape[1], device=self.device)[None]
 
     @torch.no_grad()
     def encode(
@@ -99,7 +97,7 @@ class ImageEncoder:
             `image` [tokens, dim], the class token first, in the encoder's dtype, on the CPU.
         """
         (item,) = items
-        tokens = read(self._model.module, item, self._device, self._dtype).cpu()
+        tokens = read(self.module, item, self.device, self.dtype).cpu()
         advance(1.0)
         return [{"image": tokens}]
 

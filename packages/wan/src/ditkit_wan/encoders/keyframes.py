@@ -4,7 +4,6 @@ Source: `framewise_decoding` in modelscope/DiffSynth-Studio, diffsynth/pipelines
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -13,7 +12,6 @@ from torch import Tensor
 from ditkit_core.io.console import NullProgress
 from ditkit_core.models.encoders import WHOLE, VaeMode
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.weights.frozen import fingerprint
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.presets import WanArch
 
@@ -21,11 +19,7 @@ from ditkit_wan.presets import WanArch
 class KeyframeVae(VaeEncoder):
     """The VAE with each latent frame encoded and decoded as an image of its own."""
 
-    @cached_property
-    def identity(self) -> str:
-        """Digest of the weights and of how latents are made from them."""
-        dtype, *tiles = self._settings
-        return fingerprint(self._source.path, f"posterior mean, normalised, {dtype}, every fourth frame alone", *tiles)
+    recipe = VaeEncoder.recipe + ", every fourth frame alone"
 
     def encode(
         self,

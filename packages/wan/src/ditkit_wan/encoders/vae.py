@@ -4,9 +4,8 @@ Latents are the posterior's mean, normalised per channel, in fp32, as in the off
 code. A latent that is sampled from the posterior would add the encoder's noise to the training data.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import WHOLE, VaeMode
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.precision import dtype_name
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
+from ditkit_core.weights.frozen import find_weights
+from ditkit_core.weights.frozen_vae import FrozenVae
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 from ditkit_wan.encoders.vae_kinds import VAE_NAMES, config_of
 
@@ -33,10 +31,10 @@ _REMEDIES = {
 """Where to get the VAE, by latent channels."""
 
 
-class VaeEncoder:
-    """Pixels to normalised latents and back; an `Encoder` of the core."""
+class VaeEncoder(FrozenVae):
+    """Pixels to normalised latents and back; an `Encoder` of the core. Clips have 1 + 4k frames."""
 
-    items_at_once = 1
+    recipe = "posterior mean, normalised, {}"
 
     def __init__(
         self,
@@ -60,36 +58,29 @@ class VaeEncoder:
             UserError: If there are none, a file is damaged, or they belong to another VAE.
         """
         remedy = _REMEDIES.get(channels or 0, " or ".join(_REMEDIES.values()))
-        self._source, self.config = find_weights(
+        source, config = find_weights(
             components, "vae", _config_of_file, kind="AutoencoderKLWan", remedy=remedy, safe_names=SAFE_NAMES
         )
-        if channels not in (None, self.channels):
-            raise UserError(
-                f"{self._source.path} makes {self.channels} latent channels and the model takes {channels}; "
-                f"set model.vae to the model's own: {remedy}"
-            )
-        self._device, self._mode, self._decodings = device, mode, decodings or (mode,)
-        self._vae = FrozenModule(
+        super().__init__(
             build,
-            self.config,
-            self._source,
+            config,
+            source,
             VAE_NAMES,
             device,
             mode.dtype,
             key="model.vae",
             finish=self._finish,
+            mode=mode,
+            decodings=decodings,
+            tiles=TILES,
+            encode_clip=encode_clip,
+            decode_clip=decode_clip,
         )
-        self.load, self.unload = self._vae.load, self._vae.unload
-
-    @cached_property
-    def identity(self) -> str:
-        """Digest of the weights and of how latents are made from them."""
-        return fingerprint(self._source.path, f"posterior mean, normalised, {self._settings[0]}", *self._settings[1:])
-
-    @property
-    def _settings(self) -> tuple[str, ...]:
-        """What of its mode changes latents; of tiles nothing where there are none, so that caches from before tiles stay valid."""
-        return dtype_name(self._mode.dtype), *((str(TILES),) if self._mode.tiled else ())
+        if channels not in (None, self.channels):
+            raise UserError(
+                f"{source.path} makes {self.channels} latent channels and the model takes {channels}; "
+                f"set model.vae to the model's own: {remedy}"
+            )
 
     @property
     def channels(self) -> int:
@@ -102,47 +93,13 @@ class VaeEncoder:
         return self.config.get("scale_factor_temporal", 4), self.config.get("scale_factor_spatial", 8)
 
     def _finish(self, vae: Any) -> None:
-        for statistic in _statistics(vae, self._device):
+        for statistic in _statistics(vae, self.device):
             statistic.expand(self.channels, 1, 1, 1)
         patch = 1 if vae.config.patch_size is None else vae.config.patch_size
         for size in (*self.strides, patch):
             Fraction(1, size)
         if patch < 1 or vae.config.in_channels != 3 * patch**2:
             raise ValueError(f"patch_size is {patch}, and in_channels {vae.config.in_channels}")
-
-    @torch.no_grad()
-    def encode(
-        self,
-        items: Sequence[Float[Tensor, "3 frames height width"]],
-        advance: Callable[[float], None] = NullProgress.advance,
-    ) -> list[dict[str, Tensor]]:
-        """Latents of one clip.
-
-        Args:
-            items: One clip: pixels in [-1, 1]; 1 + 4k frames, because the VAE silently drops further frames.
-            advance: Called with 1 when the clip is done.
-
-        Returns:
-            `latents` [channels, 1 + k, height / stride, width / stride], fp32, on the CPU; about unit variance.
-        """
-        (item,) = items
-        frames_per_latent, _ = self.strides
-        assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
-        latents = self._vae.run(
-            encode_clip, item, TILES if self._mode.tiled else None, pixels=1, scale=Fraction(1, self.strides[1])
-        )
-        advance(1.0)
-        return [{"latents": latents}]
-
-    @torch.no_grad()
-    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
-        """Pixels in [0, 1], fp32, on the CPU; the weights are loaded if they are not."""
-        return self._vae.decode(decode_clip, latents, self._decodings, TILES, pixels=self.strides[1])
-
-    @property
-    def decoded(self) -> str:
-        """How the last latents were decoded, in words."""
-        return self._vae.decoded
 
 
 def build(config: Mapping[str, Any]) -> Any:
