@@ -9,9 +9,7 @@ from tiny_flux2 import tiny_model
 from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.files.export import method_of_all
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
-from ditkit_core.adapters.files.write_factored import trained_factors, write_factored
 from ditkit_core.adapters.inject import adapter_layers, initialise, inject
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
@@ -56,11 +54,8 @@ class Adapted:
     def write(self, folder: Path, form: str, dtype: torch.dtype = torch.float32) -> Path:
         """The file, without asking whether its readers understand it."""
         path = folder / "adapter.safetensors"
-        layers = adapter_layers(self.model)
-        if (method := method_of_all(layers)) != "lora":
-            write_factored(path, trained_factors(layers, method), NAMES, form=form, dtype=dtype, metadata={})
-            return path
-        write_adapter(path, trained_adapters(layers), NAMES, form=form, dtype=dtype, metadata={})
+        adapters = trained_adapters(adapter_layers(self.model))
+        write_adapter(path, adapters, NAMES, form=form, dtype=dtype, metadata={})
         return path
 
     def verify(self, file: Path) -> str:

@@ -21,19 +21,19 @@ from ditkit_core.weights.factored import FactoredMatrices
 from ditkit_core.weights.fused_tensors import LoraMatrices
 from ditkit_core.weights.load import StoredParameters
 
-Approximation = Callable[[Tensor, str], tuple[Any, float]]
+Approximation = Callable[[Tensor, str], tuple[Scaled[Any], float]]
 """From a difference [out, in] and its module's name to an adapter of the module, and the share of the difference's energy that it keeps."""
 
 
 def as_lora(rank: int | None, energy: float) -> Approximation:
-    """The nearest LoRA, a `Scaled`.
+    """The nearest LoRA.
 
     Args:
         rank: Its rank; None: the lowest, up to 256, that keeps `energy` in each module.
         energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
     """
 
-    def nearest(difference: Tensor, module: str) -> tuple[Scaled, float]:
+    def nearest(difference: Tensor, module: str) -> tuple[Scaled[LoraMatrices], float]:
         product = low_rank(difference, rank, energy, module)
         return Scaled(LoraMatrices(product.down, product.up)), product.energy_share
 
@@ -41,13 +41,13 @@ def as_lora(rank: int | None, energy: float) -> Approximation:
 
 
 def as_lokr(config: AdapterConfig) -> Approximation:
-    """The nearest LoKr with the factors that training with this section would have, as `write_factored` takes it."""
+    """The nearest LoKr with the factors that training with this section would have."""
 
-    def nearest(difference: Tensor, module: str) -> tuple[tuple[FactoredMatrices, float], float]:
+    def nearest(difference: Tensor, module: str) -> tuple[Scaled[FactoredMatrices], float]:
         parts, energy_share = nearest_kronecker(
             difference, lokr_shapes(config, module, tuple(difference.shape)), module
         )
-        return (FactoredMatrices(parts), 1.0), energy_share
+        return Scaled(FactoredMatrices(parts)), energy_share
 
     return nearest
 
@@ -56,7 +56,7 @@ def as_lokr(config: AdapterConfig) -> Approximation:
 class Extracted:
     """The difference of two transformers."""
 
-    adapters: dict[str, Any]
+    adapters: dict[str, Scaled[Any]]
     """Adapters by our name of the module; modules that do not differ have none."""
     energy_shares: dict[str, float]
     """Share of the energy of each module's difference that its adapter keeps, 0 to 1."""

@@ -20,6 +20,7 @@ from ditkit_core.adapters.files.convert import (
     check_finite,
     derived_metadata,
     read_adapter,
+    read_factored,
     reduce_rank,
     write_converted,
 )
@@ -29,8 +30,14 @@ from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapt
 from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.files.merge import MAX_STRENGTH, merge_into
 from ditkit_core.adapters.files.read import with_differences
-from ditkit_core.adapters.files.write import Scaled, check_form
-from ditkit_core.adapters.files.write_factored import Factored, check_one_to_one, read_factors, write_factored
+from ditkit_core.adapters.files.write import (
+    LoraAdapter,
+    Scaled,
+    check_form,
+    check_one_to_one,
+    largest_rounding,
+    write_adapter,
+)
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.commands.out import check_free, check_kind
@@ -98,7 +105,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
     if is_factored:
-        _write_factored(read_factors(found.file), spec, out, form=form, dtype=dtype, metadata=metadata)
+        _write_factored(read_factored(found.file), spec, out, form=form, dtype=dtype, metadata=metadata)
         return
     adapters = read_adapter(found)
     if options.rank:
@@ -117,20 +124,27 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 
 
 def _write_factored(
-    adapters: Factored, spec: ModelSpec, out: Path, *, form: str, dtype: torch.dtype, metadata: Mapping[str, str]
+    adapters: Mapping[str, Scaled[Any]],
+    spec: ModelSpec,
+    out: Path,
+    *,
+    form: str,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
 ) -> None:
     """Write a LoKr or LoHa, and print how exact it is and which programs load it."""
-    worst = write_factored(out, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata)
+    write_adapter(out, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata)
+    worst = largest_rounding(adapters, dtype)
     same = f"equal up to {worst:.1e} (rounded)" if worst else "bitwise identical"
-    method = METHOD_OF_PART[next(part for matrices, _ in adapters.values() for part in matrices.parts)]
+    method = METHOD_OF_PART[next(part for adapter in adapters.values() for part in adapter.matrices.parts)]
     say(f"{out}: {form}, {len(adapters)} modules of a {method}; its factors are {same}")
     if read := readers_of(spec, form, list(adapters), use_dora=False, method=method):
         say(loaded_by(read))
 
 
 def _in_norm_of(
-    form: str, adapters: Mapping[str, Scaled], spec: ModelSpec, config: RunConfig, options: ExportOptions
-) -> dict[str, Scaled]:
+    form: str, adapters: Mapping[str, LoraAdapter], spec: ModelSpec, config: RunConfig, options: ExportOptions
+) -> dict[str, LoraAdapter]:
     """The adapters of a DoRA with magnitudes over the norm that a form has, which needs the base's weights."""
     if not (options.base or config.model.base or config.model.transformer):
         raise UserError(
@@ -161,7 +175,7 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     ):  # without targets the layers that training would adapt: no form has each layer alone
         only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapters.targets)
     if is_lokr and only:
-        check_one_to_one(form, spec.architecture.names, dict.fromkeys(only))
+        check_one_to_one(form, spec.architecture.names, only)
     approximate = as_lokr(adapter) if is_lokr else as_lora(rank, energy)
     with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
         found = extract(spec, arch, tuned, base, approximate=approximate, only=only, advance=bar.advance)
@@ -377,7 +391,7 @@ def _kept_lines(kept: Mapping[str, float], what: str) -> str:
 
 
 def _write(
-    adapters: Mapping[str, Scaled],
+    adapters: Mapping[str, LoraAdapter],
     spec: ModelSpec,
     out: Path,
     *,

@@ -1,6 +1,6 @@
 """The adapter of one module as a LoKr or LoHa, apart from any model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -25,21 +25,30 @@ class FactoredMatrices:
     @property
     def shape(self) -> tuple[int, int]:
         """The shape [out, in] of the module's weight."""
-        out, width = shape_of_parts({part: tuple(tensor.shape) for part, tensor in self.parts.items()})
+        out, width = shape_of_parts(self._shapes)
         return out // self.of, width
+
+    @property
+    def rank(self) -> int:
+        """The rank that an alpha in a file is divided by; 1 where no factor is a low-rank product."""
+        return low_rank_of(self._shapes) or 1
+
+    @property
+    def _shapes(self) -> "Shapes":
+        return {part: tuple(tensor.shape) for part, tensor in self.parts.items()}
 
     def change(self) -> Tensor:
         """The change of the module's weight."""
         return rows_of(weight_change(self.parts), self.index, self.of)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All its tensors."""
-        return tuple(self.parts.values())
-
     def scaled(self, factor: float) -> "FactoredMatrices":
         """The same adapter with a change that is `factor` times as large."""
         first = first_part(self.parts)
         return replace(self, parts={**self.parts, first: self.parts[first] * factor})
+
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> "FactoredMatrices":
+        """The adapter of the converted tensors."""
+        return replace(self, parts={part: convert(tensor) for part, tensor in self.parts.items()})
 
 
 def first_part(parts: Collection[str]) -> str:

@@ -6,8 +6,8 @@ one below the other, and its B is block-diagonal: exact, with a rank that is the
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,9 +72,29 @@ class LoraMatrices:
     over_base: bool = False
     """Whether it is the norm of the base's row, as ComfyUI has it."""
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All its tensors."""
-        return tuple(tensor for tensor in (self.down, self.up, self.magnitude) if tensor is not None)
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors: `down`, `up` and perhaps `magnitude`."""
+        parts = {"down": self.down, "up": self.up, "magnitude": self.magnitude}
+        return {part: tensor for part, tensor in parts.items() if tensor is not None}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape [out, in] of the module's weight."""
+        return len(self.up), self.down.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return len(self.down)
+
+    def scaled(self, factor: float) -> "LoraMatrices":
+        """The same adapter with a product that is `factor` times as large."""
+        return replace(self, up=self.up * factor)
+
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> "LoraMatrices":
+        """The adapter of the converted tensors."""
+        return LoraMatrices(**{part: convert(tensor) for part, tensor in self.parts.items()}, over_base=self.over_base)
 
     def rows(self, index: int, of: int) -> "LoraMatrices":
         """The adapter of a part of the module's output rows."""

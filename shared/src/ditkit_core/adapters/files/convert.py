@@ -13,11 +13,12 @@ from ditkit_core.adapters.files.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.files.export import VERIFIED
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes
 from ditkit_core.adapters.files.read import AdapterFile, FileModule, refuse_damaged
-from ditkit_core.adapters.files.write import Scaled, write_adapter, zero_adapter
+from ditkit_core.adapters.files.write import LoraAdapter, Scaled, write_adapter, zero_adapter
 from ditkit_core.adapters.svd import reduce_product, relative_difference
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.factored import FactoredMatrices
 from ditkit_core.weights.fused_tensors import LoraMatrices
 from ditkit_core.weights.load import first_ten
 
@@ -41,7 +42,7 @@ class Written:
     """The modules' ranks, each once."""
 
 
-def read_adapter(adapter: FoundAdapter) -> dict[str, Scaled]:
+def read_adapter(adapter: FoundAdapter) -> dict[str, LoraAdapter]:
     """Read every module's adapter in fp32. Modules with zeros in both matrices, which fill a form's gaps, are left out.
 
     Raises:
@@ -55,6 +56,24 @@ def read_adapter(adapter: FoundAdapter) -> dict[str, Scaled]:
     # Only if both matrices are zero: a new adapter has B = 0 and a random A, and is worth keeping.
     used = {name: adapter for name, adapter in read.items() if adapter.matrices.down.any() or adapter.matrices.up.any()}
     return used or read
+
+
+def read_factored(file: AdapterFile) -> dict[str, Scaled[FactoredMatrices]]:
+    """Read every module's LoKr or LoHa in fp32.
+
+    Raises:
+        UserError: If it has LoRA too, a module has its factors with others, or a value is not finite.
+    """
+    path = file.source.path
+    if other := [name for name, module in file.modules.items() if module.method == "lora"]:
+        raise UserError(f"{path} mixes LoRA ({other[0]}) with LoKr or LoHa; merge it")
+    factored = {name: Scaled(file.read_factored(name), module.scale) for name, module in file.modules.items()}
+    if shared := [name for name, adapter in factored.items() if adapter.matrices.of > 1]:
+        raise UserError(
+            f"{path}: {shared[0]} shares its factors with other layers, which no other form can represent; merge it"
+        )
+    refuse_damaged(path, ((name, list(adapter.matrices.parts.values())) for name, adapter in factored.items()))
+    return factored
 
 
 def check_finite(adapter: FoundAdapter) -> None:
@@ -71,13 +90,13 @@ def check_finite(adapter: FoundAdapter) -> None:
     refuse_damaged(adapter.path, ((name, tensors(name, module)) for name, module in file.modules.items()))
 
 
-def _tensors(adapter: Scaled) -> Sequence[Tensor]:
-    return (*adapter.matrices.tensors(), torch.tensor(adapter.scale))
+def _tensors(adapter: LoraAdapter) -> Sequence[Tensor]:
+    return (*adapter.matrices.parts.values(), torch.tensor(adapter.scale))
 
 
 def reduce_rank(
-    adapters: Mapping[str, Scaled], rank: int | None, energy: float, path: Path
-) -> tuple[dict[str, Scaled], dict[str, float]]:
+    adapters: Mapping[str, LoraAdapter], rank: int | None, energy: float, path: Path
+) -> tuple[dict[str, LoraAdapter], dict[str, float]]:
     """Find the nearest adapters of a lower rank, by the singular values of each module's product.
 
     Args:
@@ -114,8 +133,8 @@ def reduce_rank(
 
 
 def add_missing_modules(
-    adapters: Mapping[str, Scaled], spec: ModelSpec, form: str, layers: Shapes, path: Path
-) -> dict[str, Scaled]:
+    adapters: Mapping[str, LoraAdapter], spec: ModelSpec, form: str, layers: Shapes, path: Path
+) -> dict[str, LoraAdapter]:
     """Add zeros for modules without an adapter that readers of a form require.
 
     Args:
@@ -144,7 +163,7 @@ def module_kind(module: str) -> str:
 
 
 def write_converted(
-    adapters: Mapping[str, Scaled],
+    adapters: Mapping[str, LoraAdapter],
     spec: ModelSpec,
     path: Path,
     *,
@@ -198,7 +217,7 @@ def write_converted(
     return Written(path=path, worst=worst[0], exact=exact[0], ranks=ranks)
 
 
-def _same_bits(one: Scaled, other: Scaled) -> bool:
+def _same_bits(one: LoraAdapter, other: LoraAdapter) -> bool:
     """Whether two adapters have bitwise identical products: the same A, and the same B times scale without rounding."""
     if one.matrices.up.shape != other.matrices.up.shape:
         return False
@@ -207,7 +226,7 @@ def _same_bits(one: Scaled, other: Scaled) -> bool:
     return torch.equal(one.matrices.down, other.matrices.down) and torch.equal(*ups)
 
 
-def _network(adapters: Mapping[str, Scaled]) -> dict[str, str]:
+def _network(adapters: Mapping[str, LoraAdapter]) -> dict[str, str]:
     """Header keys for kohya's tools, which show rank and alpha; empty where modules differ."""
     shapes = {(len(adapter.matrices.down), adapter.scale) for adapter in adapters.values()}
     if len(shapes) > 1:

@@ -16,8 +16,14 @@ from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
 from ditkit_core.adapters.dora import in_norm_of
 from ditkit_core.adapters.files.export_names import adapter_file
 from ditkit_core.adapters.files.keys import tensors_in_form
-from ditkit_core.adapters.files.write import check_form, check_stacks, trained_adapters, write_adapter, zero_adapter
-from ditkit_core.adapters.files.write_factored import check_one_to_one, trained_factors, write_factored
+from ditkit_core.adapters.files.write import (
+    check_form,
+    check_one_to_one,
+    check_stacks,
+    trained_adapters,
+    write_adapter,
+    zero_adapter,
+)
 from ditkit_core.adapters.inject import adapter_layers, canonical_name, is_adapter_name, method_of
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, write_text
@@ -203,21 +209,14 @@ def export_adapter(
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
     check_adapted(spec, config, model)
-    if (method := method_of_all(layers)) != "lora":
-        paths = [adapter_file(folder, stem, "official" if exact else form) for form in config.forms]
-        for form, path in zip(config.forms, paths, strict=True):
-            factors, names = trained_factors(layers, method), spec.architecture.names
-            header = {**metadata, **_no_reader(why_unverified(spec, config, form, model))}
-            write_factored(path, factors, names, form=form, dtype=_dtype_of(config), metadata=header)
-        return paths
     trained, base, files = trained_adapters(layers), base_tensors(model), []
     for form in config.forms:
         path = adapter_file(folder, stem, "official" if exact else form)
-        adapters = {}
-        for module, adapter in trained.items():
+        adapters, is_lora = dict(trained), method_of_all(layers) == "lora"
+        for module, adapter in trained.items() if is_lora else ():
             weight = partial(_base_weight, layers[module].get_base_layer(), whole_in)
             adapters[module] = replace(adapter, matrices=in_norm_of(form, adapter.matrices, adapter.scale, weight))
-        for module in spec.adapters.rules.fillers(form, list(layers)):
+        for module in spec.adapters.rules.fillers(form, list(layers)) if is_lora else ():
             adapters[module] = zero_adapter(tuple(base[f"{module}.weight"].shape))
         write_adapter(
             path,

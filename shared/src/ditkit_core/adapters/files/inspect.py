@@ -117,7 +117,7 @@ def _norm(file: AdapterFile, module: str) -> float:
     if file.modules[module].method != "lora":
         return float(torch.linalg.vector_norm(file.change_of(module)))
     read = file.read(module)
-    is_finite = all(bool(tensor.isfinite().all()) for tensor in read.tensors())
+    is_finite = all(bool(tensor.isfinite().all()) for tensor in read.parts.values())
     return abs(file.modules[module].scale) * product_norm(read.down, read.up) if is_finite else math.nan
 
 
