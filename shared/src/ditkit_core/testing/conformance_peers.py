@@ -201,10 +201,9 @@ class PeerChecks(ModelChecks):
         base, tuned = files
         extracted = extract(self.spec, self.arch, tuned, base, approximate=as_lokr(config))
         assert extracted.adapters.keys() == layers.keys() and not extracted.uncovered and extracted.residual < 1e-3
-        for module, (matrices, scale) in extracted.adapters.items():
-            torch.testing.assert_close(
-                matrices.change() * scale, layers[module].get_delta_weight("default"), rtol=1e-3, atol=1e-5, msg=module
-            )
+        for module, adapter in extracted.adapters.items():
+            change, expected = adapter.matrices.change() * adapter.scale, layers[module].get_delta_weight("default")
+            torch.testing.assert_close(change, expected, rtol=1e-3, atol=1e-5, msg=module)
 
     def _adapted(self, rank: int, *, use_dora: bool = False) -> Any:
         return make_model(self.spec, self.arch, adapter=AdapterConfig(rank=rank, use_dora=use_dora)).eval()
