@@ -70,7 +70,7 @@ def test_each_change_says_what_it_was_and_what_it_costs():
     assert [str(each).partition(" (was ")[2].partition(")")[0] for each in last.changed] == [
         "false", "step", "fp32", "nearest", "adamw", "default",
     ]  # fmt: skip
-    keys = {each.key for level in levels(config_of()) for each in level.changed}
+    keys = {change.key for level in levels(config_of()) for change in level.changed} | {"base.compute"}  # offered alone
     assert keys == {key.partition(" = ")[0] for key in COSTS if not key.startswith("encode.")}
 
 
