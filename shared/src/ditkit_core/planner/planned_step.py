@@ -43,7 +43,7 @@ class StepJob:
     micro_batches: int = 1
     """Number accumulated in a step; with several, the backward of a later one is also measured."""
     extra_forwards: float = 0.0
-    """Share of the steps with another forward, which keeps nothing, in [0, 1]: those of `prior.match_base`, and all with `flow.target_guidance`."""
+    """Share of the steps with another forward, which keeps nothing, in [0, 1]: `prior.match_base`, or 1 with `flow.target_guidance`."""
     kinds: int = 1
     """Kinds of micro-batches, mostly their shapes; each has inputs of its own once it is replayed as a CUDA graph."""
     validates: bool = False

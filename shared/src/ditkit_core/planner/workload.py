@@ -71,7 +71,7 @@ class Round(NamedTuple):
     """The gradients of earlier micro-batches that exist while one runs."""
 
     again: bool
-    """Whether its gradients are added in place to those of the one before."""
+    """Whether its gradients are added in place to the gradients of the one before."""
     sums: int = 0
     """Sets of gradients that wait to be added to others. Where ranks divide gradients: whether they already have their parts of some."""
     whole: bool = False
@@ -79,7 +79,7 @@ class Round(NamedTuple):
 
 
 class RankGradients(NamedTuple):
-    """Sets of gradients of ranks that share a step; each figure is that of the fullest rank."""
+    """Sets of gradients of ranks that share a step; each figure is the fullest rank's."""
 
     rounds: tuple[Round, ...]
     exchanged: int
