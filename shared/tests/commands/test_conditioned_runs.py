@@ -218,5 +218,5 @@ def test_what_is_in_front_of_a_clip_is_planned(tmp_path: Path) -> None:
     run = run_of(tmp_path / "clips", **{"data.controls": (f"start={tmp_path / 'starts'}",)})
     assert {references for _, references in largest_bucket(run, run.arch).shapes} == {()}
     spec = altered(run.spec, columns=lambda arch: (replace(START, in_front=True),))
-    run = create_run(spec, run.given.config)
+    run = create_run(spec, run.request.config)
     assert {references for _, references in largest_bucket(run, run.arch).shapes} == {(), ((32, 32),)}

@@ -45,8 +45,8 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         run = largest_expert_run(create_run(spec, config))
         if run.expert is not None:
             say(f"auditing the {run.expert.name} expert")
-        own = run.config.run_folder  # the expert's own folder, which has its saves
-        findings = _find(spec, run.given.config, own, options)
+        expert_folder = run.config.run_folder  # the expert's own folder, which has its saves
+        findings = _find(spec, run.request.config, expert_folder, options)
         files = write_audit(findings, config.run_folder.audit)
         print_audit(findings)
         for file in files:

@@ -42,9 +42,9 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         # One process checks what several will train, as a plan is of many: what no number of them could train is refused.
         several = math.lcm(config.ranks.shard, config.ranks.context)
         lacks_processes = current_ranks().size % several != 0
-        for each in runs_of(run):
-            check_training(each)
-            check_ranks(each, several if lacks_processes else current_ranks().size)
+        for component_run in runs_of(run):
+            check_training(component_run)
+            check_ranks(component_run, several if lacks_processes else current_ranks().size)
         # The configuration is not stored in the folder: a check must not count as the start of a run.
         if options.demo:
             spec.demo.write(folder.inputs)
@@ -73,9 +73,9 @@ def examine_run(run: RunContext) -> CheckReport:
     if examined.samples:
         memory, lacking = plan_memory(run, examined.samples, examined.class_images)
         checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
-    for each in runs_of(run) if examined.samples else ():  # class images alone are no training data
-        step, found = try_step(each, examined)
-        findings = [finding for finding in found if finding not in checkup.findings]
+    for component_run in runs_of(run) if examined.samples else ():  # class images alone are no training data
+        step, step_findings = try_step(component_run, examined)
+        findings = [finding for finding in step_findings if finding not in checkup.findings]
         release_memory()  # two experts do not fit at once: free the first before the second is loaded
         steps = () if step is None else (step,)
         checkup = replace(checkup, steps=(*checkup.steps, *steps), findings=(*checkup.findings, *findings))

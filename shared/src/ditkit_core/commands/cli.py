@@ -88,7 +88,7 @@ def start(family: Family, command: str, argv: Sequence[str] | None = None) -> in
 
     Args:
         command: `train`, `encode`, `sample`, `export` or `watch`.
-        argv: Arguments after the program's name; None takes those of this process.
+        argv: Arguments after the program's name; None takes this process's arguments.
 
     Returns:
         The exit status: 0 for success; 1 for a user's mistake found while working; 2 for one in the command line or the run file; 3 for

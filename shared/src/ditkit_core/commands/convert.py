@@ -84,37 +84,37 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     """An adapter file in another form, rank or dtype."""
     path = local_path(options.adapter)
     spec, layers = _layers(spec, config, options)
-    found = find_adapter(path, spec, part=options.part, layers=layers)
-    if found.differences:
-        raise not_applied(path, found.differences)
+    adapter = find_adapter(path, spec, part=options.part, layers=layers)
+    if adapter.differences:
+        raise not_applied(path, adapter.differences)
     if layers is not None:
-        _check_fits(found, layers)
+        _check_fits(adapter, layers)
     # Some forms are only read (peft, OneTrainer …); their files are written in the form that most programs read.
-    form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
-    check_form(form, spec.architecture.names, use_dora=found.layout.use_dora)
-    is_factored = found.layout.method in ("lokr", "loha")
+    form = options.to or (adapter.layout.form if adapter.layout.form in ADAPTER_FORMS else "official")
+    check_form(form, spec.architecture.names, use_dora=adapter.layout.use_dora)
+    is_factored = adapter.layout.method in ("lokr", "loha")
     if is_factored and options.rank:
         raise UserError(
-            f"--rank: {path} is a {found.layout.method}, whose rank is not that of its change; merge it, then --extract"
+            f"--rank: {path} is a {adapter.layout.method}, whose rank is not that of its change; merge it, then --extract"
         )
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
     mark = (f"_rank{rank}" if rank else "_reduced") if options.rank else ""
     mark += f"_{options.to}" if options.to else ""
     out = _out(options.out, path, mark or f"_{options.dtype}")
-    made = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
-    metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
-    dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
+    derivation = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
+    metadata = derived_metadata(published_header(RunConfig, adapter.file.source.metadata), **derivation)
+    dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(adapter)
     if is_factored:
-        _write_factored(read_factored(found.file), spec, out, form=form, dtype=dtype, metadata=metadata)
+        _write_factored(read_factored(adapter.file), spec, out, form=form, dtype=dtype, metadata=metadata)
         return
-    adapters = read_adapter(found)
+    adapters = read_adapter(adapter)
     if options.rank:
         adapters, kept = reduce_rank(adapters, rank, energy, path)
         say(_kept_lines(kept, "energy kept"))
-    if found.layout.use_dora and found.layout.dora_over_base != (ADAPTER_FORMS[form].dora == "base"):
+    if adapter.layout.use_dora and adapter.layout.dora_over_base != (ADAPTER_FORMS[form].dora == "base"):
         adapters = _in_norm_of(form, adapters, spec, config, options)
-    if layers is None and found.presets:
-        layers = layers_of(spec.architecture.build, spec.architecture.presets[found.presets[0]])
+    if layers is None and adapter.presets:
+        layers = layers_of(spec.architecture.build, spec.architecture.presets[adapter.presets[0]])
     elif layers is None:
         warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are not checked")
     complete = add_missing_modules(adapters, spec, form, layers or {}, path)
@@ -154,8 +154,10 @@ def _in_norm_of(
     source, arch, _ = _base(spec, config, options)
     base = _stored(spec, arch, source)
     return {
-        name: replace(each, matrices=in_norm_of(form, each.matrices, each.scale, partial(base.read, f"{name}.weight")))
-        for name, each in adapters.items()
+        name: replace(
+            adapter, matrices=in_norm_of(form, adapter.matrices, adapter.scale, partial(base.read, f"{name}.weight"))
+        )
+        for name, adapter in adapters.items()
     }
 
 
@@ -178,15 +180,15 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
         check_one_to_one(form, spec.architecture.names, only)
     approximate = as_lokr(adapter) if is_lokr else as_lora(rank, energy)
     with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
-        found = extract(spec, arch, tuned, base, approximate=approximate, only=only, advance=bar.advance)
-    say("\n".join(_extracted_lines(found)))
-    residual = round(found.residual, 6)
+        extracted = extract(spec, arch, tuned, base, approximate=approximate, only=only, advance=bar.advance)
+    say("\n".join(_extracted_lines(extracted)))
+    residual = round(extracted.residual, 6)
     metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
     dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
     if is_lokr:
-        _write_factored(found.adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
+        _write_factored(extracted.adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
     else:
-        complete = add_missing_modules(found.adapters, spec, form, layers, out)
+        complete = add_missing_modules(extracted.adapters, spec, form, layers, out)
         _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
@@ -201,23 +203,23 @@ def _extracts_lokr(adapter: AdapterConfig, rank: int | None) -> bool:
             "--extract: nothing computes the LoHa nearest to a difference; leave adapter.method out for a LoRA, or set --adapter.method lokr"
         )
     if adapter.method == "lokr" and (rank is None or adapter.decompose_both):
-        given = "--rank auto" if rank is None else "adapter.decompose_both"
+        setting = "--rank auto" if rank is None else "adapter.decompose_both"
         raise UserError(
-            f"--extract: {given} is not defined for the LoKr nearest to a difference; give --rank N with a whole first factor"
+            f"--extract: {setting} is not defined for the LoKr nearest to a difference; give --rank N with a whole first factor"
         )
     return adapter.method == "lokr"
 
 
-def _extracted_lines(found: Extracted) -> Iterator[str]:
+def _extracted_lines(extracted: Extracted) -> Iterator[str]:
     """How much of a difference is in the adapters; warns of what is not."""
-    yield _kept_lines(found.energy_shares, "of the difference's energy kept")
-    yield f"residual: {found.residual:.2%} of the norm of the difference in the adapter's modules"
-    if found.uncovered:
-        largest = sorted(found.uncovered, key=lambda name: -found.sizes[name])
-        named = ", ".join(f"{name} ({_share(found.uncovered[name])})" for name in largest[:10])
+    yield _kept_lines(extracted.energy_shares, "of the difference's energy kept")
+    yield f"residual: {extracted.residual:.2%} of the norm of the difference in the adapter's modules"
+    if extracted.uncovered:
+        largest = sorted(extracted.uncovered, key=lambda name: -extracted.sizes[name])
+        named = ", ".join(f"{name} ({_share(extracted.uncovered[name])})" for name in largest[:10])
         more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
         warn(
-            f"the adapter does not cover {len(largest)} parameters that differ, with {found.share_left:.1%} of the energy of the whole "
+            f"the adapter does not cover {len(largest)} parameters that differ, with {extracted.share_left:.1%} of the energy of the whole "
             f"difference: {named}{more}"
         )
 
@@ -233,15 +235,15 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     dtype, forms = options.dtype or config.export.dtype, (options.to,) if options.to else config.export.forms
     wanted = replace(config.export, merged=True, dtype=dtype, forms=forms)
     folder = local_path(options.out) if options.out else path.with_name(f"{path.stem}_merged")
-    check_kind(folder, whole=True)
+    check_kind(folder, is_transformer=True)
     check_free(folder / f"transformer_{form}" for form in whole_forms(spec, wanted))
     source, arch, layers = _base(spec, config, options)
     _check_expert(spec, path, source)
-    found = find_adapter(path, spec, part=options.part, layers=layers)
-    _check_fits(found, layers)
-    check_finite(found)  # before gigabytes are written
+    adapter = find_adapter(path, spec, part=options.part, layers=layers)
+    _check_fits(adapter, layers)
+    check_finite(adapter)  # before gigabytes are written
     names, parameters = spec.architecture.names, parameters_of(spec.architecture.build, arch)
-    file = with_differences(found.file, found.file.source, found.differences, names, parameters)
+    file = with_differences(adapter.file, adapter.file.source, adapter.differences, names, parameters)
     merged = replace(_stored(spec, arch, source), edits=merge_into([(file, strength)]))
     description = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
     folders = export_merged(
@@ -253,15 +255,15 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         original=merged.read,
         config_json=description if description.is_file() else None,
     )
-    for each in folders:
-        worst, lost = _rounding(_stored(spec, arch, open_weights(each)), merged)
+    for output in folders:
+        worst, lost = _rounding(_stored(spec, arch, open_weights(output)), merged)
         also = f" and differences of {described(list(file.differences))}" if file.differences else ""
-        what = f"{len(found.shapes)} modules{also} merged at strength {strength:g}"
+        content = f"{len(adapter.shapes)} modules{also} merged at strength {strength:g}"
         of_change = f", which is {lost:.1%} of what the file changes" if worst else ""
-        say(f"{each}: {what}; rounding to {dtype} changes the written weights by {worst:.1e}{of_change}")
+        say(f"{output}: {content}; rounding to {dtype} changes the written weights by {worst:.1e}{of_change}")
         if lost > _MUCH_LOST:
             wider = "bf16 or fp32" if dtype == FP8_SCALED else "fp32"
-            warn(f"{each}: rounding is {lost:.0%} of what the file changes; write it with --dtype {wider}")
+            warn(f"{output}: rounding is {lost:.0%} of what the file changes; write it with --dtype {wider}")
 
 
 def _stored(spec: ModelSpec, arch: Any, source: SafetensorsSource) -> StoredParameters:
@@ -276,7 +278,7 @@ def _rounding(written: StoredParameters, expected: StoredParameters) -> tuple[fl
     """The rounding of the parameters of a file that a merge changed.
 
     Returns:
-        The largest difference to the expected values, relative to a parameter; and that of all of them, relative to what the merge changed.
+        The largest difference to the expected values, relative to a parameter; and the difference of all parameters, relative to what the merge changed.
     """
     worst, lost, changed, base = 0.0, 0.0, 0.0, replace(expected, edits={})
     for name in expected.edits:
@@ -317,14 +319,14 @@ def _share(share: float) -> str:
     return f"{share:.1%} of its size" if math.isfinite(share) else "was zero"
 
 
-def _check_fits(found: FoundAdapter, layers: Shapes) -> None:
-    wrong = [name for name, shape in found.shapes.items() if layers.get(name) != shape]
+def _check_fits(adapter: FoundAdapter, layers: Shapes) -> None:
+    wrong = [name for name, shape in adapter.shapes.items() if layers.get(name) != shape]
     if wrong:
         first = wrong[0]
         there = f"is {list(layers[first])} there" if first in layers else "does not exist there"
-        presets = f"; the adapter fits {', '.join(found.presets)}" if found.presets else ""
+        presets = f"; the adapter fits {', '.join(adapter.presets)}" if adapter.presets else ""
         raise UserError(
-            f"{found.path} does not fit the base: {len(wrong)} of {len(found.shapes)} modules, {first} {list(found.shapes[first])} "
+            f"{adapter.path} does not fit the base: {len(wrong)} of {len(adapter.shapes)} modules, {first} {list(adapter.shapes[first])} "
             f"{there}{presets}; give the base that it was trained on"
         )
 
@@ -367,11 +369,11 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
     return source, arch, layers_of(spec.architecture.build, arch)
 
 
-def _out(given: str, source: Path, mark: str) -> Path:
+def _out(out_flag: str, source: Path, mark: str) -> Path:
     """The path of the new adapter file, which must not exist.
 
     Args:
-        given: The `--out` flag; empty for a file next to `source`.
+        out_flag: The `--out` flag; empty for a file next to `source`.
         source: The file or folder that the adapter is made from.
         mark: Suffix that is appended to its name.
 
@@ -379,15 +381,15 @@ def _out(given: str, source: Path, mark: str) -> Path:
         UserError: If the path is a folder, no .safetensors file, or exists.
     """
     stem = source.name if source.is_dir() else source.name.removesuffix(".index.json").removesuffix(".safetensors")
-    path = local_path(given) if given else source.with_name(f"{stem}{mark}.safetensors")
-    check_kind(path, whole=False)
+    path = local_path(out_flag) if out_flag else source.with_name(f"{stem}{mark}.safetensors")
+    check_kind(path, is_transformer=False)
     check_free([path])
     return path
 
 
-def _kept_lines(kept: Mapping[str, float], what: str) -> str:
+def _kept_lines(kept: Mapping[str, float], label: str) -> str:
     worst = min(kept, key=lambda name: kept[name])
-    return f"{what}: median {median(kept.values()):.2%}, worst {kept[worst]:.2%} ({worst}), of {len(kept)} modules"
+    return f"{label}: median {median(kept.values()):.2%}, worst {kept[worst]:.2%} ({worst}), of {len(kept)} modules"
 
 
 def _write(

@@ -57,16 +57,16 @@ def _verify_cache(run: RunContext) -> None:
         warn(f"{path} has other content than when it was encoded, with the same size and times: it is encoded again")
     say(f"{plural(sources, 'file')} that entries were made of read, {len(changed)} changed unnoticed")
     with progress("verify cache", sum(1 for _ in run.data.cache.entries())) as bar:
-        found = verify(run.data.cache, bar.advance)
-    for name in found.damaged:
+        result = verify(run.data.cache, bar.advance)
+    for name in result.damaged:
         warn(f"removed a damaged entry from the cache: {name}")
-    without = f", {found.without_digest} of them by length only (written by a version without digests)"
-    older = without if found.without_digest else ""
-    say(f"{run.data.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
+    without = f", {result.without_digest} of them by length only (written by a version without digests)"
+    older = without if result.without_digest else ""
+    say(f"{run.data.cache.folder}: {result.checked} entries read{older}, {len(result.damaged)} damaged")
 
 
 def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
-    """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do those of every run in the same parent folder."""
+    """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do the entries of every run in the same parent folder."""
     keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
     if base := base_steps(run):
         keep.add(base.text_key)
@@ -99,8 +99,8 @@ def _check_dump(run: RunContext, folder: Path) -> None:
     folders += [item.partition("=")[2] for item in data.controls]
     folders += [str(run.data.prior_folder)] if run.config.prior.wanted else []
     for name in folders:
-        own = local_path(name.strip()).resolve()
-        if name and (target.is_relative_to(own) or own.is_relative_to(target)):
+        data_folder = local_path(name.strip()).resolve()
+        if name and (target.is_relative_to(data_folder) or data_folder.is_relative_to(target)):
             raise UserError(
                 f"--dump {folder} would write into {name}, which is data; name a folder apart from the data"
             )

@@ -71,14 +71,14 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     check_export(spec, wanted, config.adapter)
     check_hub(options.hub)  # before an export, which may take long
     if options.out:
-        check_kind(local_path(options.out), whole=wanted.merged or config.adapter.method == "full")
+        check_kind(local_path(options.out), is_transformer=wanted.merged or config.adapter.method == "full")
     run = resolve_arch(create_run(spec, config))
-    check_run(with_config(run, replace(run.given.config, export=wanted)))
+    check_run(with_config(run, replace(run.request.config, export=wanted)))
     folder = config.run_folder
     files = _finished(run, folder, options) if options.publishes else []
-    for each in runs_of(run) if not files else ():
-        expert = each.expert.name if each.expert is not None and is_joint(run) else ""
-        files += _export(each, wanted, options, folder, expert)
+    for component_run in runs_of(run) if not files else ():
+        expert = component_run.expert.name if component_run.expert is not None and is_joint(run) else ""
+        files += _export(component_run, wanted, options, folder, expert)
         release_memory()  # before the next expert: both need not fit at once
     if options.publishes:
         publish(spec, files, options.hub, folder)
@@ -90,7 +90,12 @@ def _finished(run: RunContext, folder: RunFolder, options: ExportOptions) -> lis
     if asked or folder.completed_step() is None or run.config.adapter.method == "full" or run.config.export.merged:
         return []
     if is_joint(run):
-        return [copy for each in runs_of(run) for _, copy in expert_adapters(each, folder) if copy.is_file()]
+        return [
+            copy
+            for component_run in runs_of(run)
+            for _, copy in expert_adapters(component_run, folder)
+            if copy.is_file()
+        ]
     return [name.at(folder) for name in finished_adapters(folder)]
 
 
@@ -108,19 +113,21 @@ def _export(
         The files, or the folders of a whole transformer.
     """
     spec, config = run.spec, run.config
-    whole = wanted.merged or config.adapter.method == "full"
-    given = local_path(options.out)
-    own = given.with_name(f"{given.stem}{expert and '_'}{expert}{given.suffix}") if options.out else None
-    if own is not None:
-        check_free(_written(own, spec, wanted, whole=whole))
+    is_transformer = wanted.merged or config.adapter.method == "full"
+    out_path = local_path(options.out)
+    chosen_path = (
+        out_path.with_name(f"{out_path.stem}{expert and '_'}{expert}{out_path.suffix}") if options.out else None
+    )
+    if chosen_path is not None:
+        check_free(_written(chosen_path, spec, wanted, is_transformer=is_transformer))
     unloaded = build_model(run)
     prepared = load_model(run, unloaded, place_run(run, unloaded))
     step = load_trained(prepared, config.run_folder, options.step)
-    out = own or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
+    out = chosen_path or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     metadata = export_metadata(run, prepared, step, data="")
-    with nullcontext(out.parent) if own is not None else put_into(out.parent) as target:
-        if whole:
-            name = out.name if own is not None else out.stem
+    with nullcontext(out.parent) if chosen_path is not None else put_into(out.parent) as target:
+        if is_transformer:
+            name = out.name if chosen_path is not None else out.stem
             written = _export_transformer(prepared, spec, target / name, wanted, metadata)
         else:
             exact = bool(options.out) and len(wanted.forms) == 1
@@ -129,10 +136,10 @@ def _export(
                     prepared.module, spec, target, out.stem, wanted, metadata=metadata, exact=exact
                 )
     files = [out.parent / path.relative_to(target) for path in written]
-    for form, file in zip(whole_forms(spec, wanted) if whole else wanted.forms, files, strict=True):
-        if not whole and (read := read_by(spec, form, prepared.module)):
+    for form, file in zip(whole_forms(spec, wanted) if is_transformer else wanted.forms, files, strict=True):
+        if not is_transformer and (read := read_by(spec, form, prepared.module)):
             say(f"{file}: {loaded_by(read)}")
-        if whole and (limit := why_unverified(spec, wanted, form, prepared.module, complete=True)):
+        if is_transformer and (limit := why_unverified(spec, wanted, form, prepared.module, complete=True)):
             say(f"{file}: diffusers {limit}")
     say("\n".join(str(file) for file in files))
     return files
@@ -153,9 +160,9 @@ def _export_transformer(
         )
 
 
-def _written(out: Path, spec: ModelSpec, wanted: ExportConfig, *, whole: bool) -> list[Path]:
+def _written(out: Path, spec: ModelSpec, wanted: ExportConfig, *, is_transformer: bool) -> list[Path]:
     """The folders of a whole transformer, or the files of an adapter, that `--out` names."""
-    if whole:
+    if is_transformer:
         return [out / f"transformer_{form}" for form in whole_forms(spec, wanted)]
     forms = wanted.forms if len(wanted.forms) > 1 else ("official",)  # a single file has the name as it is given
     return [adapter_file(out.parent, out.stem, form) for form in forms]
@@ -275,7 +282,7 @@ def rename_exports(run: RunContext, folder: RunFolder) -> None:
     if folder.config_file.exists():
         stored = read_stored_file(RunConfig, folder.config_file).get("run.folder")
         former = RunFolder(Path(stored)).name if isinstance(stored, str) else folder.name
-        rename_adapters(folder, former, [each.name for each in run.experts])
+        rename_adapters(folder, former, [expert.name for expert in run.experts])
 
 
 def expert_adapters(run: RunContext, folder: RunFolder) -> list[tuple[Path, Path]]:

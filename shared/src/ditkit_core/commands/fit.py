@@ -102,7 +102,7 @@ def _warn(lines: Sequence[str]) -> None:
 
 def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> FitResult:
     """The settings of a process alone."""
-    spec = run.given.spec
+    spec = run.request.spec
     tasks: dict[RunConfig, FitTask] = {}
 
     def task_of(config: RunConfig) -> FitTask:

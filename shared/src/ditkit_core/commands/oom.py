@@ -55,7 +55,7 @@ class MeasuredPeaks(NamedTuple):
 
 
 def measured_peaks(config: RunConfig) -> MeasuredPeaks:
-    """The peaks so far. Planning would raise that of a process: measure before planning."""
+    """The peaks so far. Planning would raise the peak of a process: measure before planning."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return MeasuredPeaks((process_peak_bytes(),))
     devices = range(torch.cuda.device_count())

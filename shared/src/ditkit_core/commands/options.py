@@ -47,14 +47,14 @@ def check_combination(options: Any) -> None:
     Raises:
         UserError: If an option excludes another one, or is given without an option that it needs.
     """
-    given = _given(options)
-    flags = {field.name: _flag(field) for field in given}
+    fields = _given(options)
+    flags = {field.name: _flag(field) for field in fields}
     # Contradictions are reported first: if two options exclude each other, adding a missing third one does not help.
-    for field in given:
+    for field in fields:
         for names, message in field.metadata.get("excludes", {}).items():
             if other := next((flags[name] for name in names.split() if name in flags), ""):
                 raise UserError(f"{flags[field.name]} {message.format(other=other)}; leave one of them out")
-    for field in given:
+    for field in fields:
         for names, message in field.metadata.get("goes_with", {}).items():
             if not any(name in flags for name in names.split()):
                 raise UserError(f"{flags[field.name]} {message}")

@@ -11,15 +11,15 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import temporary_path
 
 
-def check_kind(out: Path, *, whole: bool) -> None:
+def check_kind(out: Path, *, is_transformer: bool) -> None:
     """Refuse a path of the wrong kind: a whole transformer is written into a folder, an adapter into a file.
 
     Raises:
         UserError: With the path.
     """
-    if whole and (out.is_file() or out.suffix == ".safetensors"):
+    if is_transformer and (out.is_file() or out.suffix == ".safetensors"):
         raise UserError(f"--out {out} names a file, and a whole transformer is written into a folder; name a folder")
-    if not whole and (out.is_dir() or out.suffix != ".safetensors"):
+    if not is_transformer and (out.is_dir() or out.suffix != ".safetensors"):
         raise UserError(f"--out {out} is not a file name; give one that ends with .safetensors")
 
 

@@ -63,9 +63,9 @@ def check_paths(
         _check_data(config, starts)
     if is_complete or command not in _UNUSED:
         return
-    parts = [each for each in components if each not in _UNUSED[command]]
+    parts = [component for component in components if component not in _UNUSED[command]]
     # The base folder is not read if every component has a path of its own.
-    for part in parts if all(getattr(config.model, each) for each in parts) else ("base", *parts):
+    for part in parts if all(getattr(config.model, component) for component in parts) else ("base", *parts):
         # One expert trains without the other, whose file is only missed by previews, with a warning.
         one_expert = part == "transformer" and config.experts.train != "both"
         path = "" if one_expert else getattr(config.model, part)
@@ -111,11 +111,11 @@ def check_family(command: str, folder: RunFolder, name: str) -> None:
     Raises:
         UserError: If the folder says that it is another one's.
     """
-    found = json_part(folder.about, "model").get(
+    family = json_part(folder.about, "model").get(
         "family", name
     )  # no run yet, or a damaged file, which its reader reports
-    if found != name:
-        raise UserError(f"{folder.path} is a run of {found}: use {found}-{command}, or choose another run.folder")
+    if family != name:
+        raise UserError(f"{folder.path} is a run of {family}: use {family}-{command}, or choose another run.folder")
 
 
 def _check_data(config: RunConfig, starts: Sequence[Path]) -> None:

@@ -64,18 +64,18 @@ def _opening(run: RunContext) -> str:
     """What is trained, in a line."""
     config, devices = run.config, " and ".join(map(str, run.devices))
     adapter = config.adapter
-    what = "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
+    trained_part = "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
     if adapter.init and adapter.method != "full":  # the next line says its rank, when the file is open
-        what = f"the adapter in {Path(adapter.init).name}"
+        trained_part = f"the adapter in {Path(adapter.init).name}"
     model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
     forms = ""
-    if config.export.forms != run.given.config.export.forms:
+    if config.export.forms != run.request.config.export.forms:
         of_dora = "no file of a DoRA is for both ComfyUI and diffusers"
         why = of_dora if adapter.use_dora else "it has a name for each layer"
         several = "s" * (len(config.export.forms) > 1)
         forms = f"; its files are in the {' and '.join(config.export.forms)} form{several}, because {why}"
     precision = f"precision {config.precision.preset}, each dtype is in the report"
-    return f"train {what} of {model} for {plural(config.train.steps, 'step')} on {devices} ({precision}){forms}"
+    return f"train {trained_part} of {model} for {plural(config.train.steps, 'step')} on {devices} ({precision}){forms}"
 
 
 def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
@@ -90,16 +90,16 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
     clips = len(listed) if isinstance(listed := json_part(folder.about, "data").get("held_out"), list) else 0
     yield f"{judge_change(before, after, result.held_out_interval, clips).words}: {values}"
     # The best save by validation loss, which is often not the last one: adapters overfit.
-    found = best(folder.state)
-    if found is None:
+    best_save = best(folder.state)
+    if best_save is None:
         return
-    if found.held_out >= before:
-        yield f"no save is better than before training: the best one, step {found.step}, has {format_number(found.held_out)}"
-    elif found.step != result.step:
-        change = judge_change(before, found.held_out, found.values.get("held_out_interval"), clips).words
-        yield f"best save: step {found.step}, where the {change}; export it with --step best"
+    if best_save.held_out >= before:
+        yield f"no save is better than before training: the best one, step {best_save.step}, has {format_number(best_save.held_out)}"
+    elif best_save.step != result.step:
+        change = judge_change(before, best_save.held_out, best_save.values.get("held_out_interval"), clips).words
+        yield f"best save: step {best_save.step}, where the {change}; export it with --step best"
     else:
-        yield f"best save: step {found.step}, the last one"
+        yield f"best save: step {best_save.step}, the last one"
 
 
 def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolder) -> None:
@@ -108,15 +108,17 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
     Args:
         experts: The runs of single experts, in folders inside the run's; none if the run's own folder has everything.
     """
-    of_experts = [copy for each in experts for _, copy in expert_adapters(each, folder)]
+    of_experts = [copy for expert_run in experts for _, copy in expert_adapters(expert_run, folder)]
     for file in of_experts if experts else [name.at(folder) for name in finished_adapters(folder)]:
         say(f"adapter:  {file}")
-    trained = [(each.config.run_folder, f" ({each.expert.name})") for each in experts if each.expert]
-    for own, name in trained or [(folder, "")]:
-        for model in sorted(own.exports.glob("transformer_*")):
+    trained = [
+        (expert_run.config.run_folder, f" ({expert_run.expert.name})") for expert_run in experts if expert_run.expert
+    ]
+    for result_folder, name in trained or [(folder, "")]:
+        for model in sorted(result_folder.exports.glob("transformer_*")):
             say(f"model:    {model}{name}")
-        curves = command_line("tensorboard", "--logdir", str(own.tensorboard))
-        say(f"metrics:  {own.metrics}{name or f' (curves: {curves})'}")
+        curves = command_line("tensorboard", "--logdir", str(result_folder.tensorboard))
+        say(f"metrics:  {result_folder.metrics}{name or f' (curves: {curves})'}")
     if folder.samples.exists():
         say(f"samples:  {folder.samples}")
     if folder.report.exists():
@@ -167,8 +169,10 @@ def _about_the_end(folder: RunFolder, status: str, reason: str) -> dict[str, str
     verdict, step = "", 0
     with suppress(UserError):  # no step was logged
         sections = read_sections(folder.path)
-        step = max(each.step for each in sections)
-        verdict = "; ".join(f"{each.name and f'{each.name}: '}{section_verdict(each)[0].words}" for each in sections)
+        step = max(section.step for section in sections)
+        verdict = "; ".join(
+            f"{section.name and f'{section.name}: '}{section_verdict(section)[0].words}" for section in sections
+        )
     return {
         "run": str(folder.path.resolve()),
         "name": folder.name,
@@ -181,9 +185,9 @@ def _about_the_end(folder: RunFolder, status: str, reason: str) -> dict[str, str
 
 
 def _call_webhook(address: str, about: Mapping[str, str]) -> None:
-    what = f"{about['name']} {about['status']} at step {about['step']}: {about['reason'] or about['verdict']}"
+    summary = f"{about['name']} {about['status']} at step {about['step']}: {about['reason'] or about['verdict']}"
     # Slack shows `text`, Discord shows `content`; other services take what they want.
-    content = json.dumps({"text": what, "content": what[:2000], **about}).encode()
+    content = json.dumps({"text": summary, "content": summary[:2000], **about}).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "ditkit"}
     request = urllib.request.Request(address, data=content, headers=headers)
     try:

@@ -35,8 +35,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     """
     if Path(options.out).suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
         raise UserError(f"--out {options.out} has the name of a file, and several are written; name a folder")
-    given = {"prompts": options.prompt, "references": options.reference, "controls": options.control}
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    inputs = {"prompts": options.prompt, "references": options.reference, "controls": options.control}
+    changed: dict[str, Any] = {name: value for name, value in inputs.items() if value}
     changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
     config = replace(config, sample=replace(config.sample, **changed))
     run, folder = resolve_arch(create_run(spec, config)), config.run_folder
@@ -62,26 +62,26 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     sampling, unloaded = (run, None) if run.experts else build_with_adapter(run, options.adapter)
     encode_prompts(run, prompts)  # before the transformer is loaded: the GPU need not have room for both
     if unloaded is None:
-        stages, what = _experts(run, options)
+        stages, label = _experts(run, options)
     else:
         prepared = load_model(sampling, unloaded, place_run(sampling, unloaded))
         stages = single_stage(prepared.module, engine_of(sampling, prepared))
-        what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
+        label = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = local_path(options.out) if options.out else folder.samples
     # Numbers are reserved: two commands in one folder never overwrite each other.
     with reserve_sample_number(out) as number:
-        files_written = generate_samples(run, stages, prompts, out, f"{number}-{what}")
+        files_written = generate_samples(run, stages, prompts, out, f"{number}-{label}")
     say("\n".join(str(file) for file in files_written))
 
 
 def _experts(run: RunContext, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
     """The experts as stages, with the adapter files if any is given, else with the run's saves; and a label for the samples' names."""
-    given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
-    files = {name: ExpertWeights(file=file) for name, file in given.items() if file}
+    paths = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
+    files = {name: ExpertWeights(file=file) for name, file in paths.items() if file}
     for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
-        check_named(expert, option, given[expert.name])
+        check_named(expert, option, paths[expert.name])
     if files:
-        return denoiser_stages(run, files), "-".join(Path(each.file).stem for each in files.values())
+        return denoiser_stages(run, files), "-".join(Path(weights.file).stem for weights in files.values())
     trained, step = trained_weights_in(run)
     if not trained:
         raise UserError(

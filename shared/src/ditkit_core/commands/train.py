@@ -85,52 +85,54 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     # Only families with experts need the architecture this early; a demo's checkpoint does not exist yet.
     if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
         run = resolve_arch(run)
-    whole = components_of(run, options.init_from)
-    _check(whole)
-    with open_run(config.run_folder.path, whole.run.given.config, ranks) as (folder, stated):
+    runs = components_of(run, options.init_from)
+    _check(runs)
+    with open_run(config.run_folder.path, runs.run.request.config, ranks) as (folder, stated):
         if ranks.is_first:
             keep_log(folder.log)  # not before the folder is locked: another run's log is not ours
-            rename_exports(whole.run, folder)
-        done, left = folder.completed_step(), _left(whole)
+            rename_exports(runs.run, folder)
+        done, left = folder.completed_step(), _left(runs)
         if ranks.broadcast_object(
-            not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts)
+            not left
+            and done is not None
+            and all(has_expert_adapters(expert_run, folder) for expert_run in runs.experts)
         ):
             # Someone who set another data.folder expects it to be trained on.
-            changes = [each for own in whole.experts or [whole.run] for each in _stated(own)]
-            if not (ranks.is_first and queued(folder.pending) and _takes_moved_data(whole, folder, changes)):
+            changes = [change for expert_run in runs.experts or [runs.run] for change in _stated(expert_run)]
+            if not (ranks.is_first and queued(folder.pending) and _takes_moved_data(runs, folder, changes)):
                 for change in dict.fromkeys(map(str, changes)):
                     warn(f"not used, because the run is complete: {change}")
-            say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
+            say(f"{folder.path} is complete{'' if runs.experts else f' at step {done}'}; nothing is left to do")
             if ranks.is_first:
-                generate_left(whole.run, folder, write_report)
-                log_left_samples(folder.path, config.log, tracked_run(whole.run, folder), warn)
+                generate_left(runs.run, folder, write_report)
+                log_left_samples(folder.path, config.log, tracked_run(runs.run, folder), warn)
         else:
             if ranks.is_first:
-                folder.store(whole.run.given.config)
+                folder.store(runs.run.request.config)
             if options.demo:
                 say(f"writing the demo's checkpoint and media into {folder.inputs}")
                 ranks.on_first(lambda: spec.demo.write(folder.inputs))
                 # create_run again: the architecture is read from the checkpoint, which did not exist before
-                whole = components_of(create_run(spec, config), options.init_from)
-            _train_what_is_left(whole, folder, stated)
+                runs = components_of(create_run(spec, config), options.init_from)
+            _train_what_is_left(runs, folder, stated)
         if ranks.is_first:
-            say_results(whole.run, whole.experts, folder)
+            say_results(runs.run, runs.experts, folder)
 
 
-def _left(whole: ComponentRuns) -> list[Component]:
+def _left(runs: ComponentRuns) -> list[Component]:
     """The components that are still to be trained, as the first rank sees them."""
-    incomplete = [place for place, each in enumerate(whole.components) if each.completed_step is None]
-    return [whole.components[place] for place in current_ranks().broadcast_object(incomplete)]
+    incomplete = [index for index, component in enumerate(runs.components) if component.completed_step is None]
+    return [runs.components[index] for index in current_ranks().broadcast_object(incomplete)]
 
 
-def _check(whole: ComponentRuns) -> None:
+def _check(runs: ComponentRuns) -> None:
     """Refuse settings that cannot work, before anything is written.
 
     Raises:
         UserError: If a setting of the run or of a component contradicts another, or a component's folder belongs to another configuration.
     """
-    run, config, path = whole.run, whole.run.given.config, whole.run.config.run_folder.path
-    if whole.experts:
+    run, config, path = runs.run, runs.run.request.config, runs.run.config.run_folder.path
+    if runs.experts:
         check_run(run)
         check_preview_device(run)  # here and not per component: only the run of all experts generates previews
         if config.adapter.init:
@@ -138,62 +140,62 @@ def _check(whole: ComponentRuns) -> None:
                 f"adapter.init = {config.adapter.init!r} belongs to one expert and would initialize both; train each in a run of its own, "
                 "with experts.train = high_noise and low_noise"
             )
-    elif inside := [path / each.name for each in run.experts if RunFolder(path / each.name).config_file.exists()]:
+    elif inside := [path / expert.name for expert in run.experts if RunFolder(path / expert.name).config_file.exists()]:
         raise UserError(
             f"{path} is a run of several experts; continue one of them with --run {inside[0]}, or name a new run.folder"
         )
-    for component in whole.components:
+    for component in runs.components:
         check_run(component.run)
         check_training(component.run)
         check_ranks(component.run, current_ranks().size)
     # The run's own folder has no saves to compare the configuration with: each expert's folder checks its own.
-    for each in whole.experts:
-        _stated(each)
+    for expert_run in runs.experts:
+        _stated(expert_run)
 
 
 def _stated(run: RunContext) -> list[ConfigChange]:
     """The stated changes of a component's settings since its last save; refused ones are an error."""
-    return run.config.run_folder.check(run.given.config)
+    return run.config.run_folder.check(run.request.config)
 
 
-def _takes_moved_data(whole: ComponentRuns, folder: RunFolder, changes: Sequence[ConfigChange]) -> bool:
+def _takes_moved_data(runs: ComponentRuns, folder: RunFolder, changes: Sequence[ConfigChange]) -> bool:
     """Whether all that changed of a complete run is where its data is, which previews in the queue may need."""
-    if not changes or not all(each.key.startswith("data.") for each in changes):
+    if not changes or not all(change.key.startswith("data.") for change in changes):
         return False
     try:
-        store_moved_data(whole.run, folder, [each.config.run_folder for each in whole.experts])
+        store_moved_data(runs.run, folder, [expert_run.config.run_folder for expert_run in runs.experts])
     except UserError as error:
         warn(str(error))
         return False
     return True
 
 
-def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
+def _train_what_is_left(runs: ComponentRuns, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
     """Train one transformer after the other, then generate the samples that need all of them."""
-    run, left, ranks = whole.run, _left(whole), current_ranks()
-    if whole.experts and left:
-        names = ", then ".join(each.run.expert.name for each in left if each.run.expert)
-        say(f"{len(whole.components)} experts, one in memory at a time: {names}")
-        _prepare(whole, left)
+    run, left, ranks = runs.run, _left(runs), current_ranks()
+    if runs.experts and left:
+        names = ", then ".join(component.run.expert.name for component in left if component.run.expert)
+        say(f"{len(runs.components)} experts, one in memory at a time: {names}")
+        _prepare(runs, left)
     with previews_of(run, folder, write_report) if ranks.is_first else nullcontext() as previews:
-        steps = [each.completed_step or 0 for each in whole.components]
+        steps = [component.completed_step or 0 for component in runs.components]
         for component in left:
-            with _opened(component, folder, stated) as (own, changes):
-                page = LivePage([own.path, folder.path])
-                result = _train_component(component, own, changes, previews or run, page)
+            with _opened(component, folder, stated) as (component_folder, changes):
+                page = LivePage([component_folder.path, folder.path])
+                result = _train_component(component, component_folder, changes, previews or run, page)
                 steps.append(result.step)
                 release_memory()  # before the next transformer, and before samples that take all of them
                 if not ranks.is_first:
                     continue
-                if whole.experts:
-                    own.mark_complete(result.step)
-                    write_report(own.path)
+                if runs.experts:
+                    component_folder.mark_complete(result.step)
+                    write_report(component_folder.path)
                     write_report(folder.path)
-                for line in held_out_lines(result, own):
+                for line in held_out_lines(result, component_folder):
                     say(line)
         if ranks.is_first:
-            for each in whole.experts:
-                copy_expert_adapters(each, folder)
+            for expert_run in runs.experts:
+                copy_expert_adapters(expert_run, folder)
         if run.experts:
             generate_trained(run, folder, max(steps))
         if not ranks.is_first:
@@ -206,14 +208,16 @@ def _train_what_is_left(whole: ComponentRuns, folder: RunFolder, stated: Sequenc
     log_left_samples(folder.path, run.config.log, tracked_run(run, folder), warn, is_said=True)
 
 
-def _prepare(whole: ComponentRuns, left: Sequence[Component]) -> None:
+def _prepare(runs: ComponentRuns, left: Sequence[Component]) -> None:
     """Check every expert, then encode for all of them, before the first is trained."""
-    run, ranks = whole.run, current_ranks()
-    folders = [each.config.run_folder for each in whole.experts]
+    run, ranks = runs.run, current_ranks()
+    folders = [expert_run.config.run_folder for expert_run in runs.experts]
     for folder in folders:
         check_listed(folder, [sample.id for sample in run.data.dataset.samples])
     num_images = ranks.on_first(
-        lambda: num_missing_class_images(run, started=any(each.config.run_folder.has_save for each in runs_of(run)))
+        lambda: num_missing_class_images(
+            run, started=any(component_run.config.run_folder.has_save for component_run in runs_of(run))
+        )
     )
     # On `meta`: a mistake of the second expert must not appear after hours of training the first.
     for component in left:
@@ -244,14 +248,14 @@ def _opened(
     Yields:
         The folder, and the settings that changed since the component was last trained.
     """
-    path, config = component.run.config.run_folder.path, component.run.given.config
+    path, config = component.run.config.run_folder.path, component.run.request.config
     if path == folder.path:  # already open and locked by this process
         yield folder, stated
         return
-    with open_run(path, config, current_ranks()) as (own, changes):
+    with open_run(path, config, current_ranks()) as (component_folder, changes):
         if current_ranks().is_first:
-            own.store(config)
-        yield own, changes
+            component_folder.store(config)
+        yield component_folder, changes
 
 
 def _train_component(

@@ -78,7 +78,7 @@ def of_base(run: RunContext) -> RunContext:
     """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
     if run.config.sample.without_adapters is run.config.sample:
         return run
-    spec, config = run.given
+    spec, config = run.request
     return create_run(spec, replace(config, sample=config.sample.without_adapters), run.arch)
 
 

@@ -383,7 +383,7 @@ _WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[RunConfig], object], str
 
 def _unused(run: RunContext) -> Iterator[str]:
     """Settings that have no effect in this run."""
-    config, defaults = run.given.config, config_values(RunConfig())
+    config, defaults = run.request.config, config_values(RunConfig())
     values = config_values(config)
     for keys, holds, why in _WITHOUT_EFFECT:
         for key in keys if holds(config) else ():

@@ -23,7 +23,7 @@ from ditkit_core.run.experts import restrict_to_expert
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
 
-class Given(NamedTuple):
+class RunRequest(NamedTuple):
     """The spec and the configuration that a run was created from, before either was completed."""
 
     spec: ModelSpec
@@ -40,7 +40,7 @@ class RunContext:
     """Has the model's own values where the configuration sets none."""
     arch: Any
     """The architecture; None if no file in this machine says which it is."""
-    given: Given
+    request: RunRequest
 
     @property
     def experts(self) -> Sequence[Expert]:
@@ -108,7 +108,7 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
         config: The configuration of the user.
         arch: The architecture; None reads it from local files, without loading or downloading any.
     """
-    given = Given(spec, config)
+    request = RunRequest(spec, config)
     if arch is None:
         with suppress(UserError):  # raised again where the model is built: some commands need no architecture
             arch = arch_here(spec, config.model)[1]
@@ -121,7 +121,7 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
     config = replace(config, data=data, train=train, export=export)
     if arch is not None:
         config = restrict_to_expert(config, spec, arch)
-    return RunContext(spec=spec, config=config, arch=arch, given=given)
+    return RunContext(spec=spec, config=config, arch=arch, request=request)
 
 
 def with_config(run: RunContext, config: RunConfig) -> RunContext:
@@ -134,7 +134,7 @@ def with_arch(run: RunContext, arch: Any) -> RunContext:
 
     It starts again from what was given, because the first `create_run` completed it without an architecture.
     """
-    return run if arch == run.arch else create_run(*run.given, arch)
+    return run if arch == run.arch else create_run(*run.request, arch)
 
 
 def execution_of(run: RunContext) -> Execution:

@@ -39,7 +39,7 @@ def config_of(run: RunContext, expert: Expert) -> RunConfig:
 
     In a run of several, each has a folder named after it, all share one cache, and none generates samples by itself.
     """
-    config = own_settings(run.given.config, run.experts, expert)
+    config = own_settings(run.request.config, run.experts, expert)
     if not is_joint(run):
         return config
     prior = config.prior
@@ -62,7 +62,7 @@ def largest_expert_run(run: RunContext) -> RunContext:
     largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
     if largest is run:
         return run
-    return with_config(largest, replace(largest.given.config, sample=run.given.config.sample))
+    return with_config(largest, replace(largest.request.config, sample=run.request.config.sample))
 
 
 def notes_on(run: RunContext) -> Iterator[str]:

@@ -112,7 +112,7 @@ def store_moved_data(run: RunContext, folder: RunFolder, experts: Sequence[RunFo
     for each in (folder, *experts):
         # Only that: whatever else was set anew is for a run that goes on.
         stored = resolve(RunConfig, stored=each.path)
-        each.store(replace(stored, data=run.given.config.data))
+        each.store(replace(stored, data=run.request.config.data))
 
 
 def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, steps: BaseSteps | None = None) -> None:
