@@ -133,7 +133,7 @@ def _check_method(run: RunContext) -> None:
 
 
 def check_ranks(run: RunContext, size: int) -> None:
-    """Refuse settings that do not work on several ranks, each of which has the whole model on its own GPU.
+    """Refuse settings that do not work on several ranks, which all have the complete model on their own GPUs.
 
     To be called again once the architecture is known.
 
@@ -329,7 +329,7 @@ def check_prompts(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
 
 
 def _trains_bf16(run: RunContext) -> bool:
-    """Whether the trained weights are bf16. Those of adapters never are."""
+    """Whether the trained weights are bf16. The weights of adapters never are."""
     return run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
 
 

@@ -29,9 +29,9 @@ class RunData:
     @cached_property
     def cache(self) -> Cache:
         """The cache of encoded clips and captions."""
-        own = self.config.encode.cache
+        path = self.config.encode.cache
         # Next to the run folder, so that runs side by side share what they encode.
-        return Cache(local_path(own) if own else self.config.run_folder.path.parent / "cache")
+        return Cache(local_path(path) if path else self.config.run_folder.path.parent / "cache")
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -41,43 +41,43 @@ class RunData:
     @property
     def prior_folder(self) -> Path:
         """The folder of the class images of prior preservation."""
-        own = self.config.prior.folder
-        return local_path(own) if own else self.config.run_folder.prior
+        path = self.config.prior.folder
+        return local_path(path) if path else self.config.run_folder.prior
 
     def scanned(self, config: DataConfig, key: str = "data.folder") -> Dataset:
         """A dataset as this model reads it; prints nothing."""
         return read_dataset(config, self.spec.data, self.columns, key=key)
 
     def _scan(self, config: DataConfig, key: str) -> Dataset:
-        found = self.scanned(config, key)
-        for name, reason in found.excluded:
+        dataset = self.scanned(config, key)
+        for name, reason in dataset.excluded:
             warn(f"left out: {name}: {reason}")
-        edits = sum(bool(sample.references) for sample in found.samples)
+        edits = sum(bool(sample.references) for sample in dataset.samples)
         if edits:
-            say(f"{key}: {edits} of {len(found.samples)} samples have references")
-        if masked := sum(sample.mask is not None for sample in found.samples):
+            say(f"{key}: {edits} of {len(dataset.samples)} samples have references")
+        if masked := sum(sample.mask is not None for sample in dataset.samples):
             outside = self.config.train.mask_weight
             say(
-                f"{key}: {masked} of {len(found.samples)} samples have loss masks; train.mask_weight = {outside:g} outside"
+                f"{key}: {masked} of {len(dataset.samples)} samples have loss masks; train.mask_weight = {outside:g} outside"
             )
-        sizes = [(sample.height, sample.width) for sample in found.samples]
+        sizes = [(sample.height, sample.width) for sample in dataset.samples]
         if config.buckets is True or config.resolutions:
             say(f"{key}: buckets {describe_sizes(sizes)} samples")
         elif {*sizes} != {(config.height, config.width)}:
             one = f"data.buckets = false crops all to {config.height} x {config.width}"
             say(f"{key}: shapes {describe_sizes(sizes)} samples; {one}")
-        if shortened := shortened_clips(found.samples, config):
-            seconds = f"{min(config.lengths) / found.fps:.2g} s at {found.fps:g} fps"
+        if shortened := shortened_clips(dataset.samples, config):
+            seconds = f"{min(config.lengths) / dataset.fps:.2g} s at {dataset.fps:g} fps"
             lengths = describe_lengths(sample.frames for sample in shortened)
             say(
-                f"{key}: {len(shortened)} of {len(found.samples)} samples are shorter than {min(config.lengths)} frames ({seconds}) and are trained "
+                f"{key}: {len(shortened)} of {len(dataset.samples)} samples are shorter than {min(config.lengths)} frames ({seconds}) and are trained "
                 f'with the frames that they have ({lengths}); data.short_clips = "skip" leaves them out'
             )
         if config.frame_buckets or config.windows != "first":
-            files = len({sample.media for sample in found.samples})
-            lengths = describe_lengths(sample.frames for sample in found.samples)
-            say(f"{key}: {len(found.samples)} windows of {files} files; frames {lengths}")
-        return found
+            files = len({sample.media for sample in dataset.samples})
+            lengths = describe_lengths(sample.frames for sample in dataset.samples)
+            say(f"{key}: {len(dataset.samples)} windows of {files} files; frames {lengths}")
+        return dataset
 
     @property
     def prior_data(self) -> DataConfig | None:
@@ -89,9 +89,9 @@ class RunData:
 
     def prior_samples(self) -> list[Sample]:
         """The class images of prior preservation that exist already, under ids of their own."""
-        found = () if self.prior_data is None else self._scan(self.prior_data, "prior.folder").samples
+        samples = () if self.prior_data is None else self._scan(self.prior_data, "prior.folder").samples
         # Marked: a class image may have the file name of a sample, and the cache and the loader go by ids.
-        return [replace(sample, id=PRIOR_MARK + sample.id) for sample in found]
+        return [replace(sample, id=PRIOR_MARK + sample.id) for sample in samples]
 
     @property
     def fps(self) -> float:

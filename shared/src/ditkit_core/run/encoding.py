@@ -42,12 +42,13 @@ def encode_all(run: RunContext, class_prompt: str = "") -> Encoded:
     failed: list[tuple[str, str]] = []
     encoded = encode_samples(run, [*data.samples, *run.data.prior_samples()], data.fps, texts, failed)
     # Class images alone are nothing to train on, so the check below counts the dataset's own samples.
-    own = {sample.id for sample in data.samples}
-    if not any(sample.id in own for sample in encoded):
-        raise NothingToTrain.after([each for each in failed if each[0] in own])
+    dataset_ids = {sample.id for sample in data.samples}
+    if not any(sample.id in dataset_ids for sample in encoded):
+        raise NothingToTrain.after([failure for failure in failed if failure[0] in dataset_ids])
     _encode_controls(run, prompts)
     return Encoded(
-        [sample for sample in encoded if sample.id in own], [sample for sample in encoded if sample.id not in own]
+        [sample for sample in encoded if sample.id in dataset_ids],
+        [sample for sample in encoded if sample.id not in dataset_ids],
     )
 
 
@@ -85,7 +86,7 @@ def encode_samples(
 def sample_prompts(
     run: RunContext, samples: Sequence[Sample], warn: Callable[[str], None] | None = None
 ) -> list[SamplePrompt]:
-    """The prompts of the samples to generate: those of [sample], or the first captions of the dataset, no longer than their clips.
+    """The prompts of the samples to generate: the ones in [sample], or the first captions of the dataset, no longer than their clips.
 
     With data.on_bad = skip, captions whose conditions cannot be read are skipped, because encoding leaves those samples out.
     """
@@ -94,14 +95,14 @@ def sample_prompts(
     if readers is not None:
         # All captions are candidates here: how many of the first are unusable is only known once they are read.
         config = replace(config, captions=len(samples) if config.captions else 0)
-    found = choose_prompts(
+    prompts = choose_prompts(
         config,
         samples,
         size=(data.frames, data.height, data.width),
         size_step=run.spec.data.size_step,
         columns=run.auxiliary.columns,
     )
-    fitted = (prompt.fitted(run.auxiliary.columns, run.data.fps, warn) for prompt in found)
+    fitted = (prompt.fitted(run.auxiliary.columns, run.data.fps, warn) for prompt in prompts)
     if readers is None:
         return list(fitted)
     usable = (prompt for prompt in fitted if readers.reads(prompt.controls(run.data.fps)))

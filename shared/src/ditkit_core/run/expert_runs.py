@@ -59,7 +59,9 @@ def config_of(run: RunContext, expert: Expert) -> RunConfig:
 def largest_expert_run(run: RunContext) -> RunContext:
     """The run of the expert that needs most memory to train, since one is in memory at a time. It generates the samples of the whole run."""
     # Experts have equal shapes, so only the adapter's rank and the format of the base make a difference.
-    largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
+    largest = max(
+        runs_of(run), key=lambda component_run: (component_run.config.adapter.rank, component_run.stored_as == "none")
+    )
     if largest is run:
         return run
     return with_config(largest, replace(largest.request.config, sample=run.request.config.sample))
@@ -126,7 +128,8 @@ def components_of(run: RunContext, init_from: str) -> ComponentRuns:
     if not is_joint(run):
         alone, *_ = runs_of(run)
         return ComponentRuns(alone, [Component(alone, init_from)])
-    starts = [(each, each.expert) for each in runs_of(run)]
+    starts = [(component_run, component_run.expert) for component_run in runs_of(run)]
     return ComponentRuns(
-        run, [Component(each, start_of_expert(init_from, expert)) for each, expert in starts if expert]
+        run,
+        [Component(component_run, start_of_expert(init_from, expert)) for component_run, expert in starts if expert],
     )

@@ -39,12 +39,12 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
     """
     if not experts:
         presets = f"set model.preset to one of {', '.join(having)}" if having else "no preset of this model has any"
-        given = [
+        settings = [
             name for name in ("train", "rank", "lr", "steps") if getattr(config, name) != getattr(ExpertsConfig(), name)
         ]
-        if given:
+        if settings:
             raise UserError(
-                f"experts.{given[0]} is for a model of two experts, and this one has one transformer; {presets}, or leave it out"
+                f"experts.{settings[0]} is for a model of two experts, and this one has one transformer; {presets}, or leave it out"
             )
         if model.transformer_2:
             raise UserError(
@@ -64,13 +64,15 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
     for expert in experts:
         path = getattr(model, expert.part)
         if (said := named_after(path)) not in ("", expert.name):
-            others = " and ".join(f"model.{each.part} is the {each.name} expert" for each in experts)
+            others = " and ".join(f"model.{other.part} is the {other.name} expert" for other in experts)
             raise UserError(
                 f"model.{expert.part} = {path!r} is named after the {said} expert; {others}: exchange them, or rename the file"
             )
         # The first expert's folder name proves nothing: every checkpoint with one transformer uses it.
         folders = {Path(path).name, Path(path).parent.name}
-        if other := next((each for each in experts[1:] if each != expert and each.part in folders), None):
+        if other := next(
+            (candidate for candidate in experts[1:] if candidate != expert and candidate.part in folders), None
+        ):
             raise UserError(
                 f"model.{expert.part} = {path!r} is in {other.part!r}, which is the folder of the {other.name} expert: exchange them, or "
                 "rename it"
@@ -118,10 +120,10 @@ def named_after(path: str) -> str:
     `high_noise_model/`, `…_low_noise_14B.safetensors`, `…-HIGH-fp8.safetensors`.
     """
     for part in (Path(path).name, Path(path).parent.name):
-        found = {match.lower() for pattern in (_NAMED, _SHOUTED) for match in pattern.findall(part)}
+        words = {match.lower() for pattern in (_NAMED, _SHOUTED) for match in pattern.findall(part)}
         # A name with both words proves nothing.
-        if found:
-            return f"{found.pop()}_noise" if len(found) == 1 else ""
+        if words:
+            return f"{words.pop()}_noise" if len(words) == 1 else ""
     return ""
 
 
@@ -137,14 +139,14 @@ def noise_range(expert: Expert) -> tuple[float, float]:
 
 
 def _first_from(sigma: float) -> torch.Tensor:
-    """The lowest fp32 level whose timestep is not below that of `sigma`."""
+    """The lowest fp32 level whose timestep is not below the timestep of `sigma`."""
     # 1000 · sigma is rounded in fp32, so the boundary is found by stepping over neighbouring numbers, not by dividing.
-    found = torch.tensor(sigma, dtype=torch.float32)
-    while float(1000 * found) >= 1000 * sigma and found > 0:
-        found = torch.nextafter(found, torch.tensor(0.0))
-    while float(1000 * found) < 1000 * sigma:
-        found = torch.nextafter(found, torch.tensor(1.0))
-    return found
+    level = torch.tensor(sigma, dtype=torch.float32)
+    while float(1000 * level) >= 1000 * sigma and level > 0:
+        level = torch.nextafter(level, torch.tensor(0.0))
+    while float(1000 * level) < 1000 * sigma:
+        level = torch.nextafter(level, torch.tensor(1.0))
+    return level
 
 
 def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tuple[FlowConfig, HeldOutConfig]:
@@ -170,7 +172,7 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
     experts = spec.architecture.experts(arch)
     having = [name for name, other in spec.architecture.presets.items() if spec.architecture.experts(other)]
     check_experts(config.experts, experts, config.model, having)
-    expert = next((each for each in experts if each.name == config.experts.train), None)
+    expert = next((candidate for candidate in experts if candidate.name == config.experts.train), None)
     if expert is None:
         return config
     check_named(expert, "adapter.init", config.adapter.init)

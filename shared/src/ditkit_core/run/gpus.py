@@ -29,49 +29,51 @@ def check_capability(run: RunContext, devices: Collection[torch.device]) -> None
         UserError: With the GPU, its compute capability, and what to set or install.
     """
     capabilities = {device: torch.cuda.get_device_capability(device) for device in devices if device.type == "cuda"}
-    for device, found in capabilities.items():
-        _check_build(device, found)
-        _check_bf16(run, device, found)
-        _check_attention(run.config.train.attention, device, found)
+    for device, capability in capabilities.items():
+        _check_build(device, capability)
+        _check_bf16(run, device, capability)
+        _check_attention(run.config.train.attention, device, capability)
     _check_mix(run.config.train.attention, capabilities)
     check_compute_on(run.config.base.compute, devices)
 
 
-def _check_build(device: torch.device, found: tuple[int, int]) -> None:
+def _check_build(device: torch.device, capability: tuple[int, int]) -> None:
     names = map(re.compile(r"sm_(\d+)[a-z]?").fullmatch, torch.cuda.get_arch_list())
     built = [divmod(int(name[1]), 10) for name in names if name]
     # Otherwise torch says so in one warning among others, and the first operation fails for lack of a "kernel image".
-    if built and found < min(built):
+    if built and capability < min(built):
         raise UserError(
             f"torch {torch.__version__} is built for GPUs of compute capability {capability_text(min(built))} or later, and {device} has "
-            f"{capability_text(found)}; install a torch for an older CUDA, or choose another device"
+            f"{capability_text(capability)}; install a torch for an older CUDA, or choose another device"
         )
 
 
-def _check_bf16(run: RunContext, device: torch.device, found: tuple[int, int]) -> None:
+def _check_bf16(run: RunContext, device: torch.device, capability: tuple[int, int]) -> None:
     # torch emulates bf16 there. Its fast attention kernels refuse it, and what is left stores all scores: gigabytes per head.
-    if found < _BF16 and torch.bfloat16 in (run.precision.matmul, run.precision.attention):
+    if capability < _BF16 and torch.bfloat16 in (run.precision.matmul, run.precision.attention):
         where = "model.dtype" if run.precision.matmul == torch.bfloat16 else "precision.attention"
         raise UserError(
             f"{where} = bf16 needs a GPU of the generation Ampere or later, compute capability {capability_text(_BF16)}, and {device} has "
-            f"{capability_text(found)}; set {where} = fp32, or choose another device"
+            f"{capability_text(capability)}; set {where} = fp32, or choose another device"
         )
 
 
-def _check_attention(name: str, device: torch.device, found: tuple[int, int]) -> None:
+def _check_attention(name: str, device: torch.device, capability: tuple[int, int]) -> None:
     support = SUPPORT[name]
-    if support.runs_on(found):
+    if support.runs_on(capability):
         return
     raise UserError(
-        f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {capability_text(found)}; use sdpa"
+        f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {capability_text(capability)}; use sdpa"
     )
 
 
 def _check_mix(name: str, capabilities: Mapping[torch.device, tuple[int, int]]) -> None:
     if len(set(capabilities.values())) > 1 and not SUPPORT[name].mixes:
-        each = " and ".join(f"{device} has {capability_text(found)}" for device, found in capabilities.items())
+        listing = " and ".join(
+            f"{device} has {capability_text(capability)}" for device, capability in capabilities.items()
+        )
         raise UserError(
-            f"attention backend {name!r} runs on GPUs of one compute capability in a process, and {each}; use sdpa, or GPUs of one kind"
+            f"attention backend {name!r} runs on GPUs of one compute capability in a process, and {listing}; use sdpa, or GPUs of one kind"
         )
 
 

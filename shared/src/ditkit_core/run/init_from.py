@@ -62,13 +62,13 @@ def start_of_expert(init_from: str, expert: Expert) -> str:
     """
     if not init_from:
         return ""
-    whole = RunFolder(local_path(init_from))
-    inside = RunFolder(whole.path / expert.name)
+    source = RunFolder(local_path(init_from))
+    inside = RunFolder(source.path / expert.name)
     if inside.has_save:
         return str(inside.path)
-    if not whole.path.is_dir():
+    if not source.path.is_dir():
         raise UserError(f"--init-from {init_from} does not exist; {path_remedy(init_from)}")
-    if whole.has_save:
+    if source.has_save:
         raise UserError(
             f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "
             f"the one expert that it trained: --experts.train NAME --init-from {init_from}"

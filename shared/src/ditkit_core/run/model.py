@@ -69,7 +69,7 @@ def build_model(run: RunContext) -> MetaModel:
 def fingerprints_of(run: RunContext, base: SafetensorsSource) -> dict[str, str]:
     """Of the base, and of each adapter file that is merged into it, stays next to it or starts what is trained: by key."""
     named = enumerate(run.config.base.files(run.component))
-    paths = {f"{key}[{place}]": parse_merge(entry, key)[0] for place, (key, entry) in named}
+    paths = {f"{key}[{index}]": parse_merge(entry, key)[0] for index, (key, entry) in named}
     if run.config.adapter.init:
         paths["adapter.init"] = local_path(run.config.adapter.init)
     return {"base": base.fingerprint()} | {

@@ -48,13 +48,13 @@ def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | N
         num_samples=None if run is None else _num_samples(run),
         license=hub.license,
     )
-    own = Path(hub.card) if hub.card not in ("", "-") else None
-    text = read_text(own) if own is not None and hub.repository else card.text()
+    card_path = Path(hub.card) if hub.card not in ("", "-") else None
+    text = read_text(card_path) if card_path is not None and hub.repository else card.text()
     if hub.card == "-":
         say(text.rstrip("\n"))
-    elif own is not None and not hub.repository:
-        write_text(own, text)
-        say(f"card:     {own}")
+    elif card_path is not None and not hub.repository:
+        write_text(card_path, text)
+        say(f"card:     {card_path}")
     if not hub.repository:
         return
     uploads: dict[str, Path | bytes] = {_README: text.encode()}
@@ -74,9 +74,9 @@ def _described(spec: ModelSpec, path: Path) -> CardFile:
         )
     if path.is_dir():
         return CardFile(path=path.name, header=header, readers=None, transformer_class=_class_of(path))
-    found = find_adapter(path, spec)
+    adapter = find_adapter(path, spec)
     return CardFile(
-        path=path.name, header=header, readers=spec.adapters.rules.readers(found.layout, list(found.file.modules))
+        path=path.name, header=header, readers=spec.adapters.rules.readers(adapter.layout, list(adapter.file.modules))
     )
 
 
@@ -98,14 +98,14 @@ def _samples_of(run: RunFolder, step: int) -> dict[str, tuple[Path, str]]:
     if is_changed_list(path):
         warn(f"{path} was changed or damaged since it was written: its samples are left out of the card")
         return {}
-    found = listed_samples(path)[:_MOST_SAMPLES]
-    return {f"samples/{each.file.name}": (each.file, each.prompt) for each in found if each.file.is_file()}
+    samples = listed_samples(path)[:_MOST_SAMPLES]
+    return {f"samples/{sample.file.name}": (sample.file, sample.prompt) for sample in samples if sample.file.is_file()}
 
 
 def _num_samples(run: RunFolder) -> int | None:
     """Number of samples that the run trained on; None if nothing says so."""
-    found = json_part(run.about, "data")
+    data = json_part(run.about, "data")
     try:
-        return int(found["samples"]) - len(found["held_out"])
+        return int(data["samples"]) - len(data["held_out"])
     except (ValueError, KeyError, TypeError):
         return None

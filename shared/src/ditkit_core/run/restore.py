@@ -64,12 +64,12 @@ def load_trained(
 
 
 def check_same_adapter(
-    own: AdapterConfig, folder: RunFolder, theirs: AdapterConfig | None = None, merge_key: str = "base.merge"
+    adapter: AdapterConfig, folder: RunFolder, theirs: AdapterConfig | None = None, merge_key: str = "base.merge"
 ) -> None:
     """Refuse a run whose weights do not fit this one's adapter.
 
     Args:
-        own: This run's section, with what an `adapter.init` file decided.
+        adapter: This run's section, with what an `adapter.init` file decided.
         folder: The run whose weights are to be loaded.
         theirs: Its section; None reads it.
         merge_key: The key that names what is merged into the transformer.
@@ -79,15 +79,15 @@ def check_same_adapter(
     """
     theirs = resolve(RunConfig, stored=folder.path).adapter if theirs is None else theirs
     of_layers = [
-        (each.method, each.rank_pattern, each.alpha_pattern, each.decompose_factor, each.decompose_both)
-        for each in (own, theirs)
+        (section.method, section.rank_pattern, section.alpha_pattern, section.decompose_factor, section.decompose_both)
+        for section in (adapter, theirs)
     ]
-    differ = (own.rank, own.scaling) != (theirs.rank, theirs.scaling) or of_layers[0] != of_layers[1]
-    if own.method != "full" and not theirs.init and differ:
+    differ = (adapter.rank, adapter.scaling) != (theirs.rank, theirs.scaling) or of_layers[0] != of_layers[1]
+    if adapter.method != "full" and not theirs.init and differ:
         name = next(finished_adapters(folder), ExportName(run=folder.name))
         raise UserError(
-            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
-            f"{own.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
+            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {adapter.rank} and "
+            f"{adapter.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
             f'{merge_key} = ["{name.at(folder)}"]'
         )
 
@@ -106,13 +106,13 @@ def _averaged(
 
 def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path:
     if step == "best":
-        found = best(folder.state)
-        path = None if found is None else found.path
+        best_save = best(folder.state)
+        path = None if best_save is None else best_save.path
     else:
         path = latest(folder.state, warn) if step is None else folder.save(step)
     if path is not None and path.is_dir():
         return path
-    saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
+    saves = ", ".join(sorted(save.name for save in folder.state.glob("step-*"))) or "none"
     remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
     if step == "best" and saves != "none":
         remedy = (

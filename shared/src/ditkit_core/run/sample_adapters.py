@@ -56,8 +56,8 @@ def _check_assistants(run: RunContext) -> None:
         UserError: With what to do instead.
     """
     config = run.config
-    given = [(key, entry) for key, entry in config.base.assistants if entry]
-    if not given:
+    assistants = [(key, entry) for key, entry in config.base.assistants if entry]
+    if not assistants:
         return
     if run.arch is not None and config.base.assistant_low and not run.experts:
         raise UserError(
@@ -66,7 +66,7 @@ def _check_assistants(run: RunContext) -> None:
     for expert, (key, entry) in zip(run.experts, config.base.assistants, strict=False):
         if entry:
             check_named(expert, key, str(parse_merge(entry, key)[0]))
-    key, entry = given[0]
+    key, entry = assistants[0]
     if config.adapter.method == "full":
         opposite, low = f"{-parse_merge(entry, key)[1]:g}", "_low" * key.endswith("_low")
         raise UserError(
@@ -90,12 +90,12 @@ def open_sample_adapters(run: RunContext) -> list[list[AddedAdapter]]:
     if not any(entry for _, entry in assistants) and not any(entries for _, entries in _keys(run)):
         return [[] for _ in range(len(run.experts) or 1)]
     shapes = layers_of(run.spec.architecture.build, run.arch)
-    found = [[_open(run, key, entry, shapes) for entry in entries] for key, entries in _keys(run)]
-    for added, (key, entry), component in zip(found, assistants, ("transformer", "transformer_2"), strict=False):
+    opened = [[_open(run, key, entry, shapes) for entry in entries] for key, entries in _keys(run)]
+    for added, (key, entry), component in zip(opened, assistants, ("transformer", "transformer_2"), strict=False):
         if entry:
             read = _without_assistant(run, component, shapes)
             added.append(_open(run, key, entry, shapes)._replace(base_weight=read))
-    return found
+    return opened
 
 
 def _open(run: RunContext, key: str, entry: str, shapes: Shapes) -> AddedAdapter:
@@ -132,10 +132,10 @@ def _keys(run: RunContext) -> Sequence[tuple[str, Sequence[str]]]:
 def describe_sample_adapters(run: RunContext) -> Iterator[str]:
     """A line for each adapter that samples are generated with."""
     for (key, entries), adapters in zip(_keys(run), open_sample_adapters(run), strict=False):
-        for each in adapters[: len(entries)]:
+        for adapter in adapters[: len(entries)]:
             yield (
-                f"{key}: samples are generated with {len(each.file.modules)} modules of {each.file.source.path} at strength "
-                f"{each.strength:g}; training is "
+                f"{key}: samples are generated with {len(adapter.file.modules)} modules of {adapter.file.source.path} at strength "
+                f"{adapter.strength:g}; training is "
                 "without them"
             )
 

@@ -75,13 +75,13 @@ def check_listed(folder: RunFolder, ids: Collection[str]) -> None:
 
     Args:
         folder: The run's folder.
-        ids: Those of all samples of the dataset.
+        ids: The ids of all samples of the dataset.
 
     Raises:
         UserError: Naming the first sample that is missing.
     """
-    known = (_record(folder) or {}).keys() - _NO_SAMPLES - set(ids)
-    _refuse(folder, {id for id in known if not id.startswith(PRIOR_MARK)})
+    recorded = (_record(folder) or {}).keys() - _NO_SAMPLES - set(ids)
+    _refuse(folder, {id for id in recorded if not id.startswith(PRIOR_MARK)})
 
 
 def check_samples(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
@@ -104,15 +104,15 @@ def store_moved_data(run: RunContext, folder: RunFolder, experts: Sequence[RunFo
         UserError: Naming a sample that was added, removed or changed.
     """
     trained = experts or [folder]
-    for each in trained:
-        check_listed(each, [sample.id for sample in run.data.dataset.samples])
+    for run_folder in trained:
+        check_listed(run_folder, [sample.id for sample in run.data.dataset.samples])
     data = encode_all(run)
-    for each in trained:
-        check_samples(each, [*data.samples, *data.prior])
-    for each in (folder, *experts):
+    for run_folder in trained:
+        check_samples(run_folder, [*data.samples, *data.prior])
+    for run_folder in (folder, *experts):
         # Only that: whatever else was set anew is for a run that goes on.
-        stored = resolve(RunConfig, stored=each.path)
-        each.store(replace(stored, data=run.request.config.data))
+        stored = resolve(RunConfig, stored=run_folder.path)
+        run_folder.store(replace(stored, data=run.request.config.data))
 
 
 def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, steps: BaseSteps | None = None) -> None:
@@ -137,9 +137,9 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, s
     if before is None:
         _write(folder.data_file, now | caption)
         return
-    known = {_BASE_CAPTION: before.pop(_BASE_CAPTION)} if _BASE_CAPTION in before else {}
+    recorded = {_BASE_CAPTION: before.pop(_BASE_CAPTION)} if _BASE_CAPTION in before else {}
     # Written by a version that did not record it, or with another caption.
-    if EMPTY_CAPTION not in before or known != caption:
+    if EMPTY_CAPTION not in before or recorded != caption:
         before.setdefault(EMPTY_CAPTION, now[EMPTY_CAPTION])
         _write(folder.data_file, before | caption)
     _refuse(folder, _differing(now, before))
@@ -178,7 +178,7 @@ def _write(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) -> None:
-    """Run the embedding on the shapes of a sample, on `meta`: those of another model fail here, before weights are read.
+    """Run the embedding on the shapes of a sample, on `meta`: the shapes of another model fail here, before weights are read.
 
     Raises:
         UserError: If the model cannot take it.
@@ -189,9 +189,9 @@ def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) 
             sigma = torch.zeros(1, device="meta")
             model.embed(spec.training.make_inputs([item["latents"]], sigma, [item], 1.0))
     except RuntimeError as error:
-        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
         raise UserError(
-            f"the encoded samples do not fit the transformer ({found}: {str(error).splitlines()[0]}); "
+            f"the encoded samples do not fit the transformer ({shapes}: {str(error).splitlines()[0]}); "
             "set model.vae and model.text_encoder to those that belong to it"
         ) from error
 

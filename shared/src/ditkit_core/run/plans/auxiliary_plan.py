@@ -45,7 +45,7 @@ def plan_auxiliary(
         gpus: Whether the plan is for GPUs that need not be in this machine.
         samples: The training samples, if known already; None reads the dataset.
         streamed: Bytes of streamed weights on the host.
-        per_machine: Ranks on a machine, each of which encodes.
+        per_machine: Ranks on a machine; all of them encode.
         host: Bytes of host memory for streamed weights and offloaded activations; None if unknown.
 
     Raises:

@@ -134,7 +134,7 @@ def _with_codes(level: Level, quantize: str) -> Iterator[Level]:
 
 
 def _of_updates(level: Level, *, in_backward: bool) -> Iterator[Level]:
-    """Those of a full fine-tune."""
+    """The levels that change how a full fine-tune updates its weights."""
     config, optim = level.config, level.config.optim
     if in_backward and not optim.fused_backward:
         # Searched anyway, and refused with it: `FitTask.overlaps`.
