@@ -124,7 +124,7 @@ def ours(case: Case, *, kernels: str = "torch", base: str = "dtype") -> Step:
     model = reduced_model(job)
     found = measure(job, model, [0] * len(model.stages()), updates=False)
     names = [type(block).__name__ for block in model.blocks()]
-    every = [type(block).__name__ for block in model.whole.blocks()]
+    every = [type(block).__name__ for block in model.full_model.blocks()]
     head = len(names) + 1
 
     def stage(index: int) -> Kernels:

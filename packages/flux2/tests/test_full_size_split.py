@@ -36,7 +36,7 @@ class TestSplit(FullSizeSplitConformance):
 def test_two_gpus_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(quantize):
     """Upstream cuts there, which leaves 20.7 against 12.6 GB with 8-bit weights."""
     step = step_of(FLUX2, ARCH, (1, 64, 64), AdapterConfig(rank=32)).with_execution(quantize=quantize)
-    model = reduced_model(step, of_each=None).whole
+    model = reduced_model(step, of_each=None).full_model
     profile = weights_profile(model, FLUX2, Precision(), averaged=True)
     card = Budget(name="a card", total=80 * 10**9, workspace=0)
 

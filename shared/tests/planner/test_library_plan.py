@@ -13,7 +13,7 @@ from ditkit_core.execution import Execution
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.partition import budgets_of, place
+from ditkit_core.planner.partition import budgets_of, placement_of
 from ditkit_core.planner.plan import StepPlan, plan, plan_step, targets_of
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.search.fitted import fitted
@@ -119,8 +119,10 @@ def test_a_placement_on_this_machine_is_the_one_of_its_plan() -> None:
     assert step.seconds is None and step.rates == () and step.targets.kind == "cpu"
     job = StepJob(spec=TOY, arch=ARCH, batch=batch(), execution=execution, adapter=AdapterConfig(rank=4), kind="cpu")
     model = build_on_meta(TOY, ARCH, execution.precision)
-    placement = place(model, job)
-    assert placement.checkpointing == execution.schedule and place(model, job, training=False).checkpointing is None
+    placement = placement_of(model, job)
+    assert (
+        placement.checkpointing == execution.schedule and placement_of(model, job, training=False).checkpointing is None
+    )
     assert len(placement.split_points) == 1 and [
         plan.peak for plan in plan_step(job, targets_of(execution)).devices
     ] == [plan.peak for plan in step.devices]

@@ -47,7 +47,7 @@ def to_host(block: nn.Module, *, trained: bool) -> None:
 def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
     """The highest of each device in the second step of a training: every block is there, and is streamed if it is to be."""
     full = of.adapter.method == "full"
-    model = reduced_model(of, of_each=None).whole
+    model = reduced_model(of, of_each=None).full_model
     names = {id(module): name for name, module in model.named_modules()}
     devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
     blocks = tuple(devices[index] for index in division.devices)

@@ -129,7 +129,7 @@ def _place(unloaded: MetaModel, execution: Execution, batch: Sequence[Mapping[st
         adapter=unloaded.trained or AdapterConfig(),
         kind=execution.torch_devices[0].type,
     )
-    return partition.place(unloaded.model, job, training=unloaded.trained is not None)
+    return partition.placement_of(unloaded.model, job, training=unloaded.trained is not None)
 
 
 def empty_batch(

@@ -126,7 +126,7 @@ def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ..
 def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
     """Lists of policies to choose from, cheapest first: each list needs more profiles than the one before.
 
-    In a list, the policy that keeps least comes first, so that of equal choices the one wins whose later blocks keep more.
+    In a list, the policy that keeps least comes first, so that the choice wins whose later blocks keep more, if several are equal.
     """
     # Keeping everything first: if that fits, no other policy has to be profiled.
     yield (Policy(),)

@@ -153,7 +153,7 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
         item = spec.training.empty_item(job.arch, size, references)
     with fake_tensors(job.kind) as tracker, torch.no_grad():
         with tracker.purpose("weights"):
-            names = {id(module): name for name, module in model.whole.named_modules()}
+            names = {id(module): name for name, module in model.full_model.named_modules()}
             for stage in model.stages():
                 materialise(stage.eval(), names[id(stage)], spec, dtype=dtype, device=_DEVICE)
         weights = tracker.total(_DEVICE)
@@ -253,7 +253,7 @@ class AuxiliaryPlanner:
 
     def _decoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
         """The decoder as a run decodes: a CPU always in the first way, a GPU in the first that fits."""
-        decodings = [each for each in self.decodings if model.tiles or not each.tiled] or [WHOLE]
+        decodings = [candidate for candidate in self.decodings if model.tiles or not candidate.tiled] or [WHOLE]
         for decoding in decodings if room.kind == "cuda" else decodings[:1]:
             row = self._row(model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype)
             row = replace(row, mode=decoding.label)
@@ -274,8 +274,8 @@ class AuxiliaryPlanner:
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
         }
         measure = partial(measure_model, model, dtype=dtype or self.text_dtype, kind=room.kind)
-        each = {size: measure(size, mode=mode) for size in sorted(worst)}
-        size, measured = max(each.items(), key=lambda found: found[1].peak)
+        by_size = {size: measure(size, mode=mode) for size in sorted(worst)}
+        size, measured = max(by_size.items(), key=lambda entry: entry[1].peak)
         peak = room.in_use + measured.peak
         return AuxiliaryRow(
             stage=model.stage,

@@ -143,7 +143,7 @@ KNOWN_GPUS = _known_gpus()
 def parse_gpus(text: str) -> tuple[GPU, ...]:
     """The GPUs that a text names, in order.
 
-    A size is read as GPUs are sold: 24GB or 24GiB is a GPU of 24 GiB, of which torch reports less (`as_sold`). A size has no speed, so the
+    A size is read as GPUs are sold: 24GB or 24GiB is a GPU of 24 GiB, and torch reports less (`as_sold`). A size has no speed, so the
     rates are as on the slowest known GPU with as much memory.
 
     Args:
@@ -187,10 +187,10 @@ def _gpu_called(name: str) -> GPU | None:
     return None
 
 
-def _with_rates_of(gpu: GPU, known: str) -> GPU:
+def _with_rates_of(gpu: GPU, reference: str) -> GPU:
     """A GPU with the rates of a known one."""
-    like = next(each for each, _ in KNOWN_GPUS if each.name == known)
-    source = f"rates assumed as of {known} ({like.source})"
+    like = next(known_gpu for known_gpu, _ in KNOWN_GPUS if known_gpu.name == reference)
+    source = f"rates assumed as of {reference} ({like.source})"
     return replace(like, name=gpu.name, total=gpu.total, reserve=gpu.reserve, source=source)
 
 

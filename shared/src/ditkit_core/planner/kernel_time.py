@@ -25,7 +25,7 @@ class Rates:
     int8_flops: float
     """Matrix products of int8; 0 if its tensor cores have none."""
     fp8_flops: float
-    """Those of fp8, with sums in fp32; 0 if its tensor cores have none."""
+    """Matrix products of fp8, with sums in fp32; 0 if its tensor cores have none."""
     memory_bandwidth: float
     """Bytes per second of its own memory."""
     is_hopper: bool = False
@@ -50,7 +50,7 @@ REACHED = {
     # matmuls of eight profiled steps: klein 4B at 512x512 under three policies, with either `train.kernels`, and 4 blocks of Wan 14B with
     # either. Within 7 % of each.
     "matmul_16": Reach(0.82, 0.65, _MATMUL),
-    # Those of the same steps are small: the share was not measured.
+    # The fp32 matmuls of the same steps are small: the share was not measured.
     "matmul_32": Reach(0.67, 0.65, _MATMUL),
     # `_int_mm` 0.43 to 0.47 at four sizes from 4,608 rows, and 0.35 at 1,536; `_scaled_mm` with results in fp32 0.68 to 0.71 and 0.62.
     "matmul_int8": Reach(0.45, 0.65, _MATMUL),

@@ -130,18 +130,18 @@ def mixed(of_blocks: Sequence[Profile]) -> Profile:
     used, last = list(dict.fromkeys(of_blocks)), of_blocks[-1]
     if len(used) == 1:
         return last
-    assert all(each.crossing == last.crossing for each in used), "the carry does not depend on policies"
+    assert all(profile.crossing == last.crossing for profile in used), "the carry does not depend on policies"
     blocks = [of_blocks[0].blocks[0]]
     for i, (before, here) in enumerate(pairwise(of_blocks)):
         block = behind(here.blocks[i + 1], here.blocks[i].on_host - before.blocks[i].on_host)
         passed_on = before.blocks[i].freed_at_cut - here.blocks[i].freed_at_cut
         blocks.append(replace(block, released=block.released + passed_on))
-    embeds, heads = ([each.embed for each in used], [each.head for each in used])
+    embeds, heads = ([profile.embed for profile in used], [profile.head for profile in used])
     return replace(
         last,
         embed=replace(_most(embeds), freed_at_cut=min(embed.freed_at_cut for embed in embeds)),
         blocks=tuple(
-            replace(block, freed_at_cut=_least([each.blocks[i] for each in used], block))
+            replace(block, freed_at_cut=_least([profile.blocks[i] for profile in used], block))
             for i, block in enumerate(blocks)
         ),
         head=replace(_most(heads), released=last.head.released),
@@ -160,9 +160,13 @@ def behind(block: StageCost, not_sent: int) -> StageCost:
     )
 
 
-def _least(variants: Sequence[StageCost], own: StageCost) -> int:
+def _least(variants: Sequence[StageCost], block: StageCost) -> int:
     """Bytes that a block frees at a split, if it does not save its output, without tensors that blocks of another policy save."""
-    return min((each.freed_at_cut for each in variants if each.freed_at_cut), default=0) if own.freed_at_cut else 0
+    return (
+        min((variant.freed_at_cut for variant in variants if variant.freed_at_cut), default=0)
+        if block.freed_at_cut
+        else 0
+    )
 
 
 def _most(variants: Sequence[StageCost]) -> StageCost:
@@ -225,7 +229,7 @@ class DevicePlan:
     host: int = 0
     """Bytes of activations that its blocks offload to the host."""
     gathered: int = 0
-    """Bytes of the weights that are there for a forward alone: those of which other ranks have the rows."""
+    """Bytes of the weights that are there for a forward alone: their rows are on other ranks."""
 
     @property
     def peak(self) -> int:
@@ -257,7 +261,7 @@ def as_replayed(
     the host takes longer than the GPU. Of that the plan has an estimate, for a slow host.
 
     Args:
-        stages: Those of the device.
+        stages: The stages of the device.
         rates: Of the device; None for a CPU, which replays nothing.
         is_alone: Whether it has the whole model.
         streams: Whether some of its blocks are streamed.
@@ -337,16 +341,16 @@ class DeviceSpan:
         static, work = self.static(), self.as_replayed(work, budget.rates)
         moments: list[PeakMoment] = []
         # From the second micro-batch on, gradients of earlier ones are there, so its peaks are others.
-        for each in work.rounds(trains_all=self.profile.trains_all):
-            moments += self.moments(each, waiting=max(0, work.waiting - each.again))
+        for micro_batch in work.rounds(trains_all=self.profile.trains_all):
+            moments += self.moments(micro_batch, waiting=max(0, work.waiting - micro_batch.again))
         # Graphs keep the memory of their activations, so all else of a step needs memory next to it; and each kind of them has its inputs.
         pool = max(moment.activations for moment in moments) if work.is_replayed else 0
         inputs = work.kinds * self.profile.inputs if work.is_replayed else 0
         all_gradients = sum(cost.gradients for cost in self.stages)
         # An optimizer that works parameter by parameter frees its temporary memory in between.
-        whole = sum if self.profile.update_adds_up else max
+        combine = sum if self.profile.update_adds_up else max
         # Updates come last: all gradients exist, and no activations.
-        updating = whole(cost.update_extra for cost in self.stages)
+        updating = combine(cost.update_extra for cost in self.stages)
         moments.append(PeakMoment(pool + max(0, updating - self.gathered), all_gradients, 0))
         if work.ranks is not None:
             moments.append(PeakMoment(pool, work.ranks.exchanged * all_gradients, 0))
@@ -392,7 +396,7 @@ class DeviceSpan:
     def moments(self, of: Round, *, waiting: int) -> list[PeakMoment]:
         """The peak of each stage: first the forwards in order, then the backwards in theirs.
 
-        Optimizer state is streamed with trained weights for their backward; that of the last block arrives at the end of the forward.
+        Optimizer state is streamed with trained weights for their backward; the last block's state arrives at the end of the forward.
 
         Args:
             of: The micro-batch.
@@ -403,20 +407,20 @@ class DeviceSpan:
         live = waiting * kept + self.receives + self.targets
         states = [cost.optimizer for cost in self.passing] if self.profile.trains_all else []
         moments: list[PeakMoment] = []
-        for place, cost in enumerate(self.stages):
-            state = states[-1] if states and place >= self.last_passing else 0
+        for position, cost in enumerate(self.stages):
+            state = states[-1] if states and position >= self.last_passing else 0
             moments.append(PeakMoment(live + cost.forward_extra, gradients, state))
             live += cost.kept
         # Gradients of the next device arrive here, and the carry that was sent to it is freed.
         live += self.receives_back - self.freed
         adding = 0  # the whole gradients of the stage before, while ranks add them up
-        for place, cost in reversed(list(enumerate(self.stages))):
+        for position, cost in reversed(list(enumerate(self.stages))):
             extra = cost.backward_extra_again if again else cost.backward_extra
-            state = states[-1] if states and place > self.last_passing else _pair(states)
+            state = states[-1] if states and position > self.last_passing else _pair(states)
             moments.append(PeakMoment(live + extra, gradients + adding, state))
             live -= cost.released
             gradients += _gradients_left(cost, of)
-            adding = 0 if of.whole else cost.reduced
+            adding = 0 if of.unsharded else cost.reduced
         return moments
 
     def _gradients_before(self, of: Round) -> int:
@@ -430,9 +434,9 @@ def _gradients_left(cost: StageCost, of: Round) -> int:
     """Bytes by which a stage's backward changes its gradients."""
     if not cost.whole_gradients:
         return 0 if of.again else cost.gradients  # a later micro-batch adds to the gradients of the first in place
-    if of.whole:
+    if of.unsharded:
         return 0 if of.again else cost.whole_gradients
-    # Added up over ranks, of which each keeps its part.
+    # Added up over ranks, and a rank keeps its part.
     return cost.gradients - cost.whole_gradients if of.again else 0 if of.sums else cost.gradients
 
 

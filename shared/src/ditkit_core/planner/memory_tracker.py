@@ -43,9 +43,9 @@ for _on_cpu, _on_gpu in {
 
 
 @register_flop_formula([torch.ops.ditkit.add_product, torch.ops.ditkit.multiply_codes], get_raw=True)
-def _flops_of_products(*given: Any, out_val: Any = None, **named: Any) -> int:
+def _flops_of_products(*operands: Any, out_val: Any = None, **named: Any) -> int:
     """Of our own products, which only Hopper GPUs run: (total, left, right) and (left, transposed right, ..)."""
-    left, right = given[1:3] if given[0].dtype == given[2].dtype else (given[0], given[1].T)
+    left, right = operands[1:3] if operands[0].dtype == operands[2].dtype else (operands[0], operands[1].T)
     return 2 * len(left) * left.shape[1] * right.shape[1]
 
 
@@ -128,10 +128,10 @@ class MemoryTracker(TorchDispatchMode):
         """Read the sizes of storages that are resized in place. Shrunk ones are counted before grown ones, so that no false peak appears."""
         changes: list[tuple[int, int]] = []
         for address, reference in list(self._elastic.items()):
-            storage, known = reference(), self._known.get(address)
-            if storage is None or known is None:
+            storage, entry = reference(), self._known.get(address)
+            if storage is None or entry is None:
                 self._elastic.pop(address)
-            elif change := self._rounded(storage.nbytes()) - known[2]:
+            elif change := self._rounded(storage.nbytes()) - entry[2]:
                 changes.append((change, address))
         for change, address in sorted(changes):
             device, purpose, size, freed = self._known[address]
@@ -150,8 +150,8 @@ class MemoryTracker(TorchDispatchMode):
         self._count(tensor.device, purpose, size)
 
     def _forget(self, address: int) -> None:
-        if (known := self._known.pop(address, None)) is not None:
-            self._count(known[0], known[1], -known[2])
+        if (entry := self._known.pop(address, None)) is not None:
+            self._count(entry[0], entry[1], -entry[2])
 
     def _count(self, device: torch.device, purpose: str, size: int) -> None:
         self.live.setdefault(device, Counter())[purpose] += size
@@ -174,7 +174,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _leaves(tree: Any) -> list[Tensor]:
-    """The tensors of an argument or a result, most of which are one: a plan spent a tenth of its time in torch's general trees."""
+    """The tensors of an argument or a result, mostly a single one: a plan spent a tenth of its time in torch's general trees."""
     return [tree] if isinstance(tree, Tensor) else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -281,11 +281,11 @@ class Meter(MemoryTracker):
         if query.dtype not in (torch.bfloat16, torch.float16):
             return None
         batch, heads, rows, features = query.shape
-        made = torch.empty(
+        accumulator = torch.empty(
             batch, heads, -(-rows // 128) * 128, -(-features // 32) * 32 + 1, dtype=torch.float32, device=query.device
         )
-        self._add(made, "activations")
-        return made
+        self._add(accumulator, "activations")
+        return accumulator
 
 
 def _kind_of_product(func: Any, args: Any) -> str:
@@ -312,14 +312,14 @@ def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return 0
     written, read = list[Tensor](), list[Tensor]()
     for position, (name, is_written, is_read) in enumerate(roles):
-        given = args[position] if position < len(args) else kwargs.get(name)
-        if given is None or isinstance(given, (bool, int, float, torch.dtype)):
+        argument = args[position] if position < len(args) else kwargs.get(name)
+        if argument is None or isinstance(argument, (bool, int, float, torch.dtype)):
             continue
-        tensors = _leaves(given)
+        tensors = _leaves(argument)
         written += tensors if is_written else []
         read += tensors if is_read else []
-    known = {x.untyped_storage()._cdata for x in (*written, *read)}
-    written += [x for x in _leaves(out) if x.untyped_storage()._cdata not in known]
+    storages = {x.untyped_storage()._cdata for x in (*written, *read)}
+    written += [x for x in _leaves(out) if x.untyped_storage()._cdata not in storages]
     if not written:
         return 0
     if func._overloadpacket.__name__ in _FROM_A_VALUE:

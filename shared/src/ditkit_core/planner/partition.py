@@ -1,6 +1,6 @@
 """Split points of a model: chosen so that the device that is fullest during a training step, for its size, is as empty as possible.
 
-`place` decides for the devices of this machine, and `plan.py: plan_step` for any. Both use the same `Partitioner` with the same profiles, so
+`placement_of` decides for the devices of this machine, and `plan.py: plan_step` for any. Both use the same `Partitioner` with the same profiles, so
 that a run does what its plan says. The memory of a device depends only on its own blocks, so dynamic programming finds the best of all
 splits. Every device gets at least one block; omit a device to leave it unused.
 """
@@ -341,11 +341,11 @@ def is_compared(execution: Execution) -> bool:
 
 
 def needs_profile(execution: Execution) -> bool:
-    """Whether `place` runs a training step on fake tensors, and so needs its batch."""
+    """Whether `placement_of` runs a training step on fake tensors, and so needs its batch."""
     return is_compared(execution) or execution.schedule.budget is not None
 
 
-def place(model: StagedModel, job: StepJob, *, training: bool = True) -> Placement:
+def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> Placement:
     """Which device of this machine runs and holds which block, which blocks are streamed, and the policy of each.
 
     Training on several GPUs is split by the memory of a whole step on each, activations included, as in its plan. Inference is split by

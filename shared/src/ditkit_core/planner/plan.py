@@ -186,7 +186,7 @@ def _divisible(job: StepJob, targets: Targets) -> Any:
     """The model to split: on CPUs with its adapters, because the split by weights counts trained parameters."""
     if targets.kind == "cuda" or len(targets.budgets) == 1:
         return build_on_meta(job.spec, job.arch, job.precision)
-    return reduced_model(job, of_each=None).whole
+    return reduced_model(job, of_each=None).full_model
 
 
 def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None) -> Targets:

@@ -65,7 +65,9 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     # An optimizer in the backward takes part in its peaks.
     together = measure(job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward)
     # The cost of a split does not depend on other micro-batches, so one is enough.
-    apart = measure(replace(job, micro_batches=1), model, _places(model), updates=like is None, backward=like is None)
+    apart = measure(
+        replace(job, micro_batches=1), model, _stage_devices(model), updates=like is None, backward=like is None
+    )
     return replace(
         _profile(model, together, apart, like),
         inputs=sum(x.nbytes for item in job.batch for x in (*item.values(), item["latents"], item["latents"])),
@@ -74,13 +76,13 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     )
 
 
-def _places(model: ReducedModel) -> list[int]:
+def _stage_devices(model: ReducedModel) -> list[int]:
     """A separate device for each stage; one without parameters runs on the device of its input."""
-    places: list[int] = []
+    stage_devices: list[int] = []
     for stage in model.stages():
-        own = next(stage.parameters(), None) is not None
-        places.append(places[-1] + own if places else 0)
-    return places
+        has_parameters = next(stage.parameters(), None) is not None
+        stage_devices.append(stage_devices[-1] + has_parameters if stage_devices else 0)
+    return stage_devices
 
 
 @dataclass
@@ -107,7 +109,7 @@ def counts_of(moments: Sequence[StageMoment]) -> KernelCounts:
 class MeasuredStep:
     """The boundaries of a step, and its static memory; devices are counted from 0."""
 
-    places: Sequence[int]
+    stage_devices: Sequence[int]
     """Device of each stage."""
     static: list[StageCost] = field(default_factory=list)
     forward: list[StageMoment] = field(default_factory=list)
@@ -126,21 +128,21 @@ class MeasuredStep:
 
 
 def measure(
-    job: StepJob, model: ReducedModel, places: Sequence[int], *, updates: bool = True, backward: bool = True
+    job: StepJob, model: ReducedModel, stage_devices: Sequence[int], *, updates: bool = True, backward: bool = True
 ) -> MeasuredStep:
     """Run the second step of a training on fake tensors, for a first and a later micro-batch, and record every boundary.
 
     Args:
         model: On `meta`; its parameters get new, fake memory, and keep it.
-        places: Device of each stage, counted from 0.
+        stage_devices: Device of each stage, counted from 0.
         updates: Whether the optimizer runs; without it, peaks lack its state.
         backward: Whether the backward is run; without it, only the boundaries of the first forward are recorded.
     """
     with fake_tensors(job.kind) as meter:
-        measuring = _Measuring(job, model, meter, places, updates=updates, backward=backward)
+        measuring = _Measuring(job, model, meter, stage_devices, updates=updates, backward=backward)
         with suppress(_ForwardDone):
             measuring.run()
-        return measuring.found
+        return measuring.measured
 
 
 class _ForwardDone(Exception):
@@ -184,23 +186,30 @@ class _Measuring:
     """The state of one measured step."""
 
     def __init__(
-        self, job: StepJob, model: ReducedModel, meter: Meter, places: Sequence[int], *, updates: bool, backward: bool
+        self,
+        job: StepJob,
+        model: ReducedModel,
+        meter: Meter,
+        stage_devices: Sequence[int],
+        *,
+        updates: bool,
+        backward: bool,
     ):
         self.job, self.model, self.meter, self.updates, self.backward = job, model, meter, updates, backward
-        self.devices = [torch.device("cpu", 1 + place) for place in range(max(places) + 1)]
+        self.devices = [torch.device("cpu", 1 + index) for index in range(max(stage_devices) + 1)]
         self.ranks = RecordedRanks(0, job.context, context=job.context)
-        self.found = MeasuredStep(places)
+        self.measured = MeasuredStep(stage_devices)
         self.open: StageMoment | None = None
         self.in_backward: OptimizerInBackward | None = None
         # Sums of gradients are the optimizer's where it applies them in the last backward.
         self.sums = job.optim.fused_backward and job.micro_batches > 1
 
     def run(self) -> None:
-        job, meter, found = self.job, self.meter, self.found
-        names = {id(module): name for name, module in self.model.whole.named_modules()}
+        job, meter, measured = self.job, self.meter, self.measured
+        names = {id(module): name for name, module in self.model.full_model.named_modules()}
         stages = self.model.stages()
         with meter.purpose("weights"):
-            where = [self.devices[place] for place in found.places]
+            where = [self.devices[index] for index in measured.stage_devices]
             for stage, device in zip(stages, where, strict=True):
                 materialise(stage, names[id(stage)], job.spec, dtype=job.precision.matmul, device=device)
             batch = [
@@ -214,7 +223,7 @@ class _Measuring:
             staged: Any = self.model
             trained = TrainState(staged, parameters, job.optim, job.ema, kernels=job.kernels)
         self.gradients = trained.optimizer.parameters.values()
-        stage_of = stages_of(self.model.whole, trained.optimizer.parameters)
+        stage_of = stages_of(self.model.full_model, trained.optimizer.parameters)
         self.clipping = Clipping(max_norm=job.clip_norm, by=job.clip_by, last_norm=2 * job.clip_norm, stage_of=stage_of)
         if self.updates:
             # The second step is measured, because the optimizer's state only exists after its first update.
@@ -227,16 +236,16 @@ class _Measuring:
                 with meter.purpose("optimizer"):
                     for name, parameter in trained.optimizer.parameters.items():
                         trained.optimizer.add_gradient(name, torch.empty_like(parameter), first=True)
-        found.static = [self._static(stage, trained) for stage in stages]
+        measured.static = [self._static(stage, trained) for stage in stages]
         if job.optim.fused_backward:
-            given: Any = {"readable": False, "clipping": self.clipping, "micro_batches": min(2, job.micro_batches)}
-            self.in_backward = OptimizerInBackward(trained.optimizer, job.optim.lr, **given)
+            options: Any = {"readable": False, "clipping": self.clipping, "micro_batches": min(2, job.micro_batches)}
+            self.in_backward = OptimizerInBackward(trained.optimizer, job.optim.lr, **options)
         with self.in_backward or nullcontext():
-            found.end = self._micro_batch(trained, batch, found.forward, found.backward)
+            measured.end = self._micro_batch(trained, batch, measured.forward, measured.backward)
             if job.micro_batches > 1:
-                self._micro_batch(trained, batch, [], found.again)
+                self._micro_batch(trained, batch, [], measured.again)
         if self.updates:
-            found.update = self._boundary()
+            measured.update = self._boundary()
             if not job.optim.fused_backward:
                 self._update(trained)
             trained.average.update(2)
@@ -267,10 +276,10 @@ class _Measuring:
         updates = self.in_backward
         begin = (lambda losses: None) if updates is None else (lambda losses: updates.begin_backward())
         with counted_calls(calls):
-            model = Model(self.model.whole, engine, job.spec)
+            model = Model(self.model.full_model, engine, job.spec)
             context = StepContext(step=1, seed=0, flow=job.flow)
             accumulate_gradients(model, batches, context, before_backward=begin)
-        self.found.attention = tuple(sorted(calls.counts))
+        self.measured.attention = tuple(sorted(calls.counts))
         return self._boundary()
 
     def _context(self) -> ContextParallel | None:
@@ -307,7 +316,7 @@ class _Measuring:
             self.open.peak = Counter({i: meter.peak[device] for i, device in enumerate(self.devices)})
             self.open.kernels = meter.kernels
             self.open.sent, self.ranks.bytes_sent = self.ranks.bytes_sent, 0
-            self.found.peaks |= self.open.peak
+            self.measured.peaks |= self.open.peak
         meter.restart_peak()
         meter.kernels = Counter()
         self.open = StageMoment(
@@ -321,8 +330,8 @@ class _Measuring:
         """The static memory of a stage."""
         size = self.meter.bytes_of
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
-        own = {id(parameter) for parameter in stage.parameters()}
-        named = {name: p for name, p in trained.parameters.items() if id(p) in own}
+        parameter_ids = {id(parameter) for parameter in stage.parameters()}
+        named = {name: p for name, p in trained.parameters.items() if id(p) in parameter_ids}
         states = [(trained.optimizer.state_of(name), trained.optimizer.sum_of(name)) for name in named]
         gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in named.values()])
         return StageCost(
@@ -343,35 +352,35 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
     costs = _stage_costs(together)
     sent, freed, sent_back = _splits(costs, apart)
     costs = [replace(cost, freed_at_cut=freed[stage]) for stage, cost in enumerate(costs)]
-    blocks = [1 + place for place in model.stands_for]
+    blocks = [1 + index for index in model.stands_for]
     head = len(costs) - 1
-    found = Profile(
+    model_profile = Profile(
         embed=costs[0],
         blocks=tuple(_following(costs, stage, before) for before, stage in pairwise((0, *blocks))),
         head=costs[head],
         crossing=tuple(sent[stage] for stage in (*blocks, head)),
         crossing_back=tuple(sent_back[stage] for stage in (*blocks, head)),
-        targets=apart.forward[1].activations[apart.places[head]] if apart.places[head] else 0,
+        targets=apart.forward[1].activations[apart.stage_devices[head]] if apart.stage_devices[head] else 0,
         attention=together.attention,
     )
     if like is None:
-        update, whole = _extra(apart.update), _extra(together.update)[0]
+        update, together_extra = _extra(apart.update), _extra(together.update)[0]
         launches = _launches_of_updates(costs, together)
         extras = [
-            (cost.optimizer, cost.sums, update[place] * (cost.adapters > 0), launched)
-            for cost, place, launched in zip(costs, apart.places, launches, strict=True)
+            (cost.optimizer, cost.sums, update[device] * (cost.adapters > 0), launched)
+            for cost, device, launched in zip(costs, apart.stage_devices, launches, strict=True)
         ]
-        adds_up = 2 * whole > sum(update.values()) + max(update.values())
-        found = replace(found, update_adds_up=adds_up)
+        adds_up = 2 * together_extra > sum(update.values()) + max(update.values())
+        model_profile = replace(model_profile, update_adds_up=adds_up)
         of_stages = [extras[stage] for stage in (0, *blocks, head)]
     else:
-        found = replace(found, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up)
+        model_profile = replace(model_profile, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up)
         of_stages = [(cost.optimizer, cost.sums, cost.update_extra, cost.update_launches) for cost in like.stages]
     stages = [
         replace(cost, optimizer=state, sums=sums, update_extra=extra, update_launches=launched)
-        for cost, (state, sums, extra, launched) in zip(found.stages, of_stages, strict=True)
+        for cost, (state, sums, extra, launched) in zip(model_profile.stages, of_stages, strict=True)
     ]
-    return replace(found, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
+    return replace(model_profile, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
 
 
 def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost:
@@ -385,12 +394,12 @@ def _launches_of_updates(costs: Sequence[StageCost], together: MeasuredStep) -> 
     assert together.update is not None
     trained = [sum(rows.is_trained for rows in cost.rows) for cost in costs]
     launched = together.update.kernels.total()
-    return [round(launched * each / max(1, sum(trained))) for each in trained]
+    return [round(launched * number / max(1, sum(trained))) for number in trained]
 
 
 def _extra(moment: StageMoment | None) -> dict[int, int]:
     assert moment is not None
-    return {place: peak - moment.total[place] for place, peak in moment.peak.items()}
+    return {device: peak - moment.total[device] for device, peak in moment.peak.items()}
 
 
 def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
@@ -414,8 +423,8 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
             sent_forward=entered.sent,
         )
         if stage in backward:
-            place = order.index(stage)
-            here, then = backward[stage], backward[order[place + 1]] if place + 1 < len(order) else measured.end
+            position = order.index(stage)
+            here, then = backward[stage], backward[order[position + 1]] if position + 1 < len(order) else measured.end
             added = again.get(stage, here)
             cost = replace(
                 cost,
@@ -431,14 +440,14 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
 
 def _splits(costs: Sequence[StageCost], apart: MeasuredStep) -> tuple[list[int], list[int], list[int]]:
     """Bytes by stage: sent to it, freed by its device if the next stage is on another one, and gradients sent back from it."""
-    places, after = apart.places, apart.forward[-1]
+    stage_devices, after = apart.stage_devices, apart.forward[-1]
     sent, freed, sent_back = ([0] * len(costs) for _ in range(3))
     for stage in range(1, len(costs)):
-        before, here = places[stage - 1], places[stage]
+        before, here = stage_devices[stage - 1], stage_devices[stage]
         if before == here:
             continue
         sent[stage] = apart.forward[stage].activations[here]
-        first = places.index(before)
+        first = stage_devices.index(before)
         # The first block of a device does not offload for its predecessor, which is on another device.
         alone = costs[first - 1].on_host if first else 0
         kept = sent[first] + alone + sum(cost.kept for cost in costs[first:stage])

@@ -31,7 +31,7 @@ from ditkit_core.weights.quantize import check_quantize, compute_in_8_bits, conv
 class ReducedModel:
     """A few blocks of a model, with the interface that the engine needs."""
 
-    whole: Any
+    full_model: Any
     """The whole model; its other blocks stay on `meta` and are never run."""
     indices: tuple[int, ...]
     """The blocks that are run, by their index in the whole model."""
@@ -41,12 +41,12 @@ class ReducedModel:
     @property
     def embed(self) -> Any:
         """The whole model's."""
-        return self.whole.embed
+        return self.full_model.embed
 
     @property
     def head(self) -> Any:
         """The whole model's."""
-        return self.whole.head
+        return self.full_model.head
 
     def __call__(self, inputs: Any, engine: Engine = run_plain) -> Any:
         """Run the chosen blocks."""
@@ -54,7 +54,7 @@ class ReducedModel:
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that are run."""
-        blocks = self.whole.blocks()
+        blocks = self.full_model.blocks()
         return [blocks[index] for index in self.indices]
 
     def stages(self) -> list[nn.Module]:
@@ -64,7 +64,7 @@ class ReducedModel:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trained parameters of these stages, by canonical name."""
         held = {id(parameter) for stage in self.stages() for parameter in stage.parameters()}
-        return {name: p for name, p in trainable_parameters(self.whole).items() if id(p) in held}
+        return {name: p for name, p in trainable_parameters(self.full_model).items() if id(p) in held}
 
 
 def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
@@ -86,7 +86,7 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     check_rates(job.optim, targets or list(map(module_of, trainable_parameters(model))))
     ranks = {target: (adapter.rank_of(target), job.assistant.get(target, 0)) for target in targets}
-    kinds = _kinds(model, ranks, whole=adapter.method == "full")
+    kinds = _kinds(model, ranks, trains_all=adapter.method == "full")
     chosen = ReducedModel(model, *_choose(kinds, of_each))
     if targets:  # peft takes a second for a hundred layers, and most are never run
         names = {id(module): name for name, module in model.named_modules()}
@@ -98,10 +98,10 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     return chosen
 
 
-def _kinds(model: StagedModel, targets: Mapping[str, tuple[int, int]], *, whole: bool) -> list[tuple[Any, ...]]:
+def _kinds(model: StagedModel, targets: Mapping[str, tuple[int, int]], *, trains_all: bool) -> list[tuple[Any, ...]]:
     """The kind of each block: class, parameters, adapters with their ranks and an assistant's, and whether a trained parameter comes before it, so that it has a backward."""
     names = {id(module): name for name, module in model.named_modules()}
-    started = whole or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
+    started = trains_all or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
     kinds = []
     for block in model.blocks():
         prefix = f"{names[id(block)]}."

@@ -144,7 +144,7 @@ def _orders_json(orders: Comparison) -> dict[str, Any]:
     return {
         "source": "estimated",
         "gain": orders.gain,
-        **{name: {"seconds": each.seconds, "utilisation": list(each.utilisation)} for name, each in both.items()},
+        **{name: {"seconds": order.seconds, "utilisation": list(order.utilisation)} for name, order in both.items()},
     }
 
 
@@ -205,8 +205,8 @@ def _show_exchanges(ranks: RanksPlan) -> None:
     """The exchanges of a rank in a step, with their times by link."""
     head = ["a rank sends in a step", "GiB", *(f"{time.name}, s" for time in ranks.times)]
     rows = [
-        [name, gib(num_bytes), *(_seconds(time.exchanges[place]) for time in ranks.times)]
-        for place, (name, num_bytes) in enumerate(ranks.sent.items())
+        [name, gib(num_bytes), *(_seconds(time.exchanges[index]) for time in ranks.times)]
+        for index, (name, num_bytes) in enumerate(ranks.sent.items())
     ]
     rows.append(["not hidden by arithmetic", "", *(_seconds(time.exposed) for time in ranks.times)])
     if all(time.step is not None for time in ranks.times):
@@ -246,8 +246,8 @@ def _when(row: AuxiliaryRow, previews: bool) -> str:
 def _of(row: AuxiliaryRow) -> str:
     """Size of the sample, and the mode unless it is `whole`."""
     frames, height, width = row.size or (0, 0, 0)
-    what = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
-    return what if row.mode == "whole" else f"{what}, {row.mode}"
+    size_text = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
+    return size_text if row.mode == "whole" else f"{size_text}, {row.mode}"
 
 
 def _rows(report: PlanReport) -> list[list[str]]:
@@ -298,9 +298,11 @@ def _lines(report: PlanReport) -> list[str]:
     held = {"streamed weights": report.host, "offloaded activations": report.host_activations}
     if any(held.values()):
         available = "" if report.host_limit is None else f", of {gib(report.host_limit)} GiB available"
-        parts = ", for ".join(f"{what}: {gib(size)} GiB" for what, size in held.items() if size)
-        each = ranks and f" for each rank, {gib(ranks.host_of_machine)} GiB for all {ranks.layout.nproc} of a machine"
-        lines.append(f"host memory for {parts}, page-locked{available}{each or ''}")
+        parts = ", for ".join(f"{purpose}: {gib(size)} GiB" for purpose, size in held.items() if size)
+        rank_text = (
+            ranks and f" for each rank, {gib(ranks.host_of_machine)} GiB for all {ranks.layout.nproc} of a machine"
+        )
+        lines.append(f"host memory for {parts}, page-locked{available}{rank_text or ''}")
     if report.verifying:
         lines.append(f"host memory while an export is verified, in a process of its own: {gib(report.verifying)} GiB")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")

@@ -7,7 +7,7 @@ A device executes its work in the order of launches, as a stream does. A copy be
 The end of every piece of work therefore follows from the order of launches, which is all that the simulation needs. Where the host takes longer
 to launch a stage than the device to run it, the stage takes that long; steps that are replayed (`memory.py: as_replayed`) are not launched by it.
 
-- *Accumulated*: forward and backward of a micro-batch, then those of the next. The next forward begins on the device where the last
+- *Accumulated*: forward and backward of a micro-batch, then of the next one. The next forward begins on the device where the last
   backward ends, so nothing overlaps.
 - *Pipelined*: the forwards of all micro-batches, then one backward. Autograd has a queue for each device and runs the newest node
   first: the last micro-batch goes backwards first, on every device, and the one before it follows one device behind.
@@ -39,8 +39,8 @@ UPDATE_TRAFFIC = {
     "split": {"torch": 78, "triton": 24},
     "stochastic": {"torch": 180, "triton": 18},
 }
-"""By rounding and `train.kernels`, bytes read and written for each bf16 weight that is updated in fp32, apart from those of weight, gradient and
-state."""
+"""By rounding and `train.kernels`, bytes read and written for each bf16 weight that is updated in fp32, without the bytes of weight, gradient
+and state."""
 
 
 class StageTime(NamedTuple):
@@ -102,10 +102,12 @@ def compare_orders(stages: Sequence[StageTime], num_micro_batches: int) -> Compa
 
     Args:
         stages: The devices' parts in order, in seconds; the first has the embedding, the last the head.
-        num_micro_batches: In an optimizer step, those of prior preservation included.
+        num_micro_batches: In an optimizer step, with the micro-batches of prior preservation.
     """
     assert stages and num_micro_batches >= 1
-    accumulated, pipelined = (simulate(stages, num_micro_batches, pipelined=each) for each in (False, True))
+    accumulated, pipelined = (
+        simulate(stages, num_micro_batches, pipelined=is_pipelined) for is_pipelined in (False, True)
+    )
     return Comparison(accumulated, pipelined)
 
 
@@ -164,7 +166,7 @@ def step_time(spans: Sequence[StageTime], work: Workload) -> int:
 
 
 def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
-    return [StageTime(*(each / 1e9 for each in span)) for span in spans]
+    return [StageTime(*(nanoseconds / 1e9 for nanoseconds in span)) for span in spans]
 
 
 def _spans(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> list[StageTime]:
@@ -215,7 +217,7 @@ def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collec
         once, again = stage.adapters + 2 * (stage.optimizer - stage.sums), 2 * (work.micro_batches - 1) * stage.sums
         updated = stage.adapters + (once + again) // work.micro_batches
         trained = (stage.adapters, updated) if profile.trains_all else (0, 0)
-        there, back = (stage.weights + each if is_streamed else 0 for each in trained)
+        there, back = (stage.weights + num_bytes if is_streamed else 0 for num_bytes in trained)
         forward.append(timed(stage, there, stage.kernels_forward))
         backward.append(timed(stage, back, stage.kernels_backward))
     return StageTime(

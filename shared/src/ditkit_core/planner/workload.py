@@ -30,7 +30,7 @@ class Workload:
     """`train.cuda_graphs`; `off` also where a setting of the run forbids replays. Where it is split, streamed or offloaded nothing is replayed either:
     `memory.py: as_replayed` knows."""
     kinds: int = 1
-    """Kinds of micro-batches, each of which has inputs of its own once it is replayed."""
+    """Kinds of micro-batches; a kind has inputs of its own once it is replayed."""
     validates: bool = False
     """Whether there is a validation, whose forwards are eager."""
     extra_forwards: float = 0.0
@@ -38,7 +38,7 @@ class Workload:
     rounding: str = ""
     """`optim.rounding` of trained weights in bf16; empty if they are fp32."""
     ranks: "RankGradients | None" = None
-    """Gradients of the fullest rank, if several ranks share the step; `micro_batches` are then those of the rank that has most."""
+    """Gradients of the fullest rank, if several ranks share the step; `micro_batches` is then the number of the rank that has most."""
 
     @property
     def waiting(self) -> int:
@@ -57,7 +57,8 @@ class Workload:
         """
         if self.is_replayed:
             return [
-                each._replace(again=True) for each in replace(self, cuda_graphs="off").rounds(trains_all=trains_all)
+                micro_batch._replace(again=True)
+                for micro_batch in replace(self, cuda_graphs="off").rounds(trains_all=trains_all)
             ]
         if self.ranks is not None:
             return list(self.ranks.rounds)
@@ -74,7 +75,7 @@ class Round(NamedTuple):
     """Whether its gradients are added in place to the gradients of the one before."""
     sums: int = 0
     """Sets of gradients that wait to be added to others. Where ranks divide gradients: whether they already have their parts of some."""
-    whole: bool = False
+    unsharded: bool = False
     """Whether ranks that divide gradients leave them whole, because a later micro-batch adds to them."""
 
 

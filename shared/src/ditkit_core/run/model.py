@@ -32,7 +32,7 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Mo
     """Load the weights onto their devices.
 
     Args:
-        placement: Which device runs what, as the planner's `place` and `plan_placement` decide.
+        placement: Which device runs what, as the planner's `placement_of` and `plan_placement` decide.
     """
     if len(run.devices) > 1:
         say(placement.described())

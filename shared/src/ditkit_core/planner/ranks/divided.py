@@ -48,15 +48,15 @@ def work_of_rank(work: Workload, layout: RankLayout, *, adapts: bool) -> Workloa
 def gradients_of_rank(micro_batches: int, *, adapts: bool) -> RankGradients:
     """Gradients of a rank that divides them with others, for so many micro-batches of its own.
 
-    Those of adapters stay whole until the last micro-batch of a step, and are added up over ranks once. Those of all weights are added up
+    Gradients of adapters stay undivided until the last micro-batch of a step, and are added up over ranks once. Gradients of all weights are added up
     in every micro-batch, since a whole set of them would be as large as the model.
     """
     if micro_batches == 1:
         rounds = [Round(again=False)]
     elif adapts:
         rounds = [
-            Round(again=False, whole=True),
-            *[Round(again=True, whole=True)] * (micro_batches > 2),
+            Round(again=False, unsharded=True),
+            *[Round(again=True, unsharded=True)] * (micro_batches > 2),
             Round(again=True),
         ]
     else:

@@ -89,7 +89,7 @@ class RankStep:
             host_of_machine=self.layout.nproc * host,
             saving=self._saving,
             loading=max(tensors, default=0) if self.layout.shard > 1 else 0,
-            sent={name: each.sent for name, each in self._exchanges(routes[0]).items()},
+            sent={name: exchange.sent for name, exchange in self._exchanges(routes[0]).items()},
             times=tuple(map(self._time, routes)),
         )
 

@@ -27,7 +27,7 @@ from ditkit_core.io.files import local_path
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.planner.gpus import GPU, gpus_here
-from ditkit_core.planner.partition import needs_profile, place
+from ditkit_core.planner.partition import needs_profile, placement_of
 from ditkit_core.planner.planned_step import Size, StepJob, with_planned_kernels
 from ditkit_core.planner.utilisation import Utilisation, utilisation_of
 from ditkit_core.run.context import RunContext, execution_of
@@ -107,7 +107,7 @@ def place_run(run: RunContext, unloaded: MetaModel, *, training: bool = False) -
     arch, planned = unloaded.arch, training and needs_profile(execution_of(run))
     bucket = largest_bucket(run, arch) if planned else None
     job = job_of(run, arch, unloaded.adapter, bucket, run.devices[0].type)
-    return place(unloaded.model, job, training=training)
+    return placement_of(unloaded.model, job, training=training)
 
 
 def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | None, kind: str) -> StepJob:
