@@ -9,7 +9,8 @@ from toy_world import World
 
 from ditkit_core.commands import stage
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.run import checks, model
+from ditkit_core.loading import weights
+from ditkit_core.run import checks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.training.optim import optimizer
 
@@ -42,16 +43,18 @@ def test_what_auto_is_on_a_gpu_reaches_blocks_and_updates(world: World, monkeypa
     """A CPU computes with torch then."""
     in_blocks, in_updates = set[str](), set[str]()
 
-    def engine(*, kernels: str = "torch", **given: Any) -> BlockEngine:
+    def engine(*, kernels: str = "", **settings: Any) -> BlockEngine:
+        if not kernels:  # that of a model before its run has one
+            return BlockEngine(**settings)
         in_blocks.add(kernels)
-        return BlockEngine(kernels=kernels, **given)
+        return BlockEngine(kernels=kernels, **settings)
 
     def on_a_gpu(config: RunConfig, ranks: object) -> RunConfig:
         return replace(config, train=replace(config.train, kernels="triton"))
 
     monkeypatch.setattr(stage, "with_kernels", on_a_gpu)
     monkeypatch.setattr(checks, "check_kernels", lambda *given: None)
-    monkeypatch.setattr(model, "BlockEngine", engine)
+    monkeypatch.setattr(weights, "BlockEngine", engine)
     monkeypatch.setattr(optimizer, "kernels_on", lambda name, x: bool(in_updates.add(name)))
     whole = ("--adapter.method", "full", "--model.dtype", "bf16", "--optim.rounding", "split")
     assert world.train("run", 1, *whole, "--sample.captions", "0") == 0
