@@ -241,7 +241,7 @@ class Replicas:
         state.load_state_dict(load_state(folder, model.shards), folder)
         again, saved = state.state_dict(), load_state(folder)
         if model.shards is not None:
-            again = replace(again, tensors=model.shards.whole(again.tensors))
+            again = replace(again, tensors=model.shards.unsharded(again.tensors))
         if not ranks.is_first:
             return True
         return not any(differing(again.tensors[group], expected) for group, expected in saved.tensors.items())

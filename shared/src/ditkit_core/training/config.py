@@ -115,9 +115,9 @@ class TrainConfig:
     clip_norm: float = setting(1.0, resume="stated")
     """Maximum gradient norm; larger gradients are scaled down. 0 disables clipping."""
     clip_by: ClipBy = setting("step", resume="stated")
-    """The norm that clip_norm limits: `step`, that of all gradients of the step; `last_step`, that of the step before (the first step is
-    not clipped); `block`, that of each block's own gradients (embedding and head count as blocks). optim.fused_backward needs one of the
-    last two: it updates before the norm of the step is known."""
+    """The norm that clip_norm limits: `step`, the norm of all gradients of the step; `last_step`, the norm of the step before (the first
+    step is not clipped); `block`, the norm of each block's own gradients (embedding and head count as blocks). optim.fused_backward needs
+    one of the last two: it updates before the norm of the step is known."""
     seed: int = setting(0, resume="refused")
     """Seed of initial adapters, data order, noise and dropout."""
     noise_device: Literal["cpu", "device"] = setting("cpu", resume="stated")

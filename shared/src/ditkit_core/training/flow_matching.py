@@ -135,7 +135,7 @@ class LossMask(NamedTuple):
 
     def to(self, device: torch.device) -> Self:
         """The mask on another device."""
-        return type(self)(*(each if each is None else sent_to(each, device) for each in self))
+        return type(self)(*(tensor if tensor is None else sent_to(tensor, device) for tensor in self))
 
     def mean(self, squares: Float[Tensor, "..."]) -> Float[Tensor, ""]:
         """The mean of a sample's squared errors where they are learnt, each with its weight."""
@@ -197,7 +197,7 @@ class PreparedBatch(NamedTuple):
     noise_seeds: Sequence[int] = ()
     """Seeds of the noise that is sampled on the first device; empty if it was sampled on the host."""
     matches_base: bool = False
-    """Whether the targets are those of `matching_base` instead."""
+    """Whether `matching_base` makes the targets instead."""
 
     def to(self, first: torch.device, last: torch.device) -> Self:
         """The batch with its inputs on the first device of a model, and targets, masks and weights on the last, which makes the predictions."""
@@ -236,9 +236,9 @@ def prepare(
 
     Noise level and noise of a sample are a function of the run's seed, the step (counted from 0), the sample's place in the step and its id.
     """
-    batch, place = micro_batches[micro], sum(len(before.ids) for before in micro_batches[:micro])
+    batch, first_index = micro_batches[micro], sum(len(before.ids) for before in micro_batches[:micro])
     shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
-    names = [(seed, "noise", step, place + i, name) for i, name in enumerate(batch.ids)]
+    names = [(seed, "noise", step, first_index + i, name) for i, name in enumerate(batch.ids)]
     strata = strata_of(flow, micro_batches, micro, seed=seed, step=step)
     if noise_device == "device":
         levels = [
@@ -273,8 +273,8 @@ def velocity_errors(model: Model, batch: NoisedBatch, guidance: float) -> Float[
     items, _, noise, targets, masks = batch
     prediction = _predicted(model, batch, guidance)
     if targets is None:
-        made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
-        targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
+        item_targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
+        targets = [target.to(velocity.device) for target, velocity in zip(item_targets, prediction, strict=True)]
     # The step passes targets and masks, sent to their device ahead of time; validation has them made here.
     if masks is None:
         masks = [LossMask.of(model.spec, item) for item in items]
@@ -294,7 +294,7 @@ def matching_base(model: Model, batch: NoisedBatch, guidance: float) -> NoisedBa
 
 
 def guiding(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
-    """The batch with the guided velocity as target: that of a base distilled with guidance, in which the plain one would undo it.
+    """The batch with the guided velocity as target: a base distilled with guidance predicts it, and the plain velocity would undo that.
 
     Source: "contrastive guidance loss" of ai-toolkit, there with the same two schedules.
     """

@@ -202,7 +202,7 @@ def is_of_the_machine(name: str) -> bool:
 
 
 def _lasting(row: Mapping[str, Any]) -> bytes:
-    """What is the same whenever and wherever a line is made, so that the saves of an interrupted run are those of an undisturbed one."""
+    """What is the same whenever and wherever a line is made, so that an interrupted run has the saves of an undisturbed one."""
     return json.dumps({name: value for name, value in row.items() if not is_of_the_machine(name)}).encode()
 
 

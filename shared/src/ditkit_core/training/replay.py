@@ -5,7 +5,7 @@ decides by: shapes of samples and conditions, masks, whether the base's own pred
 is copied into tensors that stay: latents, noise, levels, weights, and the number that the loss is divided by. Gradients are added to
 buffers that stay, too, and the seed of dropout is set before each replay.
 
-The first micro-batches of a kind run eagerly. Then a replay does the same operations on the same numbers, so every bit is that of the eager run.
+The first micro-batches of a kind run eagerly. Then a replay does the same operations on the same numbers, so every bit is the same as in the eager run.
 """
 
 from collections import OrderedDict
@@ -131,7 +131,7 @@ class ReplayedMicroBatches:
         clock: StepClock,
         eager: bool,
     ) -> Tensor:
-        """Run a micro-batch: its gradients are added to those of the parameters.
+        """Run a micro-batch: its gradients are added to the parameters' gradients.
 
         Args:
             batch: The micro-batch on its device.

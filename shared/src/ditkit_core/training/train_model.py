@@ -59,7 +59,7 @@ class DataLoader(Protocol):
     """Micro-batches by index; the index alone decides their samples, so a resumed run continues in the same order."""
 
     def micro_batches(self, index: int) -> Sequence[MicroBatch]:
-        """Micro-batch `index` of the run, counted from 0 over all steps, and that of class images with it, if any.
+        """Micro-batch `index` of the run, counted from 0 over all steps, and the micro-batch of class images with it, if any.
 
         Called in a background thread, too, but never in two threads at once.
         """
@@ -118,7 +118,7 @@ class Prefetcher(Generic[Prepared]):
         """
         self._data, self._prepare, self._accumulation = data, prepare, accumulation
         self._steps, self._ranks = steps, ranks
-        self._known: dict[int, list[MicroBatch]] = {}
+        self._by_step: dict[int, list[MicroBatch]] = {}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: Future[tuple[tuple[int, int], Prepared]] | None = None
@@ -133,46 +133,46 @@ class Prefetcher(Generic[Prepared]):
         self._ahead = None
 
     def micro_batches(self, step: int) -> Sequence[MicroBatch]:
-        """The micro-batches of a step, on all ranks; those of earlier steps are freed."""
+        """The micro-batches of a step, on all ranks; the micro-batches of earlier steps are freed."""
         with self._waiting():
-            made = self._made(step)
-        self._known = {other: batches for other, batches in self._known.items() if other >= step}
-        return made
+            step_batches = self._batches_of(step)
+        self._by_step = {other: batches for other, batches in self._by_step.items() if other >= step}
+        return step_batches
 
     def prepared(self, step: int, micro: int) -> Prepared:
         """A micro-batch of this rank, by its number in its step. The one after it is prepared from now on."""
         with self._waiting():
-            found = self._found(step, micro)
-            found = self._prepare(self._made(step), micro, step) if found is None else found
+            batch = self._take_ahead(step, micro)
+            batch = self._prepare(self._batches_of(step), micro, step) if batch is None else batch
         following = (step, micro + 1) if micro + 1 in self._share(step) else (step + 1, None)
         if following[0] < self._steps:
             self._ahead = self._thread.submit(self._prepare_ahead, *following)
-        return found
+        return batch
 
-    def _found(self, step: int, micro: int) -> Prepared | None:
+    def _take_ahead(self, step: int, micro: int) -> Prepared | None:
         """What was prepared ahead; None if it failed, or is another micro-batch, as at a run's start."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.exception() is not None:
             return None
-        place, made = ahead.result()
-        return made if place == (step, micro) else None
+        position, batch = ahead.result()
+        return batch if position == (step, micro) else None
 
     def _prepare_ahead(self, step: int, micro: int | None) -> tuple[tuple[int, int], Prepared]:
         """Prepare a micro-batch of a step, or this rank's first."""
         with reading_ahead():
-            batches = self._made(step)
+            batches = self._batches_of(step)
             micro = self._share(step).start if micro is None else micro
             return (step, micro), self._prepare(batches, micro, step)
 
-    def _made(self, step: int) -> list[MicroBatch]:
+    def _batches_of(self, step: int) -> list[MicroBatch]:
         with self._lock:
-            if step not in self._known:
+            if step not in self._by_step:
                 indices = range(step * self._accumulation, (step + 1) * self._accumulation)
-                self._known[step] = [batch for index in indices for batch in self._data.micro_batches(index)]
-            return self._known[step]
+                self._by_step[step] = [batch for index in indices for batch in self._data.micro_batches(index)]
+            return self._by_step[step]
 
     def _share(self, step: int) -> range:
-        return self._ranks.share(len(self._made(step)))
+        return self._ranks.share(len(self._batches_of(step)))
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

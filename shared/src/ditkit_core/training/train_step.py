@@ -37,7 +37,7 @@ class StepResult(NamedTuple):
     """Metrics of one optimizer step."""
 
     loss: float
-    """Sum of the samples' weighted losses over the number of counted samples: the weighted mean, plus prior.weight times that of
+    """Sum of the samples' weighted losses over the number of counted samples: the weighted mean, plus prior.weight times the mean of
     the class images, if any."""
     grad_norm: float
     """Norm of all gradients, before clipping."""
@@ -142,11 +142,13 @@ def training_step(
     except NonFiniteLoss as error:
         evidence = error.evidence
     # Outside of the handler: the error refers to the step's graph, whose memory the second forward needs.
-    own = [] if context.ranks.group_rank else evidence["samples"]
-    evidence["samples"] = [sample for each in context.ranks.all_gather_object(own) for sample in each]
-    found = context.ranks.all_gather_object(_origin(model, micro_batches, evidence, replace(context, prepared=None)))
+    local_samples = [] if context.ranks.group_rank else evidence["samples"]
+    evidence["samples"] = [
+        sample for rank_samples in context.ranks.all_gather_object(local_samples) for sample in rank_samples
+    ]
+    origins = context.ranks.all_gather_object(_origin(model, micro_batches, evidence, replace(context, prepared=None)))
     # The first micro-batch with an origin, else with a reason why none was found.
-    raise NonFiniteLoss(evidence | max(found, key=lambda each: (each["where"] is not None, len(each))))
+    raise NonFiniteLoss(evidence | max(origins, key=lambda origin: (origin["where"] is not None, len(origin))))
 
 
 def _mean_loss(losses: Losses, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Tensor:
@@ -204,13 +206,14 @@ def _finish_step(
     if is_early:
         context.clock.mark_all("optimizer")
         is_finite = (loss + norm).isfinite()
-        known = norm.where(is_finite, 0.0)  # a factor that is not finite would be in every gradient of the evidence
-        update(optimizer, known, lr=lr, clipping=clipping, found_inf=is_finite.logical_not().float())
+        # A factor that is not finite would be in every gradient of the evidence.
+        finite_norm = norm.where(is_finite, 0.0)
+        update(optimizer, finite_norm, lr=lr, clipping=clipping, found_inf=is_finite.logical_not().float())
     result = StepResult(*_to_host(loss, norm, watch, context.ranks, model))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
         if model.shards is not None:  # each rank sees its rows
-            every = {name for each in context.ranks.all_gather_object(broken) for name in each}
+            every = {name for names in context.ranks.all_gather_object(broken) for name in names}
             broken = [name for name in gradients if name in every]
         evidence = evidence_of(context.step, losses, broken, **result._asdict())
         optimizer.zero_grad()
@@ -247,9 +250,9 @@ def _fused_step(
     def check(losses: Losses) -> None:
         last = losses.weighted[-1]
         if not math.isfinite(float(last.double().sum())):  # before the backward, which updates weights
-            known = replace(losses, ids=losses.ids[: len(losses.weighted)])
+            run_losses = replace(losses, ids=losses.ids[: len(losses.weighted)])
             raise NonFiniteLoss(
-                evidence_of(context.step, known, [], loss=float(last.double().mean()), grad_norm=math.nan)
+                evidence_of(context.step, run_losses, [], loss=float(last.double().mean()), grad_norm=math.nan)
             )
         updates.begin_backward()
 
@@ -287,9 +290,9 @@ def accumulate_gradients(
 
     Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is
     in. The place is included because a small dataset can have one sample several times in a step. Dropout uses (seed,
-    step, micro-batch). Places and micro-batches are counted over all ranks, of which each computes its share.
+    step, micro-batch). Places and micro-batches are counted over all ranks; a rank computes its share.
 
-    Gradients of adapters are added in one order for any number of ranks (`GradientSum`). Those of all weights are added as they come, which
+    Gradients of adapters are added in one order for any number of ranks (`GradientSum`). Gradients of all weights are added as they come, which
     needs no second set of them, and then over ranks.
 
     `before_backward` is called before each backward with the losses so far, including its own.
@@ -368,10 +371,10 @@ def _accumulate_sharded(
         "ranks would gather weights for another forward alone"
     )
     sent = _sent(model, micro_batches, context, [micro for micro, counts in runs if counts])
-    for place, (micro, counts) in enumerate(runs):
+    for index, (micro, counts) in enumerate(runs):
         if counts:  # a stand-in is the last of its own once more
             batch = next(sent)
-        model.shards.begin(last=place == len(runs) - 1)
+        model.shards.begin(last=index == len(runs) - 1)
         torch.manual_seed(context.dropout_seed(micro))
         weighted = weighted_errors(model, batch, context.flow, context.clock)
         if counts:
@@ -388,13 +391,13 @@ def _sent(
     first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
     prepare_here = partial(context.prepare, model.spec, micro_batches)
     for micro in chosen:
-        made = (context.prepared or prepare_here)(micro)
+        batch = (context.prepared or prepare_here)(micro)
         context.clock.mark(first, "copies")
-        yield made.to(first, last)
+        yield batch.to(first, last)
 
 
 def _runs_together(model: Model, ranks: Ranks) -> bool:
-    """Whether a forward needs those of other ranks, because these have a part of the weights or of the tokens."""
+    """Whether a forward needs the forwards of other ranks, because these have a part of the weights or of the tokens."""
     return model.shards is not None or ranks.context > 1
 
 
@@ -428,13 +431,13 @@ def _first_not_finite(
             return weighted_errors(model, batch, context.flow, context.clock).sum()
 
         with autocast_disabled(batch.weights.device.type):
-            own = find_first_nonfinite(model.module, loss_of, on_any_rank=everyone.any, broken_weights=broken)
+            origin = find_first_nonfinite(model.module, loss_of, on_any_rank=everyone.any, broken_weights=broken)
         if model.shards is not None:
             model.shards.drop_gradients()
         ids = [sample["id"] for sample in failed if sample["micro_batch"] == micro] or list(micro_batches[micro].ids)
-        every = everyone.all_gather_object(None if own is None else {**own, "micro_batch": micro, "ids": ids})
-        if found := [each for each in every if each is not None]:
+        every = everyone.all_gather_object(None if origin is None else {**origin, "micro_batch": micro, "ids": ids})
+        if origins := [rank_origin for rank_origin in every if rank_origin is not None]:
             # The rank that came upon it first: others get it from there, with tokens or in a sum of gradients.
-            first = min(found, key=lambda each: (each["operations_before"], each["micro_batch"]))
+            first = min(origins, key=lambda rank_origin: (rank_origin["operations_before"], rank_origin["micro_batch"]))
             return {name: value for name, value in first.items() if name != "operations_before"}
     return None

@@ -167,8 +167,8 @@ class Trainer:
             folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
                 finite.
             validator: Measures the validation loss; None disables validation.
-            callbacks: Called at fixed points of the loop, in this order, but those of all ranks last.
-            ranks: The processes that train the run together; None for those that divide the model's weights, or this one alone.
+            callbacks: Called at fixed points of the loop, in this order, but the callbacks of all ranks last.
+            ranks: The processes that train the run together; None for the ranks that divide the model's weights, or this one alone.
             warn: Called with one line if something of an earlier part is damaged, and if activations drift.
 
         Raises:
@@ -188,7 +188,7 @@ class Trainer:
             loader, self._prepare, accumulation=train.accumulation, steps=train.steps, ranks=self._ranks
         )
         self._validator, self._warn, self._metrics_digest = validator, warn, ""
-        self._callbacks = [each for each in callbacks if each.on_all_ranks or self._ranks.is_first]
+        self._callbacks = [callback for callback in callbacks if callback.on_all_ranks or self._ranks.is_first]
         self._state = TrainState(
             model.module, model.trainable, config.optim, config.ema, model.streamer, model.shards, kernels=train.kernels
         )
@@ -299,8 +299,8 @@ class Trainer:
 
     def _prepare(self, batches: Sequence[MicroBatch], micro: int, step: int) -> PreparedBatch:
         """Prepare a micro-batch of a step, and page-lock it if it is sent to a GPU. Runs in a background thread."""
-        made = self._context(step).prepare(self._model.spec, batches, micro)
-        return made.pinned() if any(runtime_of(device) is not None for device in self._devices) else made
+        batch = self._context(step).prepare(self._model.spec, batches, micro)
+        return batch.pinned() if any(runtime_of(device) is not None for device in self._devices) else batch
 
     def _train_step(self, metrics: MetricsLog | NoMetrics, *, count_attention: bool) -> None:
         """Run one optimizer step, and report it."""
@@ -382,7 +382,7 @@ class Trainer:
         elif shards is not None or self._ranks.is_first:
             state = replace(self._state.state_dict(), metrics=metrics.saved())
             if shards is not None:
-                state = replace(state, tensors=shards.whole(state.tensors))
+                state = replace(state, tensors=shards.unsharded(state.tensors))
             if self._ranks.is_first:
                 save_state(folder, state, self._config.save)
         self._call(lambda callback: callback.on_save(self._state.step))
@@ -406,12 +406,12 @@ class Trainer:
     def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
         """Call `act` on the callbacks, by default all, while the parameters are those to export.
 
-        Those of the first rank come first; where the weights are divided, the other ranks help it.
+        The callbacks of the first rank come first; where the weights are divided, the other ranks help it.
         """
         chosen, shards = self._callbacks if callbacks is None else callbacks, self._model.shards
 
         def call(on_all_ranks: bool) -> None:
-            for callback in (each for each in chosen if each.on_all_ranks == on_all_ranks):
+            for callback in (candidate for candidate in chosen if candidate.on_all_ranks == on_all_ranks):
                 act(callback)
 
         if shards is None and not chosen:

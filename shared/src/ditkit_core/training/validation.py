@@ -37,9 +37,9 @@ def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[fl
     They are the levels of the list inside its range, if these are at least three (or all). Otherwise the whole list,
     mapped from [0, 1] to the range, because a single level at its edge would say little.
     """
-    seen = tuple(sigma for sigma in sigmas if low <= sigma < high or sigma == high == 1)
-    if len(seen) >= min(3, len(sigmas)):
-        return seen
+    levels = tuple(sigma for sigma in sigmas if low <= sigma < high or sigma == high == 1)
+    if len(levels) >= min(3, len(sigmas)):
+        return levels
     # Six digits are what metrics print of a level, and what resolves it in their names.
     return tuple(round(low + (high - low) * sigma, 6) for sigma in sigmas)
 
@@ -63,8 +63,8 @@ class ValidationResult(NamedTuple):
 
     def broken(self) -> tuple[float, int] | None:
         """Noise level and index of the first clip whose error is not finite; None if all are finite."""
-        places = ((sigma, i) for sigma, values in self.per_clip.items() for i in range(len(values)))
-        return next(((sigma, i) for sigma, i in places if not math.isfinite(self.per_clip[sigma][i])), None)
+        positions = ((sigma, i) for sigma, values in self.per_clip.items() for i in range(len(values)))
+        return next(((sigma, i) for sigma, i in positions if not math.isfinite(self.per_clip[sigma][i])), None)
 
     def half_widths(
         self, before: "ValidationResult", files: Sequence[str] = ()
@@ -78,12 +78,12 @@ class ValidationResult(NamedTuple):
             sigma: [now - then for now, then in zip(self.per_clip[sigma], before.per_clip[sigma], strict=True)]
             for sigma in shared
         }
-        found = {sigma: half for sigma in shared if (half := half_width(changes[sigma], files)) is not None}
+        by_level = {sigma: half for sigma in shared if (half := half_width(changes[sigma], files)) is not None}
         # Means over different levels cannot be compared; the shared levels still can.
         if before.per_clip.keys() != self.per_clip.keys():
-            return None, found
+            return None, by_level
         by_clip = [sum(clip) / len(clip) for clip in zip(*changes.values(), strict=True)]
-        return half_width(by_clip, files), found
+        return half_width(by_clip, files), by_level
 
 
 class ValidationHistory:
@@ -94,7 +94,9 @@ class ValidationHistory:
         stored = values or {}
         self.before: float | None = stored.get("held_out_before")
         self.last: float | None = stored.get("held_out_last")
-        self.interval: tuple[float, float] | None = tuple(found) if (found := stored.get("held_out_interval")) else None
+        self.interval: tuple[float, float] | None = (
+            tuple(interval) if (interval := stored.get("held_out_interval")) else None
+        )
         clips = stored.get("held_out_before_clips")
         self._first = ValidationResult.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
 
@@ -155,7 +157,7 @@ def validation_loss(
         for clip, counts in share:
             name, item = ids[clip], items[clip]
             moved = [to_device(item, device)]
-            for place, sigma in enumerate(sigmas):
+            for level_index, sigma in enumerate(sigmas):
                 # Noise by clip and level, so that adding clips or levels does not change the noise of the others.
                 random = generator(_SEED, "held-out", name, str(float(sigma)))
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
@@ -166,7 +168,7 @@ def validation_loss(
                     batch = guiding(model, batch, flow)
                 error = velocity_errors(model, batch, flow.guidance)[0]
                 if counts:
-                    errors[place, clip] = float(error)
+                    errors[level_index, clip] = float(error)
     return ValidationResult.of(dict(zip(sigmas, ranks.sum_of_groups(errors).tolist(), strict=True)))
 
 
@@ -193,8 +195,8 @@ class Validator:
         clips = self._clips
         loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._flow, ranks)
         if (broken := loss.broken()) is not None:
-            sigma, place = broken
-            raise UserError(_cannot_measure(step, clips.ids[place], sigma, last_save, model.spec.name))
+            sigma, clip = broken
+            raise UserError(_cannot_measure(step, clips.ids[clip], sigma, last_save, model.spec.name))
         return loss
 
 

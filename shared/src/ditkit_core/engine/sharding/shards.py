@@ -161,7 +161,7 @@ class Shards:
         for unit in self._units:
             unit.reshard()
 
-    def whole(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    def unsharded(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Tensors of a state, by group and `parameter` or `parameter|entry`, with all rows; on the first rank's host, others get none of those."""
         return {group: dict(self._gathered(tensors)) for group, tensors in groups.items()}
 

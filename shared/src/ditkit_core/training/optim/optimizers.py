@@ -140,9 +140,9 @@ class OptimConfig:
     """Highest learning rate, above 0; with `prodigy` it multiplies the estimated rate."""
     lr_pattern: tuple[str, ...] = setting((), resume="refused")
     """Other learning rates by layer, each as `PATTERN=RATE`: a name's end (`self_attn.q=5e-5`) or a glob (`layers.[0-9].*=1e-5`). The first
-    that fits a layer counts; schedule and warm-up are those of `lr`."""
+    that fits a layer counts; schedule and warm-up are the same as for `lr`."""
     loraplus_lr_ratio: float = setting(1.0, resume="refused")
-    """LoRA+: learning rate of B over that of A, above 0; 16 is usual. As in peft, the magnitudes of a DoRA have B's rate."""
+    """LoRA+: learning rate of B over the rate of A, above 0; 16 is usual. As in peft, the magnitudes of a DoRA have B's rate."""
     weight_decay: float = setting(0.01, resume="stated")
     """Decoupled weight decay; vectors (biases, norms) have none."""
     betas: tuple[float, float] = setting((0.9, 0.999), resume="stated")
