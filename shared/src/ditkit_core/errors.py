@@ -34,7 +34,9 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(each.encode("unicode_escape").decode() if _is_hostile(each) else each for each in text)
+    return "".join(
+        character.encode("unicode_escape").decode() if _is_hostile(character) else character for character in text
+    )
 
 
 def _is_hostile(character: str) -> bool:
@@ -72,11 +74,11 @@ class Interrupted(Exception):
 
 
 @contextmanager
-def given_to_library(what: str, remedy: str) -> Iterator[None]:
+def given_to_library(problem: str, remedy: str) -> Iterator[None]:
     """Turn whatever a library raises into one line: while it is given a foreign file's content, or a service fails behind it.
 
     Args:
-        what: What is wrong then, and where.
+        problem: What is wrong then, and where.
         remedy: What the user should do.
 
     Raises:
@@ -92,4 +94,4 @@ def given_to_library(what: str, remedy: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{what} ({reason}); {remedy}") from error
+        raise UserError(f"{problem} ({reason}); {remedy}") from error

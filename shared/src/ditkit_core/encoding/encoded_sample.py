@@ -15,7 +15,7 @@ from ditkit_core.models.spec import identity
 Found = TypeVar("Found")
 
 EMPTY_CAPTION_PREFIX = "empty_caption."
-"""Prefix of the tensors of the empty caption in a training item that has them next to those of its own."""
+"""Prefix of the tensors of the empty caption in a training item that has them next to its own tensors."""
 
 
 def with_empty_caption(item: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -248,7 +248,7 @@ class _Heartbeat(threading.Thread):
         self._interval = min(2.0, timeout / 4)
         self._ended = threading.Event()
         self.ranks = Ranks()
-        """Of which the step is read, once they are connected."""
+        """The ranks whose step is read, once they are connected."""
         self.siblings: dict[int, Process] = {}
         """The other ranks that torchrun started on this machine, once they are connected."""
         self._process, self._parent, self._reason = Process.this(), os.getppid(), ""

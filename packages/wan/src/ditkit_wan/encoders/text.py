@@ -318,12 +318,12 @@ def read_layers(
         create_bidirectional_mask(config=stack.config, inputs_embeds=state, attention_mask=mask)
         for state, (_, mask) in zip(hidden, tokens, strict=True)
     ]
-    # A second context: the layers share one buffer of their size, and that of the embedding, 2 GB in bf16, is free again.
+    # A second context: the layers share one buffer of their size, and the memory of the embedding, 2 GB in bf16, is free again.
     layer_context = passing()
     for index in range(len(stack.block)):
         with layer_context(f"encoder.block.{index}") as block:
-            for place, mask in enumerate(masks):
-                hidden[place] = block(hidden[place], mask)
+            for caption, mask in enumerate(masks):
+                hidden[caption] = block(hidden[caption], mask)
                 advance(1 / len(stack.block))
     with layer_context("encoder.final_layer_norm") as norm:
         return [norm(state)[0] for state in hidden]

@@ -57,7 +57,7 @@ class Result:
 
 
 def unverified(folder: RunFolder) -> list[Exported]:
-    """The exports that have no result, the newest first: with a slow host, that of the latest save matters most."""
+    """The exports that have no result, the newest first: with a slow host, the export of the latest save matters most."""
     results = read_results(folder)
     left = []
     for export in _exports(folder):
@@ -67,10 +67,10 @@ def unverified(folder: RunFolder) -> list[Exported]:
             state = _state(export.path)
         except OSError:  # it was removed with its save meanwhile
             continue
-        known = results.get(result_name(folder, export))
-        if known is None or (known.num_bytes, known.written_ns) != state:
+        result = results.get(result_name(folder, export))
+        if result is None or (result.num_bytes, result.written_ns) != state:
             left.append((state[1], str(export.path), export))
-    return [export for *_, export in sorted(left, key=lambda each: each[:2], reverse=True)]
+    return [export for *_, export in sorted(left, key=lambda entry: entry[:2], reverse=True)]
 
 
 def is_left(folder: RunFolder, export: Exported) -> bool:
@@ -93,7 +93,7 @@ def read_results(folder: RunFolder) -> dict[str, Result]:
 
 def current_results(folder: RunFolder) -> dict[str, Result]:
     """The results of the exports as they are: one stays in the file after its export was removed or replaced."""
-    outdated = {result_name(folder, each) for each in unverified(folder)}
+    outdated = {result_name(folder, export) for export in unverified(folder)}
     return {
         name: result
         for name, result in read_results(folder).items()
@@ -102,9 +102,9 @@ def current_results(folder: RunFolder) -> dict[str, Result]:
 
 
 def write_result(folder: RunFolder, export: Exported, result: Result) -> None:
-    """Add a result, and forget those of exports that are gone."""
-    results = {name: each for name, each in read_results(folder).items() if (folder.exports / name).exists()}
-    values: Mapping[str, Any] = {name: asdict(each) for name, each in results.items()}
+    """Add a result, and forget the results of exports that are gone."""
+    results = {name: stored for name, stored in read_results(folder).items() if (folder.exports / name).exists()}
+    values: Mapping[str, Any] = {name: asdict(stored) for name, stored in results.items()}
     write_text(folder.verified, json.dumps({**values, result_name(folder, export): asdict(result)}, indent=1) + "\n")
 
 

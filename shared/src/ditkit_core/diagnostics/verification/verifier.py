@@ -59,10 +59,10 @@ class Verifier:
         skipped = sorted(self._given_up)
         try:
             if self._apart:
-                given = [self._run.spec.import_path, str(self._folder.path), *skipped]
+                arguments = [self._run.spec.import_path, str(self._folder.path), *skipped]
                 log = self._folder.verification_log
                 self._worker = WorkerProcess(
-                    "ditkit_core.diagnostics.verification.worker", given, log, torch.device("cpu")
+                    "ditkit_core.diagnostics.verification.worker", arguments, log, torch.device("cpu")
                 )
                 return
             verify_waiting(self._run, self._folder, skipped)
@@ -111,7 +111,9 @@ class Verifier:
 
     def _left(self) -> list[str]:
         return [
-            name for each in unverified(self._folder) if (name := result_name(self._folder, each)) not in self._given_up
+            name
+            for export in unverified(self._folder)
+            if (name := result_name(self._folder, export)) not in self._given_up
         ]
 
     def _give_up(self, reason: str) -> None:

@@ -42,12 +42,14 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     gone: set[str] = set()
     failure: UserError | None = None
     with torch.random.fork_rng(devices=[]):
-        while left := [each for each in unverified(folder) if result_name(folder, each) not in {*skipped, *gone}]:
+        while left := [
+            waiting for waiting in unverified(folder) if result_name(folder, waiting) not in {*skipped, *gone}
+        ]:
             export = left[0]
             # Whatever diffusers and peft raise: a mistake in there, or in here, must not end the training that goes on.
-            what = f"{export.path}: comparing it with diffusers failed"
+            problem = f"{export.path}: comparing it with diffusers failed"
             try:
-                with given_to_library(what, "training goes on; load the file yourself before you use it"):
+                with given_to_library(problem, "training goes on; load the file yourself before you use it"):
                     about = Result.of(export)  # first: a file that changes while it is compared is compared again
                     result = _copied(folder, export, about)
                     if result is None:
@@ -67,29 +69,29 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
 
 
 def _copied(folder: RunFolder, export: Exported, about: Result) -> Result | None:
-    """The result of a file with the same bytes: the finished adapter is that of the last save."""
-    for name, known in read_results(folder).items() if about.digest else ():
-        if known.agrees and known.digest == about.digest:
-            return replace(about, line=known.line.replace(name, export.path.name), agrees=True)
+    """The result of a file with the same bytes: the finished adapter has the bytes of the last save."""
+    for name, result in read_results(folder).items() if about.digest else ():
+        if result.agrees and result.digest == about.digest:
+            return replace(about, line=result.line.replace(name, export.path.name), agrees=True)
     return None
 
 
 def _compared(run: RunContext, folder: RunFolder, export: Exported, about: Result, adapted: Model | None) -> Result:
     """The result of comparing an export; UserError if there is nothing to compare it with."""
     adapters = run.spec.adapters
-    given: Any = run.config.model
+    model_paths: Any = run.config.model
     verify: Callable[[], str]
     if adapted is None or export.is_whole:
         assert adapters.verify_whole is not None, "its header says that it has no reader"
         # The base's own folder stays known: it may have the description of the architecture.
-        paths = replace(given, **{run.component: str(export.path)})
-        whole = read_at_use(run.spec, paths, AdapterConfig(method="full"), BaseConfig(), component=run.component)
-        verify = partial(adapters.verify_whole, export.path, export.form, whole.module, run_plain)
+        paths = replace(model_paths, **{run.component: str(export.path)})
+        full_model = read_at_use(run.spec, paths, AdapterConfig(method="full"), BaseConfig(), component=run.component)
+        verify = partial(adapters.verify_whole, export.path, export.form, full_model.module, run_plain)
     else:
         assert adapters.verify is not None, "its header says that it has no reader"
         load_trained(adapted, folder, export.step)
-        # The weights that were trained, which may be those of the second expert.
-        paths = replace(given, transformer=str(adapted.origin.stored.source.path))
+        # The weights that were trained, which may be the second expert's.
+        paths = replace(model_paths, transformer=str(adapted.origin.stored.source.path))
         verify = partial(adapters.verify, export.path, paths, adapted.module, run_plain)
     try:
         return replace(about, line=verify(), agrees=True)
