@@ -77,7 +77,7 @@ def test_lokr_and_loha_are_added_as_they_are_merged_also_where_a_file_has_layers
         assert (found[name] - layers[name](x)).norm() > 0.1 * expected.norm()
     own = added_bytes([adapter], shapes, lambda name: torch.bfloat16, {"layers.1.qkv"})
     (piece, *others) = adapter.file.factored("layers.1.qkv")
-    stored = [tensor for matrices, _ in (piece, *others) for tensor in matrices.tensors()]
+    stored = [tensor for matrices, _ in (piece, *others) for tensor in matrices.parts.values()]
     assert own == sum(tensor.nbytes for tensor in stored), "in fp32, whatever the layer's dtype"
     loha = added_bytes([adapter], shapes, lambda name: torch.bfloat16, {"layers.0.qkv"})
     assert loha > 12 * layers["layers.0.qkv"].weight.numel()

@@ -114,7 +114,7 @@ def test_named_operations_say_what_is_sent():
 def test_what_is_sent_is_what_is_planned(policy):
     # Products in bf16 are slow on a CPU without instructions for them.
     arch, fp32 = ToyArch(dim=256, depth=4), Precision(matmul=torch.float32)
-    check_sent(toy_job(arch=arch, size=(5, 128, 64), policy=f"{policy}+offload", precision=fp32))
+    check_sent(toy_job(arch=arch, size=(5, 128, 64), checkpointing=f"{policy}+offload", precision=fp32))
 
 
 def test_what_is_small_stays():
