@@ -28,7 +28,7 @@ class Execution:
     """Names of the devices that the model is split across, in order: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`, several GPUs, or
     `all` for all GPUs of this machine. The embedding is on the first, the head on the last, and each has at least one block."""
     split_points: tuple[int, ...] = ()
-    """Blocks before which the next device begins, increasing, one fewer than devices. Empty: `planner/partition.py: place` chooses them so that
+    """Blocks before which the next device begins, increasing, one fewer than devices. Empty: `planner/partition.py: placement_of` chooses them so that
     the fullest device is as empty as possible for its size."""
     reserve: tuple[float, ...] = ()
     """GiB of each GPU, in order, that are left to other programs; one number is for all. Split points and plans use the rest."""
