@@ -32,11 +32,12 @@ from ditkit_core.engine import parked_weights
 from ditkit_core.errors import UserError
 from ditkit_core.io import run_dir, torchrun
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.loading import quantized_cache
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.previews import exchange
-from ditkit_core.run import data, quantized_cache
+from ditkit_core.run import data
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
