@@ -33,6 +33,11 @@ def test_the_empty_caption_replaces_that_of_the_item_and_nothing_else() -> None:
     assert all(without[name] is item[name] for name in item if name != "text")
 
 
+def test_an_item_without_the_empty_caption_is_refused_with_what_makes_one() -> None:
+    with pytest.raises(UserError, match="encode them with empty_captions = True"):
+        with_empty_caption(toy_items(1)[0])
+
+
 def test_a_model_that_has_its_guidance_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of samples that one caption stands for, the gradient is zero at the guided mean; of plain targets it is zero at the mean."""
     random = torch.Generator().manual_seed(0)

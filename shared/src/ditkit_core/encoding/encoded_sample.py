@@ -10,6 +10,7 @@ from torch import Tensor
 from ditkit_core.data.masks import MASK
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.loss_masks import weighted
+from ditkit_core.errors import UserError, argument
 from ditkit_core.models.spec import identity
 
 Found = TypeVar("Found")
@@ -19,13 +20,16 @@ EMPTY_CAPTION_PREFIX = "empty_caption."
 
 
 def with_empty_caption(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A training item with the empty caption that it has next to its own."""
+    """A training item with the empty caption that it has next to its own; UserError if it has none."""
     texts = {
         name.removeprefix(EMPTY_CAPTION_PREFIX): tensor
         for name, tensor in item.items()
         if name.startswith(EMPTY_CAPTION_PREFIX)
     }
-    assert texts, "`EncodedSample.has_empty_caption`"
+    if not texts:  # a loop of somebody's own; commands encode what their settings need
+        raise UserError(
+            f"{argument('flow.target_guidance')} needs items that have the empty caption too; encode them with empty_captions = True"
+        )
     return {**item, **texts}
 
 

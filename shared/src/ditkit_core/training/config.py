@@ -41,13 +41,13 @@ class FlowConfig:
     target_guidance: float = setting(1.0, resume="stated")
     """For bases that were distilled with guidance, such as the distilled klein: the guidance of the velocity to predict, at least 1. The
     target is then u + w (v - u): v is the sample's velocity, u the model's own prediction with the empty caption, w this guidance. It
-    takes one more forward. 1 trains the plain velocity, by which such a base slowly loses its guidance."""
+    takes one more forward. 1 trains the plain velocity, which has no guidance in it."""
     target_schedule: Literal["constant", "sigma"] = setting("constant", resume="stated")
     """For `target_guidance`: `sigma` lowers it with the noise level, to 1 + (target_guidance - 1) sigma, because what no model can
     predict is most of v - u at low levels."""
     stratified: bool = setting(False, resume="stated")
     """Spread the noise levels of a step: each of its n samples has its level in another one of n equally likely parts of the
-    distribution, so that the loss differs less from step to step. It needs several samples in a step."""
+    distribution, so that levels alone make the loss differ less from step to step. It needs several samples in a step."""
 
     def __post_init__(self) -> None:
         if self.shift <= 0 or self.logit_std <= 0:

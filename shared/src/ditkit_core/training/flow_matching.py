@@ -179,6 +179,12 @@ class NoisedBatch(NamedTuple):
             masks=[mask.to(last) for mask in self.masks],
         )
 
+    def velocities(self) -> Sequence[Tensor]:
+        """The targets, or where there are none yet those of `velocity_target`, on the items' device."""
+        if self.targets is not None:
+            return self.targets
+        return [velocity_target(item, eps) for item, eps in zip(self.items, self.noise, strict=True)]
+
     def inputs(self, spec: ModelSpec, guidance: float) -> Any:
         """The model's inputs: the samples with their noise, and `guidance` as `FlowConfig.guidance`."""
         triples = zip(self.sigma, self.items, self.noise, strict=True)
@@ -270,14 +276,10 @@ def velocity_errors(model: Model, batch: NoisedBatch, guidance: float) -> Float[
         float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different
         sizes have equal weight.
     """
-    items, _, noise, targets, masks = batch
     prediction = _predicted(model, batch, guidance)
-    if targets is None:
-        item_targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
-        targets = [target.to(velocity.device) for target, velocity in zip(item_targets, prediction, strict=True)]
     # The step passes targets and masks, sent to their device ahead of time; validation has them made here.
-    if masks is None:
-        masks = [LossMask.of(model.spec, item) for item in items]
+    targets = [target.to(velocity.device) for target, velocity in zip(batch.velocities(), prediction, strict=True)]
+    masks = [LossMask.of(model.spec, item) for item in batch.items] if batch.masks is None else batch.masks
     triples = zip(prediction, targets, masks, strict=True)
     return torch.stack([mask.mean((v.float() - t).square()) for v, t, mask in triples])
 
@@ -301,10 +303,8 @@ def guiding(model: Model, batch: NoisedBatch, flow: FlowConfig) -> NoisedBatch:
     with torch.no_grad():
         without_caption = batch._replace(items=[with_empty_caption(item) for item in batch.items])
         unconditional = [velocity.float() for velocity in _predicted(model, without_caption, flow.guidance)]
-    targets, targeted = batch.targets, []
-    if targets is None:
-        targets = [velocity_target(item, eps) for item, eps in zip(batch.items, batch.noise, strict=True)]
-    for sigma, target, base in zip(batch.sigma, targets, unconditional, strict=True):
+    targeted = []
+    for sigma, target, base in zip(batch.sigma, batch.velocities(), unconditional, strict=True):
         share = sent_to(sigma, base.device) if flow.target_schedule == "sigma" else 1.0
         targeted.append(base + (1 + (flow.target_guidance - 1) * share) * (sent_to(target, base.device) - base))
     return batch._replace(targets=targeted)

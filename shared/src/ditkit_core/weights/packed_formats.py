@@ -107,7 +107,7 @@ def _mxfp8(about: Mapping[str, Any], parts: Parts) -> tuple[tuple[int, int], Unp
 
     def unpack(rows: range) -> Tensor:
         # A biased exponent; ldexp is exact for all that a float32 can hold.
-        exponents = from_tiles(_read(scale).view(torch.uint8), num_out, blocks)[rows.start : rows.stop].int() - 127
+        exponents = _block_scales(scale, rows, blocks).int() - 127
         values = _read(weight, rows).float().view(len(rows), blocks, _MXFP8_BLOCK)
         return torch.ldexp(values, exponents[..., None]).view(len(rows), num_in)
 
@@ -125,7 +125,7 @@ def _nvfp4(about: Mapping[str, Any], parts: Parts) -> tuple[tuple[int, int], Unp
     def unpack(rows: range) -> Tensor:
         codes = _read(weight, rows)
         values = _levels()[torch.stack([codes >> 4, codes & 15], -1).view(len(rows), num_in).int()]
-        scales = from_tiles(_read(scale).view(torch.uint8), num_out, blocks)[rows.start : rows.stop]
+        scales = _block_scales(scale, rows, blocks)
         factors = scales.view(torch.float8_e4m3fn).float() * _read(total).float().reshape(())
         return values.view(len(rows), blocks, _NVFP4_BLOCK).mul_(factors[..., None]).view(len(rows), num_in)
 
@@ -142,6 +142,15 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any], Parts], tuple[tuple[int, int
     "mxfp8": _mxfp8,
     "nvfp4": _nvfp4,
 }
+
+
+def _block_scales(scale: StoredTensor, rows: range, num_blocks: int) -> Tensor:
+    """The bytes of the scales of some rows, [rows, blocks]. Only the tiles that have them are read, because a matrix is unpacked in many parts."""
+    width = -(-num_blocks // _TILE_COLUMNS) * _TILE_COLUMNS
+    stored = replace(scale, shape=(scale.num_bytes // width, width), dtype=torch.uint8)
+    first = rows.start // _TILE_ROWS * _TILE_ROWS
+    tiles = range(first, -(-rows.stop // _TILE_ROWS) * _TILE_ROWS)
+    return from_tiles(_read(stored, tiles), len(tiles), num_blocks)[rows.start - first : rows.stop - first]
 
 
 def from_tiles(tiles: Tensor, num_rows: int, num_columns: int) -> Tensor:
