@@ -180,7 +180,7 @@ class NoisedBatch(NamedTuple):
         )
 
     def velocities(self) -> Sequence[Tensor]:
-        """The targets, or where there are none yet those of `velocity_target`, on the items' device."""
+        """The targets; where there are none yet, `velocity_target` of each sample, on the items' device."""
         if self.targets is not None:
             return self.targets
         return [velocity_target(item, eps) for item, eps in zip(self.items, self.noise, strict=True)]
