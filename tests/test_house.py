@@ -26,14 +26,13 @@ GIVEN_NAMES = {
     ),
 }
 """Names that several modules define because something else calls each of them by it."""
-RANKS = ("io/ranks", "io/torchrun", "engine/sharding/", "training/sharded_checkpoint", "testing/")
+RANKS = ("distributed/", "testing/")
 """Modules and folders of the core that use torch.distributed."""
 PLACES_OF_RANKS = (
     "commands/",
+    "distributed/",
     "encoding/",
     "engine/devices",
-    "io/launch",
-    "io/torchrun",
     "previews/",
     "run/",
     "testing/",
@@ -142,7 +141,7 @@ def test_exceptions_that_docstrings_name_are_there():
 def uses_ranks(node: ast.AST) -> str:
     """Whether a node uses torch.distributed, or asks which rank this process is."""
     match node:
-        case ast.ImportFrom(module="ditkit_core.io.torchrun" | "ditkit_core.io.launch"):
+        case ast.ImportFrom(module="ditkit_core.distributed.torchrun" | "ditkit_core.distributed.launch"):
             return "asks"
         case ast.Constant(value="WORLD_SIZE" | "LOCAL_RANK" | "LOCAL_WORLD_SIZE"):
             return "asks"

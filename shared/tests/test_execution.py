@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ditkit_core.adapters.config import BaseConfig
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.engine.ac_policies import AttentionOnly, Full
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
-from ditkit_core.io.ranks import RanksConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_core.run.config import RunConfig

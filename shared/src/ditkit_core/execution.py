@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import RanksConfig
 from ditkit_core.models.precision import Precision
 
 if TYPE_CHECKING:

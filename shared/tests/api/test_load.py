@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters.config import AdapterConfig, LoraConfig
 from ditkit_core.api.load import load
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
-from ditkit_core.io.ranks import RanksConfig
 from ditkit_core.loading.model import Model
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision

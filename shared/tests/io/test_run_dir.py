@@ -14,9 +14,9 @@ from unfinished import unfinished
 from ditkit_core.config.field import setting
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.resume import ConfigChange
+from ditkit_core.distributed.shared_folders import open_run
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
-from ditkit_core.io.run_dir import RunFolder, RunFolderConfig, check_shared, open_run, reserve_sample_number
+from ditkit_core.io.run_dir import RunFolder, RunFolderConfig, reserve_sample_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ def test_a_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) ->
 def test_a_lock_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
     """Held in another process that is then killed; not even its exit status is asked for before the folder is free."""
     program = (
-        "import sys, time; from pathlib import Path; from ditkit_core.io.run_dir import _locked\n"
-        "with _locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from ditkit_core.io.run_dir import locked\n"
+        "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
@@ -269,52 +269,3 @@ def test_another_process_keeps_what_it_writes(saved: Path) -> None:
         left.touch()
         refused(saved, Tree(), match="in use by another process")
         assert left.exists()
-
-
-@dataclass
-class OneOfTwo(Ranks):
-    """A rank of two, with what the other one gives in each exchange."""
-
-    size: int = 2
-    given: list[object] = field(default_factory=list)
-
-    def all_gather_object(self, value):
-        other = self.given.pop(0)
-        return [value, other] if self.is_first else [other, value]
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is not seen at once is not seen."""
-    monkeypatch.setattr("ditkit_core.io.run_dir._SEEN_SECONDS", 0.0)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_ranks_that_see_another_run_folder_are_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(UserError, match="is not the folder that rank 0 has locked .* one that all machines share"),
-        open_run(tmp_path, Tree(), OneOfTwo(rank=1, given=["somebody else"])),
-    ):
-        pass
-
-
-@pytest.mark.usefixtures("at_once")
-def test_ranks_that_see_another_cache_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "mark").touch()
-    check_shared(tmp_path, "encode.cache", OneOfTwo(rank=1, given=["mark", True]))
-    said = "than rank 0; set encode.cache to a folder that all machines share"
-    with pytest.raises(UserError, match=said):
-        check_shared(tmp_path, "encode.cache", OneOfTwo(rank=1, given=["another mark", True]))
-    with pytest.raises(UserError, match=said):
-        check_shared(tmp_path, "encode.cache", OneOfTwo(rank=0, given=["", False]))
-    assert [path.name for path in tmp_path.iterdir()] == ["mark"], "the first rank leaves nothing"
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_cache_that_nobody_can_write_is_no_reason_to_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*given: object, **named: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "touch", fail)
-    check_shared(tmp_path, "encode.cache", OneOfTwo(rank=0, given=["", True]))
-    assert tmp_path.exists()

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.config.resolve import resolve
+from ditkit_core.distributed import fsdp
+from ditkit_core.distributed.ranks import Ranks, RanksConfig
 from ditkit_core.encoding.config import EncodeConfig
-from ditkit_core.engine.sharding import fsdp
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks, RanksConfig
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.token_streams import TokenStreams
 from ditkit_core.run.checks import check_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ditkit_core.config.resolve import resolve
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.loading import kernels as loaded_kernels
 from ditkit_core.nn.kernel_check import KernelCheck
 from ditkit_core.nn.kernels import launch

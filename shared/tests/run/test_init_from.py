@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from toy_world import World, equal
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.io.files import file_hash
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.training import checkpoint
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from toy_samples import ARCH, SIZES, requests_for
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.sampling.denoise import DenoiserStage, generate, single_stage
 from ditkit_core.sampling.render import SampleFiles, render_samples

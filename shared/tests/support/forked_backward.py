@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.testing.replicas import forked
 
 FORKS = 20

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ditkit_core.engine.sharding.shards import Shards
+from ditkit_core.distributed.shards import Shards
 
 
 def log_gathered(log: Callable[[int, int], object]) -> None:

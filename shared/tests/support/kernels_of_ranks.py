@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.config.resolve import resolve
-from ditkit_core.io.ranks import Ranks, world
+from ditkit_core.distributed.ranks import Ranks, world
 from ditkit_core.loading import kernels
 from ditkit_core.nn import kernel_check
 from ditkit_core.nn.context import settings_in_force

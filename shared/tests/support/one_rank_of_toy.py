@@ -27,10 +27,10 @@ from two_experts import TwoExperts
 
 import ditkit_core
 from ditkit_core.commands import stage, train
+from ditkit_core.distributed import shared_folders, torchrun
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
 from ditkit_core.errors import UserError
-from ditkit_core.io import run_dir, torchrun
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading import quantized_cache
 from ditkit_core.models.encoders import VaeMode
@@ -198,7 +198,7 @@ def cannot_generate_a_class_image() -> None:
 
 def is_in_another_folder() -> None:
     """As a machine that does not share a disk, to which a relative path is a folder of its own; it waits less long for the other's file."""
-    run_dir._SEEN_SECONDS = 1.0
+    shared_folders._SEEN_SECONDS = 1.0
     Path("elsewhere").mkdir()
     os.chdir("elsewhere")
 

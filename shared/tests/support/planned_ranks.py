@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.distributed.context_parallel import ContextParallel
+from ditkit_core.distributed.ranks import Ranks, RanksConfig
+from ditkit_core.distributed.shards import Shards
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
-from ditkit_core.engine.sharding.shards import Shards
-from ditkit_core.io.ranks import Ranks, RanksConfig
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Budget, Partition, compose

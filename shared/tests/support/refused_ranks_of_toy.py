@@ -16,8 +16,8 @@ from one_rank_of_toy import WORLDS, prepare
 
 from ditkit_core.commands import train
 from ditkit_core.config.resolve import resolve
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.run.checks import check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run

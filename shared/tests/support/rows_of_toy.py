@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import canonical_name, trainable_parameters
+from ditkit_core.distributed.division import Division
+from ditkit_core.distributed.fsdp import shards_integers
+from ditkit_core.distributed.ranks import Ranks
+from ditkit_core.distributed.shards import Shards
 from ditkit_core.engine.placement import place_blocks
-from ditkit_core.engine.sharding.division import Division
-from ditkit_core.engine.sharding.fsdp import shards_integers
-from ditkit_core.engine.sharding.shards import Shards
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.meta_model import MetaModel, build_meta_model, loaded_dtype

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.distributed.context_parallel import ContextParallel
+from ditkit_core.distributed.ranks import Ranks
+from ditkit_core.distributed.shards import Shards
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
-from ditkit_core.engine.sharding.shards import Shards
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.replicas import EVERY, SHARDED, Divided, forked, main

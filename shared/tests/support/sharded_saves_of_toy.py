@@ -1,4 +1,4 @@
-"""What the ranks do for `training/test_sharded_checkpoint.py`: full fine-tunes whose saves are written while they train."""
+"""What the ranks do for `distributed/test_sharded_checkpoint.py`: full fine-tunes whose saves are written while they train."""
 
 import json
 import multiprocessing
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ditkit_core.distributed import sharded_checkpoint
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.testing.replicas import STEPS, CountedRanks, Divided, Replicas, forked
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.training import sharded_checkpoint, trainer
+from ditkit_core.training import trainer
 
 NAME = "full"
 WRITE = sharded_checkpoint.write_part

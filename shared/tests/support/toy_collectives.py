@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ditkit_core.distributed.fsdp import reduce_whole, shard
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.fsdp import reduce_whole, shard
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention.attention import kept

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
+from ditkit_core.distributed.fsdp import shard
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.fsdp import shard
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.testing.sharded_steps import DTYPES, apart, differences, policies, step_of

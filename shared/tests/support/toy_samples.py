@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.inject import trainable_parameters
-from ditkit_core.engine.sharding.shards import Shards
-from ditkit_core.io.ranks import Ranks, world
+from ditkit_core.distributed.ranks import Ranks, world
+from ditkit_core.distributed.shards import Shards
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.testing import compiled_steps, context_steps, sharded_steps
 from ditkit_core.testing.world import largest
 

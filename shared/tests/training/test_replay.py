@@ -13,6 +13,7 @@ import toy_training
 from torch import Tensor, nn
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 
+from ditkit_core.distributed import gradient_sum
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.generator_state import RewindTrace
 from ditkit_core.errors import UserError
@@ -29,7 +30,6 @@ from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import FlowConfig, TrainConfig
 from ditkit_core.training.losses import NonFiniteLoss
 from ditkit_core.training.micro_batch import forward_and_backward
-from ditkit_core.training.optim import gradient_sum
 from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.replay import IdleProbe, ReplayedMicroBatches, not_replayed
 from ditkit_core.training.train_step import StepContext

@@ -13,13 +13,13 @@ import toy_training
 from saved_states import numbers
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, LazyItems, TrainDataLoader
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.loading.model import Model
 from ditkit_core.testing.conformance_streams import place_model
 from ditkit_core.testing.gpu import GPU, gpu  # noqa: F401

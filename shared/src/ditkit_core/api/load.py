@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.distributed.ranks import Ranks, RanksConfig, world
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError, argument
 from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
-from ditkit_core.io.ranks import Ranks, RanksConfig, world
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.kernels import resolve_kernels
 from ditkit_core.loading.meta_model import MetaModel, build_meta_model

@@ -13,10 +13,10 @@ from ditkit_core.diagnostics.doctor.memory import plan_memory
 from ditkit_core.diagnostics.doctor.render import print_check, write_check
 from ditkit_core.diagnostics.doctor.trial import try_step
 from ditkit_core.diagnostics.rendering import json_text
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_preview_device, check_ranks, check_run, check_training

@@ -22,13 +22,13 @@ from ditkit_core.config.help import format_help
 from ditkit_core.config.json_schema import json_schema
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import changes_to_toml, to_toml
+from ditkit_core.distributed.launch import check_launch, launched
+from ditkit_core.distributed.torchrun import complain_once
 from ditkit_core.errors import UserError, keys_shown
 from ditkit_core.io.allocator import allocator_settings
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.files import local_path
-from ditkit_core.io.launch import check_launch, launched
 from ditkit_core.io.signals import terminated_like_interrupted
-from ditkit_core.io.torchrun import complain_once
 from ditkit_core.io.trackers import check_installed
 from ditkit_core.models.paths import check_preset
 from ditkit_core.nn.attention.support import support_matrix

@@ -12,11 +12,11 @@ import torch
 import ditkit_core
 from ditkit_core.commands.options import STAGES, describe_options, verb_of
 from ditkit_core.config.schema import config_values
+from ditkit_core.distributed.launch import launched
+from ditkit_core.distributed.torchrun import joined_ranks
 from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import keep_log, note, warn
-from ditkit_core.io.launch import launched
 from ditkit_core.io.memory import is_out_of_memory, release_frames, release_memory
-from ditkit_core.io.torchrun import joined_ranks
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig

@@ -23,6 +23,8 @@ from ditkit_core.diagnostics.report.live_page import LivePage
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.step_trace import StepTrace
 from ditkit_core.diagnostics.verification.verifier import Verifier
+from ditkit_core.distributed.shared_folders import check_shared, open_run
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
@@ -30,8 +32,7 @@ from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import keep_log, progress, say, warn
 from ditkit_core.io.files import json_hash, local_path
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.run_dir import RunFolder, check_shared, open_run
-from ditkit_core.io.torchrun import current_ranks
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec

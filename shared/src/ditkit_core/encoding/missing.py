@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.claims import claimed
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.encoders import Encoder
 

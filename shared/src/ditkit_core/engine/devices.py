@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ditkit_core.distributed.launch import local_rank
 from ditkit_core.errors import UserError, argument
-from ditkit_core.io.launch import local_rank
 
 ALL = "all"
 """Stands for all GPUs of the machine."""

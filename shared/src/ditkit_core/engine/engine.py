@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ditkit_core.distributed.context_parallel import ContextParallel
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, offloading
 from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner, call_before_backward, timed
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
 from ditkit_core.engine.run_block import EagerRunner
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.errors import UserError
 from ditkit_core.io.runtimes import sent_to
 from ditkit_core.io.step_clock import StepClock

@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.console import doing, warn
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.nn.kernel_check import KernelCheck, compare_kernels
 from ditkit_core.nn.kernels.launch import why_not
 

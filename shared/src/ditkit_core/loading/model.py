@@ -35,7 +35,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import quantized_weights
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.shards import Shards
+    from ditkit_core.distributed.shards import Shards
 
 
 @dataclass(eq=False, repr=False)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.files.read import AdapterFile
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.encoding.claims import alone_with
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, remove_unfinished
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype
@@ -29,7 +29,7 @@ from ditkit_core.weights.load import Scratch
 from ditkit_core.weights.rows import unsharded
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.division import Division
+    from ditkit_core.distributed.division import Division
 
 _VERSION = 1  # of the layouts: raise it when the same weights are to be quantized to other codes or scales
 _DIGESTS, _KEY, _DIGEST_BYTES = "digests", "ditkit.quantized_base", 16

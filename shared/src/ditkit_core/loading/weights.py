@@ -14,15 +14,15 @@ from torch import nn
 
 from ditkit_core.adapters.assistant import load_assistant
 from ditkit_core.adapters.inject import canonical_name, initialise, is_adapter_name, trainable_parameters
+from ditkit_core.distributed.context_parallel import ContextParallel
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.execution import Execution
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.loading.meta_model import MetaModel, loaded_dtype
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.quantized_cache import find_cache
@@ -30,7 +30,7 @@ from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.weights.load import load_into
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.division import Division
+    from ditkit_core.distributed.division import Division
 
 
 def load_weights(
@@ -91,8 +91,8 @@ def load_divided(
 
     The model is divided before it has values, and each rank reads its rows. Arguments as of `load_weights`.
     """
-    from ditkit_core.engine.sharding.division import Division  # imports parts of torch that take seconds
-    from ditkit_core.engine.sharding.shards import Shards
+    from ditkit_core.distributed.division import Division  # imports parts of torch that take seconds
+    from ditkit_core.distributed.shards import Shards
 
     precision = unloaded.precision
     give_dtypes(unloaded, loaded_dtype(unloaded.spec, precision))

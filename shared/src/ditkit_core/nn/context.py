@@ -13,18 +13,18 @@ planner, and are read in calls of `attend`, or of a product, deep inside model c
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.runtimes import runtime_of
-from ditkit_core.nn.token_exchange import TokenExchange
 
 
 @dataclass(kw_only=True)
@@ -106,6 +106,28 @@ def scope_set(scope: Any) -> AbstractContextManager[None]:
     return _set(_scope, scope)
 
 
+class AttentionExchange(Protocol):
+    """What a block needs of ranks that share the tokens of each sample; `distributed/token_exchange.py: TokenExchange` is the one there is."""
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Names of the calls of `attend` that need an exchange."""
+
+    def attend(
+        self,
+        kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor],
+        q: Float[Tensor, "batch part heads head_dim"],
+        k: Float[Tensor, "batch part heads head_dim"],
+        v: Float[Tensor, "batch part heads head_dim"],
+        padding_mask: Bool[Tensor, "batch tokens"] | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch part heads head_dim"]:
+        """A kernel's attention of this rank's queries to the keys of all ranks."""
+
+    def dropout(self, x: Float[Tensor, "batch part *rest"], rate: float, layer: str) -> Tensor:
+        """Dropout of a layer's input, with this rank's part of the mask that one process has for all tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockSettings:
     """How attention and elementwise work run in a block."""
@@ -121,7 +143,7 @@ class BlockSettings:
     recomputing: bool = False
     """Whether a block runs again for its backward."""
     calls: AttentionCalls | None = None
-    exchange: TokenExchange | None = None
+    exchange: AttentionExchange | None = None
     """How ranks that share the tokens of each sample attend to all of them; None if this process has all tokens."""
 
     def keeps(self, name: str) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.distributed.context_parallel import ContextParallel
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import call_before_backward
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import Stages
 from ditkit_core.nn.context import AttentionCalls, counted_calls

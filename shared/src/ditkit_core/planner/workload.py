@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ditkit_core.training.optim.gradient_sum import num_waiting_sums
+from ditkit_core.distributed.gradient_sum import num_waiting_sums
 
 CudaGraphs = Literal["auto", "on", "off"]
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ditkit_core.data.discovery import lists_of
 from ditkit_core.data.media.clip import write_image
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import json_hash, write_text
-from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.previews.generate import guided_by, with_adapters
 from ditkit_core.run.context import RunContext, create_run

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ditkit_core.distributed.ranks import Ranks
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.engine.parked_weights import parked, parked_bytes
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import Expert

@@ -9,11 +9,11 @@ from typing import Any
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.factored import MixedAdapter
 from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import Expert

@@ -8,6 +8,7 @@ from ditkit_core.adapters.files.export import check_export
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.sizes import per_device
 from ditkit_core.data.dataset import Sample
+from ditkit_core.distributed.launch import launched
 from ditkit_core.encoding.encode import clip_inputs_of
 from ditkit_core.engine.ac_schedule import check_sizes
 from ditkit_core.engine.activation_offload import can_offload
@@ -15,7 +16,6 @@ from ditkit_core.engine.compile import backend_of, check_compiled, check_compile
 from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.launch import launched
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.config import RunConfig
@@ -189,7 +189,7 @@ def _check_sharded(run: RunContext) -> None:
     Raises:
         UserError: Naming the setting and a value that works.
     """
-    from ditkit_core.engine.sharding.fsdp import keeps_wide_gradients, shards_integers  # torch's parts take seconds
+    from ditkit_core.distributed.fsdp import keeps_wide_gradients, shards_integers  # torch's parts take seconds
 
     config, shard = run.config, f"ranks.shard = {run.config.ranks.shard}"
     if _trains_bf16(run) and not keeps_wide_gradients():

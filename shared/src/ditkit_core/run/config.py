@@ -7,9 +7,9 @@ from typing import Literal, TypeVar
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.config.field import setting
 from ditkit_core.data.config import DataConfig
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.encoding.config import EncodeConfig, PriorConfig
 from ditkit_core.io.files import local_path
-from ditkit_core.io.ranks import RanksConfig
 from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import PrecisionConfig

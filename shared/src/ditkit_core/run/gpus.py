@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.loading.kernels import resolve_kernels
 from ditkit_core.nn.attention.support import SUPPORT, capability_text
 from ditkit_core.run.auxiliary import training_devices

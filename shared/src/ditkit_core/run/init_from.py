@@ -1,11 +1,11 @@
 """`--init-from`: start a new run from the trained weights of another."""
 
 from ditkit_core.config.nearest import path_remedy
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.io.torchrun import current_ranks
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.restore import load_trained

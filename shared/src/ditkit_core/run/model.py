@@ -11,12 +11,12 @@ from ditkit_core.adapters.files.merge import parse_merge
 from ditkit_core.adapters.inject import module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.console import say
 from ditkit_core.io.files import local_path
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.trackers import TrackedRun

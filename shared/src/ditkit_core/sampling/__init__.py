@@ -1,4 +1,4 @@
 """Prompts to pixels: the denoising loop and the files it writes.
 
-It may import the folders from data downwards. Start reading at denoise.py.
+It may import the folders from distributed downwards. Start reading at denoise.py.
 """

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 
 
 class RenderedSample(NamedTuple):

@@ -14,9 +14,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from ditkit_core.distributed.context_parallel import ContextParallel
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.replicas import CountedRanks, forked
 from ditkit_core.testing.world import ADAPTERS, DTYPES, Items, Outcome, largest, make_model, outcome

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.context import as_on
 from ditkit_core.testing.interpreter import repair_interpreter

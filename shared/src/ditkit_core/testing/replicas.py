@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.distributed.context_parallel import ContextParallel
+from ditkit_core.distributed.fsdp import keeps_wide_gradients, shards_integers
+from ditkit_core.distributed.ranks import Ranks
+from ditkit_core.distributed.shards import Shards
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
-from ditkit_core.engine.sharding.fsdp import keeps_wide_gradients, shards_integers
-from ditkit_core.engine.sharding.shards import Shards
 from ditkit_core.io.files import json_hash
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec

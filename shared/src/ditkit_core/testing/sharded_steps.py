@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ditkit_core.distributed.fsdp import check_reduced, shard
 from ditkit_core.engine.ac_schedule import MAKERS, parse_schedule
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.fsdp import check_reduced, shard
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine as Run

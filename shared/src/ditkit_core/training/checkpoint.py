@@ -26,7 +26,7 @@ from ditkit_core.io.files import file_hash, flush, json_hash, temporary_path
 from ditkit_core.training.config import SaveConfig
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.shards import Shards
+    from ditkit_core.distributed.shards import Shards
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
 _INDEX = "state.json"
@@ -99,7 +99,7 @@ def save_sharded(folder: Path, state: State, config: SaveConfig, shards: "Shards
         What writes the save, in a thread of each rank. It is complete once the index has the digests of every rank's file. It raises a
         UserError on all ranks if one of them cannot write: earlier saves stay, and no partial files remain.
     """
-    from ditkit_core.training.sharded_checkpoint import write_part  # imports parts of torch that take seconds
+    from ditkit_core.distributed.sharded_checkpoint import write_part  # imports parts of torch that take seconds
 
     part, ranks, state = shards.part(state.tensors), shards.for_files, replace(state, tensors={})
 
@@ -156,7 +156,7 @@ def load_state(path: Path, shards: "Shards | None" = None, groups: Collection[st
             raise UserError(f"{path}: {_NOT_A_SAVE}; choose another save")
     tensors: dict[str, dict[str, Tensor]] = {}
     if any(map(_is_shard, index["files"])):
-        from ditkit_core.training.sharded_checkpoint import read_sharded  # imports parts of torch that take seconds
+        from ditkit_core.distributed.sharded_checkpoint import read_sharded  # imports parts of torch that take seconds
 
         tensors = read_sharded(path, shards, groups)
     for name in index["files"] if not tensors else ():

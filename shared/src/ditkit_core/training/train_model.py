@@ -10,11 +10,11 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.encoding.cache import reading_ahead
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BaseSteps, BatchSize, TrainDataLoader
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec

@@ -20,7 +20,7 @@ from ditkit_core.training.optim.optimizers import OptimConfig
 from ditkit_core.training.validation import ValidationHistory
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.shards import Shards
+    from ditkit_core.distributed.shards import Shards
 
 
 class EMA:

@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ditkit_core.distributed.gradient_sum import GradientSum
+from ditkit_core.distributed.ranks import RankLost, Ranks
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
-from ditkit_core.io.ranks import RankLost, Ranks
 from ditkit_core.io.rng import seed_of
 from ditkit_core.io.runtimes import sent_to
 from ditkit_core.io.step_clock import StepClock
@@ -26,7 +27,6 @@ from ditkit_core.training.micro_batch import forward_and_backward, mean_of, run_
 from ditkit_core.training.nan_debug import find_first_nonfinite
 from ditkit_core.training.optim.clipping import Clipping, joined_norm, stages_of, total_norm
 from ditkit_core.training.optim.fused_backward import OptimizerInBackward
-from ditkit_core.training.optim.gradient_sum import GradientSum
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.replay import ReplayedMicroBatches
 from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks

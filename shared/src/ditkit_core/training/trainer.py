@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import Bar
 from ditkit_core.io.memory import peak_memory_bytes, peak_reserved_bytes, restart_peak
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.io.signals import Interrupts
@@ -40,7 +40,7 @@ from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import ValidationResult, Validator
 
 if TYPE_CHECKING:
-    from ditkit_core.training.sharded_checkpoint import BackgroundWriter
+    from ditkit_core.distributed.sharded_checkpoint import BackgroundWriter
 
 _LOGGER = logging.getLogger(__name__)
 _STOPPING = "stopping after this step, with a save; Ctrl-C again stops at once, without one"
@@ -196,7 +196,7 @@ class Trainer:
         self._last_save: Path | None = None
         self._writer: BackgroundWriter | None = None
         if model.shards is not None and not model.adapts:
-            from ditkit_core.training import sharded_checkpoint  # imports parts of torch that take seconds
+            from ditkit_core.distributed import sharded_checkpoint  # imports parts of torch that take seconds
 
             self._writer = sharded_checkpoint.BackgroundWriter()
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.rng import generator
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import StagedModel

@@ -8,8 +8,8 @@ A plan with none of these is of one process, and several GPUs divide its model.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import RanksConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 
 
 class Move(NamedTuple):

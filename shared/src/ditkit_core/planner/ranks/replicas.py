@@ -11,10 +11,10 @@ from functools import cache
 import torch
 from torch import nn
 
+from ditkit_core.distributed.gradient_sum import GradientSum
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.ranks.recorded import Move, RecordedRanks
 from ditkit_core.planner.workload import RankGradients, Round
-from ditkit_core.training.optim.gradient_sum import GradientSum
 
 _SET = 1024
 """Bytes of the tensor that stands for one set of gradients: flags of the exchange are small next to it."""

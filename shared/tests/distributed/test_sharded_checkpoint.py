@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.io.ranks import WITHOUT_LIMIT
+from ditkit_core.distributed.ranks import WITHOUT_LIMIT
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.scripts import run_script

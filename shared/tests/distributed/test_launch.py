@@ -2,8 +2,8 @@
 
 import pytest
 
+from ditkit_core.distributed.launch import check_launch, launched, local_rank
 from ditkit_core.errors import UserError
-from ditkit_core.io.launch import check_launch, launched, local_rank
 
 
 @pytest.mark.parametrize("rank, size", [("0", "1"), ("x", "2"), ("0", "")])

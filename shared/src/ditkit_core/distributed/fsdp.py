@@ -28,8 +28,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ditkit_core.distributed.ranks import Ranks, world
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks, world
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.linear import CastLinear

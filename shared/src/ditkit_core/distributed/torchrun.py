@@ -20,10 +20,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
-from ditkit_core.errors import Interrupted, UserError
-from ditkit_core.io.console import complain, mute
-from ditkit_core.io.launch import Launch, launched
-from ditkit_core.io.ranks import (
+from ditkit_core.distributed.launch import Launch, launched
+from ditkit_core.distributed.ranks import (
     WITHOUT_LIMIT,
     RankLost,
     Ranks,
@@ -33,7 +31,9 @@ from ditkit_core.io.ranks import (
     lost_in,
     reason_of,
 )
-from ditkit_core.io.siblings import Process, refuse_shared_gpus, siblings
+from ditkit_core.distributed.siblings import Process, refuse_shared_gpus, siblings
+from ditkit_core.errors import Interrupted, UserError
+from ditkit_core.io.console import complain, mute
 from ditkit_core.io.signals import Interrupts, signals_by_default
 
 if TYPE_CHECKING:

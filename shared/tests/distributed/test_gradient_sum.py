@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.io.ranks import Ranks
-from ditkit_core.training.optim.gradient_sum import GradientSum, num_waiting_sums
+from ditkit_core.distributed.gradient_sum import GradientSum, num_waiting_sums
+from ditkit_core.distributed.ranks import Ranks
 
 
 def tree(values):

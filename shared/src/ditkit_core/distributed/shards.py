@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ditkit_core.engine.sharding.division import Division, Rows, mesh_of
-from ditkit_core.engine.sharding.fsdp import count_exchanges, divide_sums
-from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks, distributed
+from ditkit_core.distributed.division import Division, Rows, mesh_of
+from ditkit_core.distributed.fsdp import count_exchanges, divide_sums
+from ditkit_core.distributed.ranks import WITHOUT_LIMIT, Ranks, distributed
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 

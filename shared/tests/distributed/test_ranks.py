@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ditkit_core.distributed.launch import launched, local_rank
+from ditkit_core.distributed.ranks import Ranks, RanksConfig, world
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.errors import UserError
-from ditkit_core.io.launch import launched, local_rank
-from ditkit_core.io.ranks import Ranks, RanksConfig, world
-from ditkit_core.io.torchrun import current_ranks
 
 
 def test_a_process_alone_is_in_no_world():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.io import siblings as module
-from ditkit_core.io.siblings import Process, siblings
+from ditkit_core.distributed import siblings as module
+from ditkit_core.distributed.siblings import Process, siblings
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are read from /proc")
 

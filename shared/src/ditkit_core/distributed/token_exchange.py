@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ditkit_core.config.layer_patterns import fits
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ditkit_core.engine.sharding.fsdp import check_reduced, divide, reduce_whole
-from ditkit_core.io.ranks import WITHOUT_LIMIT, Ranks, distributed
+from ditkit_core.distributed.fsdp import check_reduced, divide, reduce_whole
+from ditkit_core.distributed.ranks import WITHOUT_LIMIT, Ranks, distributed
 from ditkit_core.models.precision import Precision, precision_of
 from ditkit_core.models.protocol import StagedModel
 

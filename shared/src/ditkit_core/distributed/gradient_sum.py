@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
 
 Gradients = dict[str, Tensor]
 

@@ -15,7 +15,7 @@ from ditkit_core.testing.ranks import run_ranks_once
 from ditkit_core.testing.sharded_steps import apart, differences, policies, step_of
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, toy_items
 
-SCRIPT = Path(__file__).parents[2] / "support" / "ranks_of_toy.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "ranks_of_toy.py"
 sys.path.insert(0, str(SCRIPT.parent))
 from toy_islands import IslandBlock, model_of
 

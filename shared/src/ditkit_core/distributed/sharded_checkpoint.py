@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.io.safetensors import write_safetensors
 
 if TYPE_CHECKING:
-    from ditkit_core.engine.sharding.shards import Shards
+    from ditkit_core.distributed.shards import Shards
 
 Part = Mapping[str, tuple[Tensor, int]]
 """Of a state: tensors on the host by `group/key`, each with its first row in the whole tensor."""

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from ditkit_core.distributed import torchrun
+from ditkit_core.distributed.launch import Launch
+from ditkit_core.distributed.ranks import WITHOUT_LIMIT, RankLost, Ranks, lost_in
+from ditkit_core.distributed.siblings import Process, refuse_shared_gpus
 from ditkit_core.errors import UserError
-from ditkit_core.io import torchrun
-from ditkit_core.io.launch import Launch
-from ditkit_core.io.ranks import WITHOUT_LIMIT, RankLost, Ranks, lost_in
-from ditkit_core.io.siblings import Process, refuse_shared_gpus
 from ditkit_core.io.signals import Interrupts
 
 ENDED = Process(2**22 + 1, "")

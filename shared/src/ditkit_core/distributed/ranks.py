@@ -75,7 +75,7 @@ class Ranks:
     group: Any = field(default=None, repr=False, compare=False)
     """torch's process group of this rank's context group; `grouped` makes it."""
     meshes: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """torch's meshes of these ranks by kind of device and `shard`; `engine/sharding/division.py: mesh_of` makes them."""
+    """torch's meshes of these ranks by kind of device and `shard`; `distributed/division.py: mesh_of` makes them."""
     on_step: Callable[[int], None] | None = field(default=None, repr=False, compare=False)
     """Called with each step before it is trained."""
     channel: Any = field(default=None, repr=False, compare=False)
@@ -328,7 +328,7 @@ def _summed(tensor: "Tensor", size: int) -> int:
 
 
 def world() -> Ranks | None:
-    """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`engine/sharding/fsdp.py`)."""
+    """The ranks of the process group, whoever started it; None if there is none. For training loops of your own (`distributed/fsdp.py`)."""
     dist = distributed()
     return Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 

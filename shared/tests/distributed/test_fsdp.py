@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks_of_toy import COMBINATIONS, OTHERS
 
-from ditkit_core.engine.sharding.fsdp import shard
+from ditkit_core.distributed.fsdp import shard
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.ranks import RanksFailed, run_ranks, run_ranks_once
@@ -19,7 +19,7 @@ from ditkit_core.testing.sharded_steps import cases, check_step, policies
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
 
-SCRIPT = Path(__file__).parents[2] / "support" / "ranks_of_toy.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "ranks_of_toy.py"
 
 
 @pytest.fixture(scope="module")

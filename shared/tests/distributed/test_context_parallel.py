@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ditkit_core.distributed.context_parallel import ContextParallel
+from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.sharding.context_parallel import ContextParallel
 from ditkit_core.errors import UserError
-from ditkit_core.io.ranks import Ranks
 from ditkit_core.models.token_streams import TokenStreams
 
 

@@ -1,15 +1,15 @@
 """Divides the tokens of each sample among the ranks of a context group, from behind the embedding until before the head.
 
 Blocks and their code are the same as in one process: each runs on its rank's tokens, and `attend` exchanges what attention among all tokens
-needs (`nn/token_exchange.py`). Embedding and head run on every rank for all tokens.
+needs (`distributed/token_exchange.py`). Embedding and head run on every rank for all tokens.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from ditkit_core.io.ranks import Ranks
+from ditkit_core.distributed.ranks import Ranks
+from ditkit_core.distributed.token_exchange import TokenExchange
 from ditkit_core.models.token_streams import TokenStreams
-from ditkit_core.nn.token_exchange import TokenExchange
 
 
 @dataclass(frozen=True)
