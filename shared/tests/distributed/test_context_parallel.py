@@ -1,5 +1,6 @@
 """What of a carry ranks divide."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -47,6 +48,25 @@ def test_each_stream_is_divided_by_itself_in_every_field():
     assert cut.table.flatten().tolist() == [103, 104, 0, 4, 5, 6, 7]
     assert cut.time is time, "no tokens, although it is as long as the text"
     assert exchange.lengths == (5, 8) and exchange.calls == ("self",)
+
+
+@pytest.mark.parametrize("name", ["self", "image", "text"])
+def test_a_call_within_a_stream_sees_the_tokens_of_that_stream_alone(monkeypatch, name):
+    carry = Carry(numbered(8), numbered(5), torch.cat([numbered(5), numbered(8)], 1), Inner(numbered(8)), numbered(1))
+    streams = replace(STREAMS, within={"image": ("image",), "text": ("text",)})
+    cuts = [ContextParallel(Ranks(rank, 2, context=2), streams).cut(carry) for rank in range(2)]
+    tokens = [{"self": torch.cat([cut.text, cut.image], 1), "image": cut.image, "text": cut.text} for cut, _ in cuts]
+    # one head, which two ranks cannot divide: they gather keys and values
+    parts, exchange, keys = [part[name][..., None] for part in tokens], cuts[1][1], []
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, x: torch.stack([torch.stack([part, part]) for part in parts]))
+
+    def kernel(q, k, v, padding_mask, dropout):
+        keys.extend(k.flatten().tolist())
+        return q
+
+    assert name in exchange.calls
+    exchange.attend(kernel, name, parts[1], parts[1], parts[1], None, 0.0)
+    assert keys == {"self": [*range(5), *range(8)], "image": [*range(8)], "text": [*range(5)]}[name]
 
 
 def test_blocks_that_share_tokens_are_not_compiled():

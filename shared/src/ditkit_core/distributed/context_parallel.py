@@ -25,7 +25,8 @@ class ContextParallel:
         length = {names[0]: _at(carry, path).shape[1] for path, names in fields.items() if len(names) == 1}
         lengths = tuple(length[name] for name in self.streams.names)
         inputs = {layer: tuple(length[name] for name in names) for layer, names in self.streams.inputs.items()}
-        exchange = TokenExchange(self.ranks, self.streams.attention, lengths, inputs)
+        within = {call: tuple(length[name] for name in names) for call, names in self.streams.within.items()}
+        exchange = TokenExchange(self.ranks, (*self.streams.attention, *within), lengths, inputs, within)
         for path, names in fields.items():
             carry = _with(carry, path, exchange.rank_part(_at(carry, path), [length[name] for name in names]))
         return carry, exchange

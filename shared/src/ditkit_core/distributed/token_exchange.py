@@ -31,6 +31,8 @@ class TokenExchange:
     """Number of tokens of each stream, in the order in which attention sees them."""
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By the ending of a layer's name, or a glob: the number of tokens of each stream in its input, none for one that every rank has whole."""
+    within: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name of a call: the number of tokens of each stream that it is among, where these are not all."""
 
     def rank_part(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
         """This rank's part of each stream, one after the other.
@@ -66,23 +68,25 @@ class TokenExchange:
     def attend(
         self,
         kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor],
+        name: str,
         q: Float[Tensor, "batch part heads head_dim"],
         k: Float[Tensor, "batch part heads head_dim"],
         v: Float[Tensor, "batch part heads head_dim"],
         padding_mask: Bool[Tensor, "batch tokens"] | None,
         dropout: float,
     ) -> Float[Tensor, "batch part heads head_dim"]:
-        """A kernel's attention of this rank's queries to the keys of all ranks. The mask covers all keys."""
+        """A kernel's attention, in the call `name`, of this rank's queries to the keys of all ranks. The mask covers all keys."""
         assert not dropout, "refused before anything was loaded: a mask depends on which rank computes it"
+        lengths = self.within.get(name, self.lengths)
         ranks, heads = self.ranks, q.shape[2]
         if heads % ranks.context:
-            keys, values = self._joined(_Gather.apply(ranks, torch.stack([k, v])), 2, self.lengths).unbind()
+            keys, values = self._joined(_Gather.apply(ranks, torch.stack([k, v])), 2, lengths).unbind()
             return kernel(q, keys, values, padding_mask, dropout)
         # [for which rank, which of the three, batch, part, its heads, head_dim]: one exchange of all three.
         local_parts = [x.unflatten(2, (ranks.context, -1)).movedim(2, 0) for x in (q, k, v)]
-        q, k, v = self._joined(_AllToAll.apply(ranks, torch.stack(local_parts, 1)), 2, self.lengths).unbind()
+        q, k, v = self._joined(_AllToAll.apply(ranks, torch.stack(local_parts, 1)), 2, lengths).unbind()
         out = kernel(q, k, v, padding_mask, dropout)
-        parts = [part.movedim(2, 0) for part in self._padded(out, self.lengths)]
+        parts = [part.movedim(2, 0) for part in self._padded(out, lengths)]
         received = _AllToAll.apply(ranks, torch.cat(parts, 2))
         return received.movedim(0, 2).flatten(2, 3)
 

@@ -26,6 +26,9 @@ class TokenStreams:
     """Names of the calls of `attend` in blocks whose queries and keys are the tokens of all streams. The keys of other calls are on
     every rank (text)."""
 
+    within: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By name, the calls whose queries and keys are the tokens of some streams alone, and these streams."""
+
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By the ending of the name of a Linear layer in blocks, or a glob: the streams that its input consists of; none where it is the same on
     every rank (text). The input of any other layer consists of all streams. Masks of an adapter's dropout go by it."""

@@ -51,7 +51,7 @@ def attend(
         settings.calls.counts[name] += 1
     kernel = backend.kernel
     if settings.exchange is not None and name in settings.exchange.calls:
-        kernel = partial(settings.exchange.attend, kernel)
+        kernel = partial(settings.exchange.attend, kernel, name)
     if not settings.keeps(name):
         return kernel(q, k, v, padding_mask, dropout)
     return _kept(kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
