@@ -233,6 +233,24 @@ def test_memory_that_runs_out_while_a_kind_is_recorded_loses_nothing(
     assert len(lines) == times and lines[0].endswith("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+def test_memory_that_runs_out_for_gradients_loses_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, allocated, instances = replay._GradientBuffers, [], set()
+
+    def failing(self: Any, name: str) -> Tensor:
+        allocated.append(name)
+        instances.add(self)
+        if len(allocated) % 3 == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        return allocate(self, name)
+
+    allocate = buffers._buffer
+    monkeypatch.setattr(buffers, "_buffer", failing)
+    *trained, lines, num_graphs = steps_of(replays=True)
+    assert is_bitwise(tuple(trained), steps_of(replays=False))
+    assert num_graphs == 0 and len(lines) == 3 and all("out of memory" in line for line in lines)
+    assert [gradients._buffers for gradients in instances] == [{}], "nothing adds to them"
+
+
 def test_the_graph_that_was_replayed_the_longest_ago_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST", 2)
     found = steps_of(replays=True)

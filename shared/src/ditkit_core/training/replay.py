@@ -216,6 +216,8 @@ class ReplayedMicroBatches:
                 graph, losses = self._graphs.record(recorded, kind.trace)
         except RuntimeError as error:  # of CUDA, of torch, and torch's for memory that runs out
             kind.refused = True
+            if not self._recorded:  # nothing adds to the buffers any more
+                self._gradients.free()
             reason = str(error).partition("\n")[0]
             self._warn(f"{KEY}: {kind.described} run eagerly, because recording them failed: {reason}")
             return False
@@ -262,9 +264,11 @@ class _GradientBuffers:
 
     def prepare(self, names: Sequence[str]) -> None:
         """Have the gradients of these parameters in their buffers, with their values; those without a gradient have zeros."""
+        # All of them first: where memory ends among them, no gradient has moved yet.
+        buffers = {name: self._buffer(name) for name in names}
         empty, moved = [], []
-        for name in names:
-            parameter, buffer = self._trainable[name], self._buffer(name)
+        for name, buffer in buffers.items():
+            parameter = self._trainable[name]
             if parameter.grad is None:
                 empty.append(buffer)
             elif parameter.grad is not buffer:
