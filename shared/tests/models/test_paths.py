@@ -142,6 +142,8 @@ def test_an_unknown_hub_id_is_answered_with_the_nearest_published_one(monkeypatc
     with pytest.raises(UserError) as error:
         arch_here(spec, ModelPaths(base="other/thing"))
     assert "did you mean" not in one_line(error)
+    for inner in ("", "/transformer", "/high_noise_model/weights.safetensors"):
+        assert arch_here(spec, ModelPaths(transformer=f"Some-Owner/Toy2.1-T2V-1B-Diffusers{inner}"))[0] == "tiny"
     assert arch_here(spec, ModelPaths(base="Some-Owner/Toy2.1-T2V-1B-Diffusers"))[0] == "tiny"
 
 

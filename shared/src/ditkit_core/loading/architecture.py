@@ -11,7 +11,7 @@ from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.other_models import looks_like, wrong_config
-from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id
+from ditkit_core.models.paths import ModelPaths, check_preset, is_hub_id, repository_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.weights.fp8_scaled import open_weights
@@ -88,9 +88,10 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
         return choose_arch(spec, components, SafetensorsSource(Path(), {}, {}))
     path = components.here("transformer")
     named = components.transformer or components.base
-    if path is None and is_hub_id(named) and (preset := spec.architecture.hub_presets.get(named)):
+    published = spec.architecture.hub_presets
+    if path is None and is_hub_id(named) and (preset := published.get(repository_of(named))):
         return preset, spec.architecture.presets[preset]
-    near = nearest_word(named, spec.architecture.hub_presets, 0.8) if is_hub_id(named) else ""
+    near = nearest_word(named, published, 0.8) if is_hub_id(named) else ""
     meant = f"; did you mean {near}?" if near and near != named else ""
     try:
         path = path or (components.fetched_description("transformer") if fetch else None)

@@ -44,6 +44,13 @@ def is_hub_id(value: str) -> bool:
     return not is_local
 
 
+def repository_of(hub_id: str) -> str:
+    """The repository of a hub id, which may name a file or folder inside it."""
+    match = _HUB_ID.fullmatch(hub_id)
+    assert match is not None, hub_id
+    return match["repository"]
+
+
 def not_there(key: str, value: str, *, folders: Iterable[Path] = ()) -> UserError:
     """The error for a path of a model that neither exists nor is a hub id; `folders` as for `path_remedy`."""
     if match := _URL.fullmatch(value):

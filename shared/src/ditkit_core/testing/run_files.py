@@ -11,7 +11,7 @@ from typing import Any
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_toml
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.models.paths import is_hub_id
+from ditkit_core.models.paths import is_hub_id, repository_of
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.run.config import RunConfig
@@ -27,7 +27,7 @@ def check_hub_ids(spec: ModelSpec, files: Sequence[Path]) -> None:
         files: Its run files; those with a local path are left out.
     """
     models = [resolve(RunConfig, file=file).model for file in files]
-    named = {model.transformer or model.base: model for model in models if is_hub_id(model.transformer or model.base)}
+    named = {repository_of(path): model for model in models if is_hub_id(path := model.transformer or model.base)}
     for model in named.values():
         assert arch_here(spec, replace(model, preset=""))[0] == model.preset, model
     assert named.keys() == spec.architecture.hub_presets.keys()
