@@ -16,13 +16,25 @@ from ditkit_wan.spec import WAN
 from ditkit_wan.state_dict import to_native, to_official
 
 # Parameters and keys of `WanModel` in modelscope/DiffSynth-Studio, built on `meta` with its own configurations.
-COUNTS = {
+WITHOUT_DIFFUSERS = {
     "fun-v1.1-control-1.3b": (1_564_602_176, 985),
     "fun-v1.1-control-14b": (16_395_457_344, 1305),
     "fun-v1.1-control-camera-1.3b": (1_616_313_152, 989),
     "fun-v1.1-control-camera-14b": (16_898_128_704, 1309),
     "wantodance-14b": (17_245_198_464, 1424),
     "wantodance-14b-global": (17_245_198_464, 1424),
+    "fun-control-5b": (5_001_609_408, 827),
+    "fun-control-camera-5b": (5_245_802_688, 831),
+    "fun-control-a14b": (14_289_561_664, 1097),
+    "fun-control-camera-a14b": (14_792_233_024, 1101),
+}
+# Of 2.2 and InP: the transformers in aigc-apps/VideoX-Fun, with the channels that its pipelines pass.
+COUNTS = WITHOUT_DIFFUSERS | {
+    "fun-v1.1-inp-1.3b": (1_564_428_608, 983),
+    "fun-v1.1-inp-14b": (16_394_878_784, 1303),
+    "fun-inp-5b": (5_000_426_688, 825),
+    "fun-inp-a14b": (14_288_901_184, 1095),
+    "vace-fun-a14b": (17_337_592_896, 1331),
 }
 BESIDE = {
     "fun-v1.1-control-14b": {"ref_conv.weight": (5120, 16, 2, 2)},
@@ -30,6 +42,12 @@ BESIDE = {
         "control_adapter.conv.weight": (1536, 1536, 2, 2),
         "control_adapter.residual_blocks.0.conv2.weight": (1536, 1536, 3, 3),
     },
+    "fun-control-a14b": {"ref_conv.weight": (5120, 16, 2, 2), "patch_embedding.weight": (5120, 52, 1, 2, 2)},
+    "fun-control-5b": {"ref_conv.weight": (3072, 48, 2, 2), "patch_embedding.weight": (3072, 148, 1, 2, 2)},
+    "fun-control-camera-5b": {
+        "control_adapter.conv.weight": (3072, 6144, 2, 2), "patch_embedding.weight": (3072, 100, 1, 2, 2),
+    },
+    "vace-fun-a14b": {"vace_patch_embedding.weight": (5120, 96, 1, 2, 2)},
     "wantodance-14b": {
         "music_projection.weight": (256, 35), "music_encoder.1.self_attn.in_proj_weight": (768, 256),
         "music_encoder.0.linear1.weight": (1024, 256), "music_injector.injector.7.q.weight": (5120, 5120),
@@ -87,7 +105,7 @@ def test_clips_are_as_long_large_and_fast_as_the_authors():
 
 def test_nothing_is_compared_with_a_model_that_diffusers_has_not():
     """Its transformer would be built without what these have besides."""
-    for preset in COUNTS:
+    for preset in WITHOUT_DIFFUSERS:
         assert WAN.for_arch(PRESETS[preset]).adapters.verify is None
     assert WAN.for_arch(PRESETS["i2v-14b-480p"]).adapters.verify is not None
 

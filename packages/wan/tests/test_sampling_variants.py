@@ -152,7 +152,8 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     # generate.py of Wan2.1 and the configurations of Wan2.2
     expected = {
         "t2v-1.3b": 5, "t2v-14b": 5, "i2v-14b-720p": 5, "flf2v-14b-720p": 16, "vace-1.3b": 16, "vace-14b": 16,
-        "t2v-a14b": 12, "i2v-a14b": 5, "ti2v-5b": 5,
+        "t2v-a14b": 12, "i2v-a14b": 5, "ti2v-5b": 5, "fun-v1.1-inp-14b": 5, "fun-inp-a14b": 5, "fun-control-a14b": 5,
+        "fun-control-camera-a14b": 5, "fun-inp-5b": 5, "fun-control-5b": 5, "vace-fun-a14b": 12,
     }  # fmt: skip
     for preset, shift in expected.items():
         assert default_shift(PRESETS[preset], 720, 1280) == shift, preset
@@ -165,7 +166,7 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     pairs = [arch for arch in PRESETS.values() if experts(arch)]
     for arch in pairs:  # `denoiser_stages`: ranks that divide them take each step of samples of several sizes together
         assert len({default_shift(arch, height, height) for height in (64, 480, 1280)}) == 1
-    assert len(pairs) == 2
+    assert len(pairs) == 6
 
 
 @pytest.mark.slow

@@ -71,6 +71,8 @@ class WanArch:
     """Channels of a camera's rays, 6 for each of the four frames of a latent frame; 0 for a model without camera control."""
     music: MusicArch | None = None
     """The music layers of WanToDance; None for all other models."""
+    fun: bool = False
+    """Whether it is a model of VideoX-Fun. Its samples have other defaults, and some have the shapes of a model of Wan's authors."""
 
     @property
     def head_dim(self) -> int:
@@ -83,6 +85,11 @@ class WanArch:
         return 16 if self.token_times else 8
 
     @property
+    def reference_channels(self) -> int:
+        """Channels of the latents of a reference image, as the model's VAE makes them."""
+        return 48 if self.token_times else 16
+
+    @property
     def image_tokens(self) -> int:
         """CLIP tokens of the model's images, 257 per image; 0 if it takes none."""
         return (self.image_positions or 257) if self.image_dim else 0
@@ -91,6 +98,9 @@ class WanArch:
 _1_3B = WanArch(dim=1536, ffn_dim=8960, heads=12, layers=30)
 _14B = WanArch(dim=5120, ffn_dim=13824, heads=40, layers=40)
 _I2V_14B = replace(_14B, in_channels=36, image_dim=1280)
+_I2V_A14B = replace(_14B, in_channels=36, boundary=0.9)
+_5B = WanArch(dim=3072, ffn_dim=14336, heads=24, layers=30, in_channels=48, out_channels=48, token_times=True)
+_VACE_14B = replace(_14B, vace_layers=tuple(range(0, 40, 5)))
 
 PRESETS = {
     "t2v-1.3b": _1_3B,
@@ -99,14 +109,23 @@ PRESETS = {
     "i2v-14b-720p": _I2V_14B,
     "flf2v-14b-720p": replace(_I2V_14B, image_positions=514),
     "vace-1.3b": replace(_1_3B, vace_layers=tuple(range(0, 30, 2))),
-    "vace-14b": replace(_14B, vace_layers=tuple(range(0, 40, 5))),
-    "ti2v-5b": WanArch(dim=3072, ffn_dim=14336, heads=24, layers=30, in_channels=48, out_channels=48, token_times=True),
+    "vace-14b": _VACE_14B,
+    "ti2v-5b": _5B,
     "t2v-a14b": replace(_14B, boundary=0.875),
-    "i2v-a14b": replace(_14B, in_channels=36, boundary=0.9),
-    "fun-v1.1-control-1.3b": replace(_1_3B, in_channels=48, image_dim=1280, ref_conv=True),
-    "fun-v1.1-control-14b": replace(_14B, in_channels=48, image_dim=1280, ref_conv=True),
-    "fun-v1.1-control-camera-1.3b": replace(_1_3B, in_channels=32, image_dim=1280, camera_channels=24),
-    "fun-v1.1-control-camera-14b": replace(_14B, in_channels=32, image_dim=1280, camera_channels=24),
+    "i2v-a14b": _I2V_A14B,
+    "fun-v1.1-inp-1.3b": replace(_1_3B, in_channels=36, image_dim=1280, fun=True),
+    "fun-v1.1-inp-14b": replace(_I2V_14B, fun=True),
+    "fun-v1.1-control-1.3b": replace(_1_3B, in_channels=48, image_dim=1280, ref_conv=True, fun=True),
+    "fun-v1.1-control-14b": replace(_14B, in_channels=48, image_dim=1280, ref_conv=True, fun=True),
+    "fun-v1.1-control-camera-1.3b": replace(_1_3B, in_channels=32, image_dim=1280, camera_channels=24, fun=True),
+    "fun-v1.1-control-camera-14b": replace(_14B, in_channels=32, image_dim=1280, camera_channels=24, fun=True),
+    "fun-inp-5b": replace(_5B, in_channels=100, fun=True),
+    "fun-control-5b": replace(_5B, in_channels=148, ref_conv=True, fun=True),
+    "fun-control-camera-5b": replace(_5B, in_channels=100, camera_channels=24, fun=True),
+    "fun-inp-a14b": replace(_I2V_A14B, fun=True),
+    "fun-control-a14b": replace(_I2V_A14B, in_channels=52, ref_conv=True, fun=True),
+    "fun-control-camera-a14b": replace(_I2V_A14B, camera_channels=24, fun=True),
+    "vace-fun-a14b": replace(_VACE_14B, boundary=0.875, fun=True),
     "wantodance-14b": replace(_I2V_14B, ref_conv=True, music=MusicArch()),
     "wantodance-14b-global": replace(_I2V_14B, ref_conv=True, music=MusicArch(fps=7.5)),
 }
@@ -121,10 +140,19 @@ HUB_PRESETS = {
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": "ti2v-5b",
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "t2v-a14b",
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": "i2v-a14b",
+    "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-InP": "fun-v1.1-inp-1.3b",
+    "alibaba-pai/Wan2.1-Fun-V1.1-14B-InP": "fun-v1.1-inp-14b",
     "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-Control": "fun-v1.1-control-1.3b",
     "alibaba-pai/Wan2.1-Fun-V1.1-14B-Control": "fun-v1.1-control-14b",
     "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-Control-Camera": "fun-v1.1-control-camera-1.3b",
     "alibaba-pai/Wan2.1-Fun-V1.1-14B-Control-Camera": "fun-v1.1-control-camera-14b",
+    "alibaba-pai/Wan2.2-Fun-5B-InP": "fun-inp-5b",
+    "alibaba-pai/Wan2.2-Fun-5B-Control": "fun-control-5b",
+    "alibaba-pai/Wan2.2-Fun-5B-Control-Camera": "fun-control-camera-5b",
+    "alibaba-pai/Wan2.2-Fun-A14B-InP": "fun-inp-a14b",
+    "alibaba-pai/Wan2.2-Fun-A14B-Control": "fun-control-a14b",
+    "alibaba-pai/Wan2.2-Fun-A14B-Control-Camera": "fun-control-camera-a14b",
+    "alibaba-pai/Wan2.2-VACE-Fun-A14B": "vace-fun-a14b",
 }
 """The presets of published models, by the hub id of the model or of its transformer."""
 

@@ -120,7 +120,8 @@ class WanSampler:
         negative: bool = False,
     ) -> Float[Tensor, "channels f h w"]:
         """The model's velocity, with inputs made as in training; `negative` also skips the block that a variant's guidance skips."""
-        inputs = make_inputs([latents], sigma, [{**conditions, "latents": latents}], 1.0)
+        _, stride = self.decoder.strides
+        inputs = make_inputs([latents], sigma, [{**conditions, "latents": latents}], 1.0, latent_stride=stride)
         return denoiser(inputs._replace(skips=negative))[0].to(self._device, torch.float32)
 
     def _scheduler(self, job: GenerationRequest) -> Any:

@@ -1,18 +1,20 @@
 """Differences between the variants of Wan outside the transformer: sizes, frame rate, experts, sampling defaults.
 
 Sources: the configurations in Wan-Video/Wan2.1 and Wan2.2, wan/configs, and the defaults of their generate.py; Wan-Video/Wan-Dancer,
-gen_video_global.sh and gen_video_local.sh; aigc-apps/VideoX-Fun, examples/wan2.1_fun.
+gen_video_global.sh and gen_video_local.sh; aigc-apps/VideoX-Fun, examples/wan2.1_fun, wan2.2_fun and wan2.2_vace_fun, config/wan2.2.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ditkit_core.models.spec import DataSpec, Expert, SampleDefaults, TrainingSpec
 from ditkit_wan.conditioning.columns import is_given_first_latent
+from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import WanArch
 
-_GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}
-"""Guidance scales of the high-noise and the low-noise expert, for text to video and image to video."""
+_GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5), "fun": (6.0, 6.0), "fun-vace": (5.0, 5.0)}
+"""Guidance scales of the high-noise and the low-noise expert, for text to video, image to video, and the models of VideoX-Fun."""
 
 _NEGATIVE = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
@@ -24,8 +26,10 @@ _NEGATIVE = (
 def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
     """The family's training spec with what differs for this architecture."""
     if arch.token_times:
-        # One model generates from text or from an image, so half of the samples are trained without the image, as in VideoX-Fun.
-        return replace(training, control_dropout=0.5)
+        training = replace(training, make_inputs=partial(make_inputs, latent_stride=arch.latent_stride))
+        if not arch.fun:
+            # One model generates from text or from an image, so half of the samples are trained without the image, as in VideoX-Fun.
+            return replace(training, control_dropout=0.5)
     # The first latent frame is given, so a clip of fewer than 5 frames has nothing left to learn.
     return replace(training, fewest_frames=5) if is_given_first_latent(arch) and not arch.music else training
 
@@ -54,12 +58,12 @@ def experts(arch: WanArch) -> Sequence[Expert]:
 
 def sample_defaults(arch: WanArch) -> SampleDefaults:
     """The authors' steps, guidance and negative prompt; for a pair of experts, the guidance of the first."""
+    if arch.fun:
+        return SampleDefaults(steps=50, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.boundary:
         return SampleDefaults(steps=40, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.music:
         return SampleDefaults(steps=48 if arch.music.keyframes else 24, guidance=5.0, negative=_NEGATIVE)
-    if arch.ref_conv or arch.camera_channels:
-        return SampleDefaults(steps=50, guidance=6.0, negative=_NEGATIVE)
     if arch.image_positions:
         return SampleDefaults(steps=50, guidance=5.0, negative=f"镜头切换，镜头晃动，{_NEGATIVE}")
     if arch.image_dim:
@@ -68,4 +72,6 @@ def sample_defaults(arch: WanArch) -> SampleDefaults:
 
 
 def _guidance(arch: WanArch) -> tuple[float, float]:
+    if arch.fun:
+        return _GUIDANCE["fun-vace" if arch.vace_layers else "fun"]
     return _GUIDANCE["image" if arch.in_channels > arch.out_channels else "text"]

@@ -36,6 +36,18 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "fun-v1.1-control-camera-1.3b": (
         ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"], ["camera_path", "y", "image"],
     ),
+    "fun-v1.1-inp-1.3b": (PICTURES, ["y", "image"]),
+    "fun-inp-a14b": (PICTURES, ["y"]),
+    "fun-inp-5b": (PICTURES, ["y", "first_frame"]),
+    "fun-control-a14b": (["control_video", *PICTURES, "reference_image"], ["y", "reference"]),
+    "fun-control-5b": (["control_video", *PICTURES, "reference_image"], ["y", "first_frame", "reference"]),
+    "fun-control-camera-a14b": (
+        ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"], ["camera_path", "y"],
+    ),
+    "fun-control-camera-5b": (
+        ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"],
+        ["camera_path", "y", "first_frame"],
+    ),
     "wantodance-14b": (
         [
             "wantodance_music_path", "wantodance_reference_image", "wantodance_keyframes", "wantodance_keyframes_mask",

@@ -13,7 +13,8 @@ from ditkit_core.models.conditions import Conditioner, alternatives_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.columns import columns
-from ditkit_wan.conditioning.control import Camera, Control, ControlVision, FirstLatent, Reference
+from ditkit_wan.conditioning.control import Camera, Control, ControlVision, FirstLatent, MaskedControl, Reference
+from ditkit_wan.conditioning.images import FirstLast
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.presets import PRESETS
 
@@ -120,6 +121,23 @@ def test_a_ray_is_its_moment_and_direction_and_each_frame_a_channel() -> None:
         found = rays[channel::4, latent, row, column]
         torch.testing.assert_close(found.double(), torch.cat([moment, direction]), atol=1e-6, rtol=0)
     assert torch.equal(rays[0::4, 0], rays[3::4, 0])  # the first frame stands for four
+
+
+def test_a_masked_control_gives_the_frames_that_it_has_images_of(checkpoint: Path, tmp_path: Path) -> None:
+    """As in pipeline_wan2_2_fun_control.py of VideoX-Fun: mask and latents are zeros without images, and otherwise those of image to video."""
+    vae = tiny_vae(checkpoint)
+    clip, files = tmp_path / "clip.mp4", {"control_video": video_file(tmp_path / "c.mp4", 1)}
+    ends = {name: image_file(tmp_path / f"{name}.png", 2 + i) for i, name in enumerate(("input_image", "end_image"))}
+    bare = encoded(MaskedControl(vae, clean_first=True), controls(clip, files))
+    assert bare.keys() == {"y"} and bare["y"][16:].count_nonzero() == 0
+    assert torch.equal(bare["y"][:16], encoded(Control(vae), controls(clip, files))["y"][:16])
+    both = encoded(MaskedControl(vae, clean_first=True), controls(clip, files | ends))
+    between = encoded(FirstLast(vae, both=False), controls(clip, ends))["y"]
+    assert torch.equal(both["y"], torch.cat([bare["y"][:16], between]))
+    assert torch.equal(both["first_frame"], between[4:, :1])
+    assert encoded(MaskedControl(vae), controls(clip, files | ends)).keys() == {"y"}
+    last = encoded(MaskedControl(vae, clean_first=True), controls(clip, files | {"end_image": ends["end_image"]}))
+    assert last.keys() == {"y"} and last["y"][16:20, :, 0, 0].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
 
 
 def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None:

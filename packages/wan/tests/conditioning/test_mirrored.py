@@ -23,6 +23,7 @@ VISUAL = {
     "vace-1.3b": ["vace"],
     "fun-v1.1-control-1.3b": ["y", "reference", "image"],
     "fun-v1.1-control-camera-1.3b": ["y", "image"],
+    "fun-control-5b": ["y", "first_frame", "reference"],
     "wantodance-14b": ["y", "image", "refimage"],
 }
 """Tensors that show something, by preset."""

@@ -179,9 +179,10 @@ def test_the_outline_of_a_clip_is_an_item_that_the_model_takes(preset):
         model = WanTransformer(
             replace(arch, layers=1, vace_layers=arch.vace_layers[:1]), Precision(matmul=torch.float32)
         )
-        (velocity,) = model(WAN.training.make_inputs([sample["latents"]], torch.zeros(1), [sample], 1.0))
+        make = WAN.for_arch(arch).training.make_inputs
+        (velocity,) = model(make([sample["latents"]], torch.zeros(1), [sample], 1.0))
     assert velocity.shape == sample["latents"].shape
-    assert velocity.shape[0] == (48 if preset == "ti2v-5b" else 16)
+    assert velocity.shape[0] == (48 if preset.endswith("-5b") else 16)
 
 
 def test_ti2v_has_its_own_sizes():
@@ -193,12 +194,23 @@ def test_ti2v_has_its_own_sizes():
     plain = WAN.for_arch(PRESETS["t2v-14b"])
     assert (plain.training, plain.data, plain.adapters) == (WAN.training, WAN.data, WAN.adapters)
     told = {name for name, arch in PRESETS.items() if WAN.for_arch(arch).training.fewest_frames == 5}
-    cameras = {"fun-v1.1-control-camera-1.3b", "fun-v1.1-control-camera-14b"}
-    assert told == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", *cameras}
+    begun = {name for name in PRESETS if name.startswith("fun-") and ("-inp-" in name or "-camera-" in name)}
+    assert told == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", *begun}
+    fun = WAN.for_arch(PRESETS["fun-inp-5b"])
+    assert (fun.data, fun.training.control_dropout) == (changed.data, 0), (
+        "its image is in `y` too, which is there always"
+    )
 
 
+# wan/configs of Wan 2.2; config/wan2.2 and examples/wan2.2_fun, wan2.2_vace_fun of VideoX-Fun
 @pytest.mark.parametrize(
-    ("preset", "boundary", "guidance"), [("t2v-a14b", 0.875, [4.0, 3.0]), ("i2v-a14b", 0.9, [3.5, 3.5])]
+    ("preset", "boundary", "guidance"),
+    [
+        ("t2v-a14b", 0.875, [4.0, 3.0]),
+        ("i2v-a14b", 0.9, [3.5, 3.5]),
+        *((f"fun-{kind}-a14b", 0.9, [6.0, 6.0]) for kind in ("inp", "control", "control-camera")),
+        ("vace-fun-a14b", 0.875, [5.0, 5.0]),
+    ],
 )
 def test_experts_meet_at_the_boundary(preset, boundary, guidance):
     high, low = experts(PRESETS[preset])
@@ -216,6 +228,7 @@ def test_steps_are_the_authors():
     steps = {name: WAN.auxiliary.sample_defaults(arch).steps for name, arch in PRESETS.items()}
     assert {name for name, number in steps.items() if number == 40} >= {"i2v-14b-480p", "t2v-a14b", "i2v-a14b"}
     assert [steps[name] for name in ("t2v-14b", "flf2v-14b-720p", "vace-14b", "ti2v-5b")] == [50] * 4
+    assert {steps[name] for name, arch in PRESETS.items() if arch.fun} == {50}
 
 
 def test_negative_prompts_are_the_authors():

@@ -116,10 +116,10 @@ def _names(arch: WanArch) -> tuple[str, ...]:
         return tuple(name for name in _COLUMNS if name.startswith("vace_"))
     if arch.camera_channels:
         return ("input_image", "camera_control_direction", "camera_control_speed", "camera_file")
-    extra = _extra_channels(arch)
-    if extra == 2 * arch.out_channels:
-        return ("control_video", "input_image", *(("reference_image",) if arch.ref_conv else ()))
-    if extra:
+    if _is_controlled(arch):
+        ends = ("input_image", "end_image") if _has_mask(arch) else ("input_image",)
+        return ("control_video", *ends, *(("reference_image",) if arch.ref_conv else ()))
+    if _extra_channels(arch):
         return ("input_image", "end_image")
     return ("input_image",) if arch.token_times else ()
 
@@ -151,7 +151,6 @@ def conditioners(
     if components is not None:
         vae = VaeEncoder(components, device, mode=mode, channels=arch.out_channels)
         clip = ImageEncoder(components, device, torch.float32) if arch.image_dim else None
-    extra = _extra_channels(arch)
     chosen: list[Conditioner] = []
     if arch.music:
         assert clip is not None
@@ -160,19 +159,20 @@ def conditioners(
     elif arch.vace_layers:
         chosen.append(Vace(vae))
     elif arch.camera_channels:
-        with_mask = extra > arch.out_channels
-        chosen += [control.Camera(), image.FirstLast(vae, both=False) if with_mask else control.FirstLatent(vae)]
+        ends = image.FirstLast(vae, both=False, clean_first=arch.token_times)
+        chosen += [control.Camera(), ends if _has_mask(arch) else control.FirstLatent(vae)]
         if clip is not None:
             chosen.append(image.ClipVision(clip, (image.FIRST,)))
-    elif extra == 2 * arch.out_channels:
-        chosen.append(control.Control(vae))
+    elif _is_controlled(arch):
+        masked = control.MaskedControl(vae, clean_first=arch.token_times)
+        chosen.append(masked if _has_mask(arch) else control.Control(vae))
         if arch.ref_conv:
             chosen.append(control.Reference(vae))
         if clip is not None:
             chosen.append(control.ControlVision(clip, (control.REFERENCE, image.FIRST)))
-    elif extra:
+    elif _extra_channels(arch):
         both = bool(arch.image_positions)
-        chosen.append(image.FirstLast(vae, both=both))
+        chosen.append(image.FirstLast(vae, both=both, clean_first=arch.token_times))
         if clip is not None:
             chosen.append(image.ClipVision(clip, (image.FIRST, image.LAST) if both else (image.FIRST,)))
     elif arch.token_times:
@@ -182,9 +182,17 @@ def conditioners(
 
 def is_given_first_latent(arch: WanArch) -> bool:
     """Whether `y` gives the model the first latent frame of every clip; for a single image that is all of it."""
-    extra = _extra_channels(arch)
-    follows = extra == 2 * arch.out_channels and not arch.camera_channels
-    return extra > 0 and not (arch.music or arch.vace_layers or follows)
+    return _extra_channels(arch) > 0 and not (arch.music or _is_controlled(arch))
+
+
+def _is_controlled(arch: WanArch) -> bool:
+    """Whether `y` begins with latents of a control video; latents of given frames follow."""
+    return _extra_channels(arch) >= 2 * arch.out_channels
+
+
+def _has_mask(arch: WanArch) -> bool:
+    """Whether `y` has four channels that say which frames are given."""
+    return _extra_channels(arch) % arch.out_channels > 0
 
 
 def _extra_channels(arch: WanArch) -> int:

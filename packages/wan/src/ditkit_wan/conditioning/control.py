@@ -15,7 +15,7 @@ from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipConditioner, ClipInputs
 from ditkit_wan.conditioning import camera
-from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
+from ditkit_wan.conditioning.images import FIRST, LAST, ClipVision, EndsConditioner, VaeConditioner
 from ditkit_wan.conditioning.media import column_image, column_or_own, image_or_own, missing_condition, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
@@ -47,6 +47,33 @@ class Control(VaeConditioner):
         if FIRST in controls.files:
             begin[:, :1] = self.latents(column_image(controls, FIRST))
         return {"y": torch.cat([control, begin])}
+
+
+class MaskedControl(EndsConditioner):
+    """`y` of the Fun models of Wan 2.2: latents of the control video, a mask of the given frames, and latents of a clip that has these alone.
+
+    Mask and latents are zeros without a first or last image.
+    """
+
+    kind = "masked-control"
+
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
+        """The control video, and the first and the last image if there are any.
+
+        Raises:
+            UserError: If there is no control video.
+        """
+        if CONTROL not in controls.files:
+            raise missing_condition(controls, [CONTROL], "which this model is controlled by")
+        return tuple(column for column in (CONTROL, FIRST, LAST) if column in controls.files)
+
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
+        control = self.latents(video(controls, CONTROL))
+        first, last = (column_image(controls, column) if column in controls.files else None for column in (FIRST, LAST))
+        if first is None and last is None:
+            return {"y": torch.cat([control, control.new_zeros(4, *control.shape[1:]), torch.zeros_like(control)])}
+        ends = self.given_frames(controls, first, last)
+        return ends | {"y": torch.cat([control, ends["y"]])}
 
 
 class FirstLatent(VaeConditioner):

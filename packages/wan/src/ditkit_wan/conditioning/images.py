@@ -111,27 +111,63 @@ def known_frames_mask(is_known: Sequence[bool], height: int, width: int) -> Floa
     return frames.view(-1, 4).T[:, :, None, None].repeat(1, 1, height, width)
 
 
-class FirstLast(VaeConditioner):
-    """`y`: a mask of the known frames, and latents of a clip that has these frames alone.
+class EndsConditioner(VaeConditioner):
+    """Base of the conditioners that give a model the first or the last frame of a clip, or both, in `y`."""
 
-    The other frames are zeros as pixels, which is grey; the VAE's latents of grey are not zeros.
-    """
+    def __init__(self, vae: VaeEncoder | Outlined, *, clean_first: bool = False):
+        """Set how a first frame is given.
+
+        Args:
+            vae: The VAE.
+            clean_first: Whether `first_frame` has the first frame's latents too, which replace noised ones.
+        """
+        super().__init__(vae)
+        self.clean_first = clean_first
+
+    @property
+    def settings(self) -> str:
+        return "first frame without noise" if self.clean_first else ""
+
+    def given_frames(self, controls: ClipInputs, first: Tensor | None, last: Tensor | None) -> dict[str, Tensor]:
+        """`y`: a mask of the given frames, and latents of a clip that has these frames alone; `first_frame` where it is clean.
+
+        The other frames are zeros as pixels, which is grey; the VAE's latents of grey are not zeros.
+
+        Args:
+            controls: The clip.
+            first: Pixels of its first frame, [3, 1, height, width], if it is given.
+            last: Pixels of its last frame, if it is given.
+        """
+        frames = controls.frames
+        pixels, is_known = torch.zeros(3, frames, controls.height, controls.width), [False] * frames
+        for index, image in ((0, first), (frames - 1, last)):
+            if image is not None:
+                pixels[:, index : index + 1], is_known[index] = image, True
+        latents = self.latents(pixels)
+        tensors = {"y": torch.cat([known_frames_mask(is_known, *latents.shape[2:]), latents])}
+        # The VAE is causal: its first latent frame is the first frame alone.
+        return tensors | ({"first_frame": latents[:, :1].clone()} if self.clean_first and first is not None else {})
+
+
+class FirstLast(EndsConditioner):
+    """`y`: a mask of the known frames, and latents of a clip that has these frames alone."""
 
     kind = "first-last"
 
-    def __init__(self, vae: VaeEncoder | Outlined, *, both: bool):
+    def __init__(self, vae: VaeEncoder | Outlined, *, both: bool, clean_first: bool = False):
         """Set which frames are known.
 
         Args:
             vae: The VAE.
             both: Whether the model is always given the last frame; otherwise only with an `end_image`.
+            clean_first: As for `EndsConditioner`.
         """
-        super().__init__(vae)
+        super().__init__(vae, clean_first=clean_first)
         self.both = both
 
     @property
     def settings(self) -> str:
-        return "both ends" if self.both else "begin"
+        return ", ".join(filter(None, ["both ends" if self.both else "begin", super().settings]))
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The first and the last image: columns, or the clip's own frames."""
@@ -141,15 +177,8 @@ class FirstLast(VaeConditioner):
         return tuple(dict.fromkeys(used))
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        frames = controls.frames
-        pixels = torch.zeros(3, frames, controls.height, controls.width)
-        pixels[:, :1] = image_or_own(controls, FIRST)
-        is_known = [True] + [False] * (frames - 1)
-        if self._has_last(controls):
-            pixels[:, -1:] = image_or_own(controls, LAST, last=True)
-            is_known[-1] = True
-        latents = self.latents(pixels)
-        return {"y": torch.cat([known_frames_mask(is_known, *latents.shape[2:]), latents])}
+        last = image_or_own(controls, LAST, last=True) if self._has_last(controls) else None
+        return self.given_frames(controls, image_or_own(controls, FIRST), last)
 
     def _has_last(self, controls: ClipInputs) -> bool:
         return controls.frames > 1 and (self.both or LAST in controls.files)

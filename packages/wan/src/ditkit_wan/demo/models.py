@@ -73,8 +73,10 @@ VARIANTS: Mapping[str, Variant] = {
         transformer="WanVACETransformer3DModel",
         config={"vace_layers": [0, 2], "vace_in_channels": 96},
     ),
-    "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True), has_image_encoder=True),
-    "fun-control-camera": Variant(ours=replace(_OURS, in_channels=32, camera_channels=24), has_image_encoder=True),
+    "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True, fun=True), has_image_encoder=True),
+    "fun-control-camera": Variant(
+        ours=replace(_OURS, in_channels=32, camera_channels=24, fun=True), has_image_encoder=True
+    ),
     "wantodance": Variant(
         ours=replace(
             _OURS,

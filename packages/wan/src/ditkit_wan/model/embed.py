@@ -117,7 +117,7 @@ class WanEmbed(nn.Module):
         steps = () if inputs.music is None else frame_steps(inputs.music, inputs.latents)
         tokens = self._tokens(patches, steps).to(precision.entry)
         timestep = inputs.timestep if inputs.timestep.ndim == 2 else inputs.timestep[:, None]
-        fronts: tuple[int, ...] = ()
+        late, fronts = inputs.late, tuple[int, ...]()
         if inputs.camera is not None:
             tokens = plain_sum(self._camera_tokens(inputs.camera, tokens, lengths), tokens)
         if inputs.reference is not None:
@@ -125,8 +125,11 @@ class WanEmbed(nn.Module):
                 None if it is None else self.ref_conv(it.to(precision.matmul)) for it in inputs.reference
             ]
             tokens = in_front(reference_tokens, tokens, lengths).to(precision.entry)
-            if timestep.shape[1] > 1 and inputs.late is None:
-                timestep = times_in_front(timestep, [0 if it is None else len(it) for it in reference_tokens], lengths)
+            num_in_front = [0 if it is None else len(it) for it in reference_tokens]
+            if late is not None:
+                late = times_in_front(late, num_in_front, lengths)
+            elif timestep.shape[1] > 1:
+                timestep = times_in_front(timestep, num_in_front, lengths)
             fronts = tuple(int(it is not None) for it in reference_tokens)
             grids = tuple((f + front, h, w) for (f, h, w), front in zip(grids, fronts, strict=True))
         layouts = list(zip(grids, steps or [1] * len(grids), strict=True))
@@ -148,7 +151,7 @@ class WanEmbed(nn.Module):
             text=text,
             padding_mask=padding_mask([math.prod(grid) for grid in grids], tokens.device),
             grids=grids,
-            late=inputs.late,
+            late=late,
             image=image,
             reference=None if inputs.reference is None else ReferenceCarry(fronts),
             vace=None if inputs.vace is None else VaceCarry(self._vace(inputs.vace, tokens)),

@@ -35,9 +35,9 @@ class WanInputs(NamedTuple):
     vace: Sequence[Tensor] | None = None
     """[vace_channels, frames, height, width] each, on the grid of the latents."""
     reference: Sequence[Tensor | None] | None = None
-    """[16, 1, height, width] each: latents of an image of the clip's subject; None for samples without one."""
+    """[16 or 48, 1, height, width] each: latents of an image of the clip's subject; None for samples without one."""
     camera: Sequence[Tensor | None] | None = None
-    """[camera_channels, frames, 8 · height, 8 · width] each: rays of the clip's pixels; None for samples without a camera."""
+    """[camera_channels, frames, stride · height, stride · width] each: rays of the clip's pixels; None for samples without a camera."""
     music: Sequence[Tensor] | None = None
     """[rows, features] each, 30 rows per second, so their number per frame gives the frame rate."""
     refimage: Sequence[Tensor] | None = None
@@ -47,7 +47,12 @@ class WanInputs(NamedTuple):
 
 
 def make_inputs(
-    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
+    noised: Sequence[Tensor],
+    sigma: Tensor,
+    items: Sequence[Mapping[str, Tensor]],
+    guidance: float,
+    *,
+    latent_stride: int = 8,
 ) -> WanInputs:
     """Make the model's inputs of noised latents, noise levels and training items.
 
@@ -58,6 +63,7 @@ def make_inputs(
         sigma: Noise levels, fp32 [batch].
         items: Training items. All have the same conditions, except for `first_frame`, `reference` and `camera_path`.
         guidance: Unused: Wan has no embedding of it.
+        latent_stride: Pixels per row or column of latents, for the rays of cameras.
 
     Raises:
         UserError: If some samples have a condition that others lack.
@@ -90,17 +96,17 @@ def make_inputs(
         image=tensors_of("image"),
         vace=tensors_of("vace"),
         reference=some("reference"),
-        camera=_rays(some("camera_path"), noised),
+        camera=_rays(some("camera_path"), noised, latent_stride),
         music=tensors_of("music"),
         refimage=tensors_of("refimage"),
     )
 
 
-def _rays(paths: Sequence[Tensor | None] | None, latents: Sequence[Tensor]) -> list[Tensor | None] | None:
+def _rays(paths: Sequence[Tensor | None] | None, latents: Sequence[Tensor], stride: int) -> list[Tensor | None] | None:
     """Rays of every clip's pixels, computed from the path of its camera."""
     if paths is None:
         return None
-    sizes = [tuple(8 * size for size in clip.shape[2:]) for clip in latents]
+    sizes = [tuple(stride * size for size in clip.shape[2:]) for clip in latents]
     pairs = zip(paths, sizes, strict=True)
     return [None if path is None else rays(path, height=height, width=width) for path, (height, width) in pairs]
 
@@ -179,8 +185,8 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
             raise UserError(
                 f"this model takes {arch.in_channels} channels, and the samples have {len(latents)} of latents and {len(y)} of 'y'"
             )
-    check_references(inputs.reference or (), inputs.latents)
-    check_cameras(inputs.camera or (), inputs.latents)
+    check_references(arch, inputs.reference or (), inputs.latents)
+    check_cameras(arch, inputs.camera or (), inputs.latents)
     check_music(inputs.music or (), inputs.latents)
 
 
@@ -210,7 +216,7 @@ def empty_item(
         item["music"] = torch.empty(round(frames * 30 / arch.music.fps), arch.music.features)
         item["refimage"] = torch.empty(arch.image_tokens, arch.image_dim, dtype=torch.bfloat16)
     elif arch.ref_conv:
-        item["reference"] = torch.empty(16, 1, *grid[1:])
+        item["reference"] = torch.empty(arch.reference_channels, 1, *grid[1:])
     if arch.token_times and frames > 1:
         item["first_frame"] = torch.empty(arch.out_channels, 1, *grid[1:])
     return item

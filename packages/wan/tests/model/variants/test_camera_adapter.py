@@ -1,5 +1,7 @@
 """A camera's path added to the tokens of a clip, against recordings of DiffSynth-Studio, and in a batch, of which that keeps one sample."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,21 @@ def test_a_path_with_fewer_poses_than_frames_is_refused():
     model, one = make_model(WAN, ARCH), item(0, "Left")
     with pytest.raises(UserError, match="a pose for each frame"):
         run(model, one | {"camera_path": one["camera_path"][:1]})
+
+
+def test_with_the_vae_of_2_2_a_latent_pixel_has_the_rays_of_16_pixels():
+    arch = replace(ARCH, token_times=True)
+    model, one = make_model(WAN, arch), item(0, "Left")
+    one["camera_path"] = path_of(moving("Left", "0.3", 5), height=64, width=96)
+    make = WAN.for_arch(arch).training.make_inputs
+    inputs = make([one["latents"]], torch.full((1,), 0.4), [one], 1.0)
+    assert inputs.camera is not None and inputs.camera[0].shape == (24, 2, 64, 96)
+    assert model.embed.control_adapter.conv.weight.shape == (24, 24 * 256, 2, 2)
+    with torch.no_grad():
+        (velocity,) = model(inputs)
+    assert velocity.shape == one["latents"].shape
+    with pytest.raises(UserError, match="a pose for each frame"):
+        run(model, one)  # rays of a VAE of 8 pixels
 
 
 def test_a_plan_has_the_path_of_the_whole_clip():

@@ -1,5 +1,7 @@
 """A reference image in front of a clip, against recordings of DiffSynth-Studio, and in a batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,27 @@ def test_the_tokens_of_a_reference_have_the_time_of_the_last_of_the_clip():
     assert carry.time.shape[1] == 6 + num
     assert torch.equal(carry.time[0, :6], carry.time[0, -1:].expand(6, -1))
     assert not torch.equal(carry.time[0, 6], carry.time[0, -1])
+
+
+def test_the_tokens_of_a_reference_have_the_clips_time_where_its_first_frame_is_clean():
+    """Two times and a choice by token are what a time per token is; one sample of the batch has no clean frame, one no reference."""
+    arch = replace(ARCH, token_times=True)
+    model, random = make_model(WAN, arch), torch.Generator().manual_seed(0)
+    items = [item(0), item(1, (1, 6, 8)), item(2, reference=False), item(3)]
+    for one, has_first in zip(items, (True, False, True, False), strict=True):
+        height, width = one["latents"].shape[2:]
+        if "reference" in one:
+            one["reference"] = torch.randn(48, 1, height, width, generator=random)
+        if has_first:
+            one["first_frame"] = torch.randn(4, 1, height, width, generator=random)
+    together = run(model, *items)
+    for one, velocity in zip(items, together, strict=True):
+        torch.testing.assert_close(velocity, run(model, one)[0], rtol=1e-5, atol=1e-5)
+        frame, num = one["latents"][0, 0].numel() // 4, one["latents"][0].numel() // 4
+        times = torch.full((1, num), 400.0)
+        times[:, : frame if "first_frame" in one else 0] = 0
+        (spread,) = run(model, one, timestep=times, late=None)
+        torch.testing.assert_close(spread, velocity, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reference_is_counted_as_tokens():

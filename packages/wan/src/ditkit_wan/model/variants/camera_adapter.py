@@ -1,6 +1,6 @@
 """Camera motion, added to the tokens of a clip. Source: aigc-apps/VideoX-Fun, videox_fun/models/wan_camera_adapter.py.
 
-The rays of 8 × 8 pixels in the four frames of a latent frame become channels, patches of them become tokens, and a residual block
+The rays of a latent pixel, 8 × 8 or 16 × 16 pixels, in the four frames of a latent frame become channels, patches of them become tokens, and a residual block
 convolves these within a frame. DiffSynth supports one sample per batch only; here every sample has its own camera.
 """
 
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_wan.presets import WanArch
-
-_PIXELS = 8
-"""Pixels of rays per row or column of latents."""
 
 
 class _Residual(nn.Module):
@@ -34,18 +31,19 @@ class CameraAdapter(nn.Module):
 
     def __init__(self, arch: WanArch):
         super().__init__()
+        self.stride = arch.latent_stride
         self.conv = nn.Conv2d(
-            arch.camera_channels * _PIXELS**2, arch.dim, kernel_size=arch.patch[1:], stride=arch.patch[1:]
+            arch.camera_channels * self.stride**2, arch.dim, kernel_size=arch.patch[1:], stride=arch.patch[1:]
         )
         self.residual_blocks = nn.Sequential(_Residual(arch.dim))
 
     def forward(self, rays: Float[Tensor, "channels frames rows columns"]) -> Float[Tensor, "tokens dim"]:
         """One row for each token of one clip, in the dtype of the rays."""
-        pixels = F.pixel_unshuffle(rays.transpose(0, 1), _PIXELS)
+        pixels = F.pixel_unshuffle(rays.transpose(0, 1), self.stride)
         return rearrange(self.residual_blocks(self.conv(pixels)), "f c h w -> (f h w) c")
 
 
-def check_cameras(cameras: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
+def check_cameras(arch: WanArch, cameras: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
     """Refuse rays whose shape does not fit their clip.
 
     Raises:
@@ -53,7 +51,8 @@ def check_cameras(cameras: Sequence[Tensor | None], latents: Sequence[Tensor]) -
     """
     for rays, clip in zip(cameras, latents, strict=False):
         frames, height, width = clip.shape[1:]
-        if rays is not None and rays.shape[1:] != (frames, _PIXELS * height, _PIXELS * width):
+        size = (frames, arch.latent_stride * height, arch.latent_stride * width)
+        if rays is not None and rays.shape[1:] != size:
             raise UserError(
                 f"the camera's rays have the shape {list(rays.shape)} where their clip has latents {list(clip.shape)}: "
                 "give a pose for each frame of the clip"

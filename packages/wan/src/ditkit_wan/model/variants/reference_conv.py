@@ -9,14 +9,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.errors import UserError
 from ditkit_wan.presets import WanArch
-
-_CHANNELS = 16
 
 
 class ReferenceConv(nn.Module):
@@ -24,25 +22,25 @@ class ReferenceConv(nn.Module):
 
     def __init__(self, arch: WanArch):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(arch.dim, _CHANNELS, *arch.patch[1:]))
+        self.weight = nn.Parameter(torch.empty(arch.dim, arch.reference_channels, *arch.patch[1:]))
         self.bias = nn.Parameter(torch.zeros(arch.dim))
         nn.init.xavier_uniform_(self.weight.data.flatten(1))
 
-    def forward(self, reference: Float[Tensor, "16 1 height width"]) -> Float[Tensor, "tokens dim"]:
+    def forward(self, reference: Float[Tensor, "channels 1 height width"]) -> Float[Tensor, "tokens dim"]:
         """Tokens of one image, in the dtype of its latents."""
         ph, pw = self.weight.shape[2:]
         patches = rearrange(reference, "c 1 (h ph) (w pw) -> (h w) (c ph pw)", ph=ph, pw=pw)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
-def check_references(references: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
+def check_references(arch: WanArch, references: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
     """Refuse references whose shape differs from a latent frame of their clip.
 
     Raises:
         UserError: If so; the message names both shapes.
     """
     for reference, clip in zip(references, latents, strict=False):
-        wanted = (_CHANNELS, 1, *clip.shape[2:])
+        wanted = (arch.reference_channels, 1, *clip.shape[2:])
         if reference is not None and reference.shape != wanted:
             raise UserError(
                 f"'reference' has the shape {list(reference.shape)} where its clip has {list(clip.shape)}: encode it at the size of the clip"
@@ -65,12 +63,12 @@ def in_front(
 
 
 def times_in_front(
-    timestep: Float[Tensor, "batch times"], fronts: Sequence[int], lengths: Sequence[int]
-) -> Float[Tensor, "batch tokens"]:
+    timestep: Shaped[Tensor, "batch times"], fronts: Sequence[int], lengths: Sequence[int]
+) -> Shaped[Tensor, "batch tokens"]:
     """A timestep per token, with the references' in front; these equal the timestep of their clip's last token.
 
     Args:
-        timestep: Timestep of each token of the clips.
+        timestep: Timestep of each token of the clips, or which of two timesteps it has.
         fronts: Number of reference tokens of each sample.
         lengths: Number of clip tokens of each sample.
     """
