@@ -23,7 +23,7 @@ from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.step_time import span_time, step_seconds
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
-from ditkit_core.run.expert_runs import largest_expert_run, runs_of
+from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.planned_step import PlannedStep
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
@@ -100,7 +100,7 @@ class PlannedRun:
     @classmethod
     def of(cls, run: RunContext) -> "PlannedRun":
         """Profile a run. It has one policy for all blocks, and names the split points if it has several devices."""
-        step = PlannedStep.of(largest_expert_run(run))
+        step = PlannedStep.of(jobs_of(run).largest)
         made = profile(step.job)
         size = step.bucket.size
         alone = made if len(step.job.batch) == 1 else _profile_of_one(step, size)
@@ -133,9 +133,10 @@ class PlannedRun:
             self.run.config.sample.every_steps,
         )
         total = sampled
-        for part in runs_of(self.run):
-            steps, held_out = part.config.train.steps, part.config.held_out
-            measured = 1 + steps // (held_out.every_steps or part.config.save.every_steps)
+        for job in jobs_of(self.run):
+            config, held_out = job.run.config, job.run.config.held_out
+            steps = config.train.steps
+            measured = 1 + steps // (held_out.every_steps or config.save.every_steps)
             total += steps * step + measured * held_out.clips * len(held_out.sigmas) * validated
             total += steps // every_steps * sampled if every_steps else 0.0
         return total / 3600

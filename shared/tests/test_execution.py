@@ -13,7 +13,7 @@ from ditkit_core.execution import Execution
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run, execution_of
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.config import TrainConfig
 
@@ -38,7 +38,7 @@ def test_a_run_states_all_of_its_execution() -> None:
         base=BaseConfig(quantize="fp8", compute="fp8"),
         ranks=RanksConfig(shard=4, context=2),
     )
-    execution, default = execution_of(create_run(TOY, config, ToyArch())), Execution()
+    execution, default = create_run(TOY, config, ToyArch()).execution, Execution()
     assert execution.devices == ("cuda:0", "cuda:1"), "names: this machine need not have them"
     assert execution.schedule.policies([None] * 3) == (AttentionOnly(), Full(), Full())
     assert execution.precision == Precision(matmul=torch.float32, residual=torch.float64)
@@ -55,10 +55,10 @@ def test_a_run_states_all_of_its_execution() -> None:
 
 
 def test_the_defaults_are_those_of_a_run() -> None:
-    assert execution_of(create_run(TOY, RunConfig(), ToyArch())).schedule == Execution().schedule
+    assert create_run(TOY, RunConfig(), ToyArch()).execution.schedule == Execution().schedule
     run = create_run(TOY, RunConfig(train=TrainConfig(device="cpu")), ToyArch())
     values = {
-        field.name: (getattr(execution_of(run), field.name), getattr(Execution(devices=("cpu",)), field.name))
+        field.name: (getattr(run.execution, field.name), getattr(Execution(devices=("cpu",)), field.name))
         for field in fields(Execution)
         if field.name != "checkpointing"  # a text by itself, parsed in a run
     }
@@ -76,4 +76,4 @@ def test_names_become_devices_of_this_machine() -> None:
 def test_a_device_and_a_list_of_devices_contradict_each_other() -> None:
     config = RunConfig(train=TrainConfig(device="cpu", devices=("cpu",)))
     with pytest.raises(UserError, match="both set"):
-        execution_of(create_run(TOY, config, ToyArch()))
+        assert create_run(TOY, config, ToyArch()).execution

@@ -19,8 +19,8 @@ from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.previews.stages import denoiser_stages, trained_weights_in
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.expert_runs import runs_of
 from ditkit_core.run.experts import noise_range
+from ditkit_core.run.jobs import jobs_of
 from ditkit_core.sampling.denoise import generate
 from ditkit_core.training.flow_matching import shift_sigma, sigma_at
 from ditkit_wan.demo.media import CLIPS, write_clip
@@ -129,7 +129,7 @@ def test_a_checkpoints_own_boundary_wins_over_the_published_one(checkpoints: dic
     shutil.copytree(checkpoints["t2v-a14b"], tmp_path / "base")
     index = tmp_path / "base" / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"boundary_ratio": 0.8}))
-    high, low = (run.config.flow for run in runs_of(create_run(WAN, _config(tmp_path / "base"))))
+    high, low = (job.run.config.flow for job in jobs_of(create_run(WAN, _config(tmp_path / "base"))))
     assert float(np.float32(high.min_sigma)) == high.min_sigma and abs(high.min_sigma - 0.8) < 1e-7
     assert high.max_sigma == 1 and low.min_sigma == 0 and 0.7999 < low.max_sigma < high.min_sigma
 
@@ -147,7 +147,7 @@ def test_which_file_is_which_by_the_names_that_people_have(transformer: str, tra
     flags = {"model.preset": "t2v-a14b", "model.transformer": transformer, "model.transformer_2": transformer_2}
     config = resolve(RunConfig, flags=flags)
     if fits:
-        assert [run.component for run in runs_of(create_run(WAN, config))] == ["transformer", "transformer_2"]
+        assert [job.run.component for job in jobs_of(create_run(WAN, config))] == ["transformer", "transformer_2"]
         return
     with pytest.raises(Exception, match="named after the low_noise expert") as raised:
         create_run(WAN, config)
@@ -200,7 +200,7 @@ def test_a_sample_over_the_boundary_is_that_of_diffusers(
     job = GenerationRequest(
         conditions=wanted, negative=unwanted, frames=5, height=32, width=48, steps=6, guidance=1.0, shift=5.0, seed=7
     )  # fmt: skip
-    turns = denoiser_stages(run, trained_weights_in(run)[0] if with_adapters else {})
+    turns = denoiser_stages(run, trained_weights_in(jobs_of(run))[0] if with_adapters else {})
     sampler = run.auxiliary.sampler
     assert isinstance(sampler, WanSampler)
     (pixels,) = generate(sampler, [job], turns)
@@ -242,7 +242,7 @@ def test_one_adapter_in_both_experts_is_another_image(trained: Path) -> None:
 
 
 def test_image_to_video_trains_on_its_own_boundary(checkpoints: dict[str, Path]) -> None:
-    high, low = runs_of(create_run(WAN, _config(checkpoints["i2v-a14b"])))
+    high, low = (job.run for job in jobs_of(create_run(WAN, _config(checkpoints["i2v-a14b"]))))
     assert 0.8999 < low.config.flow.max_sigma < 0.9 and abs(high.config.flow.min_sigma - 0.9) < 1e-7
     assert high.config.flow.min_sigma > 0.88, "not text to video's"
     only = create_run(WAN, replace(_config(checkpoints["i2v-a14b"]), experts=high.config.experts))

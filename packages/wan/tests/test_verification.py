@@ -12,7 +12,6 @@ from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
-from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.testing.demo import Demo
 from ditkit_wan.spec import WAN
 
@@ -33,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def trained(finished: Path, tmp_path: Path) -> tuple[RunContext, RunFolder]:
     path = shutil.copytree(finished, tmp_path / "run")
-    return resolve_arch(create_run(WAN, resolve(RunConfig, stored=path))), RunFolder(path)
+    return create_run(WAN, resolve(RunConfig, stored=path), fetch=True), RunFolder(path)
 
 
 def test_what_a_killed_run_left_is_verified_by_a_process_of_the_next(

@@ -2,7 +2,7 @@
 
 An `Execution` says nothing about what is computed: of the same weights, batch and seed, most of its values change no bit of a result, and
 the docstring of every other one says what it changes. A loader, a planner and an engine take it as one value; a run makes its own
-(`run/context.py: execution_of`).
+(`run/context.py: RunContext.execution`).
 
     Execution(devices=("cuda:0", "cuda:1"), checkpointing="attn_only", quantize="fp8")
 """

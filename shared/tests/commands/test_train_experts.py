@@ -285,7 +285,7 @@ def test_class_images_that_no_text_makes_are_refused_before_experts_encode_anyth
     def refuse(_: RunContext) -> None:
         raise UserError("this model starts from an image")
 
-    monkeypatch.setattr("ditkit_core.commands.train.check_class_prompt", refuse)
+    monkeypatch.setattr("ditkit_core.commands.train_job.check_class_prompt", refuse)
     assert world.train("both", 1, "--prior.prompt", "a class", "--prior.images", "3", "--sample.captions", "0") == 1
     assert "this model starts from an image" in capsys.readouterr().err
     assert not list((world.folder / "cache").rglob("*.safetensors"))

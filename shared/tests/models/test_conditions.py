@@ -26,7 +26,7 @@ from ditkit_core.loading.model import Model
 from ditkit_core.models.conditions import ClipInputs, Column
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run, with_arch, with_config
+from ditkit_core.run.context import create_run, with_config
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.prompts import choose_prompts, control_files
 from ditkit_core.testing.specs import altered
@@ -243,6 +243,6 @@ def test_an_architecture_may_differ_from_its_family() -> None:
     assert with_config(run, run.config).spec.data.size_step == 48
     unknown = create_run(spec, RunConfig())
     assert unknown.arch is None and unknown.spec.data.size_step == TOY.data.size_step
-    known = with_arch(unknown, TOY.architecture.presets["tiny"])
+    known = unknown.with_arch(TOY.architecture.presets["tiny"])
     assert known.spec.data.size_step == 48 and known.config.data.height == 48
-    assert with_arch(unknown, small).config.data.height == TOY.data.size[1]
+    assert unknown.with_arch(small).config.data.height == TOY.data.size[1]

@@ -30,7 +30,7 @@ from ditkit_core.previews import worker as preview_process
 from ditkit_core.previews.manager import Previews
 from ditkit_core.previews.queue import Preview, drop_after, put, queued, read_preview, read_weights
 from ditkit_core.previews.stages import ExpertWeights
-from ditkit_core.run import expert_runs
+from ditkit_core.run import jobs as run_jobs
 from ditkit_core.run.checks import check_preview_device, say_where_previews_could_be
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
@@ -224,7 +224,10 @@ def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, caps
     run, folder = bare(world)
     names = {step: f"step-{step:06d}.safetensors" for step in (3, 5, 7, 8)}
     put(folder.pending, Preview(step=5), {})
-    with children(world.spec, "fails") as started, Previews(run, folder, 2, lambda path: None) as previews:
+    with (
+        children(world.spec, "fails") as started,
+        Previews(run_jobs.jobs_of(run), folder, 2, lambda path: None) as previews,
+    ):
         put(folder.pending, Preview(step=3), {})
         take = previews.taker()
         take(7, {})
@@ -268,7 +271,7 @@ def test_previews_have_the_kernels_of_their_own_device(world: World, monkeypatch
     monkeypatch.setattr(
         preview_process, "with_kernels", lambda run: replace(run, train=replace(run.train, kernels=own))
     )
-    monkeypatch.setattr(preview_process, "_generate", lambda run, *_: found.append(run.config.train.kernels))
+    monkeypatch.setattr(preview_process, "_generate", lambda jobs, *_: found.append(jobs.run.config.train.kernels))
     put(folder.pending, Preview(step=2), {})
     preview_process.generate_waiting(world.spec, folder.path, "cpu", 0)
     assert found == [own]
@@ -355,14 +358,14 @@ def test_each_of_two_experts_is_sampled_while_it_trains(experts: TwoExperts, mon
         return turn(run, expert, trained, guidance)
 
     asked: list[str] = []
-    latest = expert_runs.latest
+    latest = run_jobs.latest
 
     def counted(state: Path, warn: Callable[[str], None]) -> Path | None:
         asked.append(state.parent.name)
         return latest(state, warn)
 
     monkeypatch.setattr(expert_turns, "_stage", noted)
-    monkeypatch.setattr(expert_runs, "latest", counted)
+    monkeypatch.setattr(run_jobs, "latest", counted)
     with children(world.spec, "draws") as started:
         every = ("--sample.every_steps", "1", "--sample.device", "cpu", "--sample.captions", "1")
         assert world.train("both", 2, *flags, *every) == 0

@@ -16,7 +16,7 @@ from ditkit_core.nn.kernels import launch
 from ditkit_core.planner.planned_step import with_planned_kernels
 from ditkit_core.run import gpus as run_gpus
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run, execution_of
+from ditkit_core.run.context import create_run
 from ditkit_core.run.gpus import with_kernels
 from ditkit_core.run.plans.plan import make_report
 from ditkit_core.testing.ranks import run_ranks
@@ -175,5 +175,5 @@ def test_a_plan_is_for_what_auto_would_be_on_its_devices():
     assert make_report(run_with(kernels="torch"), "24GiB").work.kernels == "torch"
     for gpu in ("rtx2080ti", "v100-16,24GiB"):  # older than those that Triton supports
         assert make_report(run_with(), gpu).work.kernels == "torch"
-    assert with_planned_kernels(execution_of(run_with(compile=True)), "cuda").kernels == "torch"
-    assert with_planned_kernels(execution_of(run_with(kernels="triton")), "cpu").kernels == "triton"
+    assert with_planned_kernels(run_with(compile=True).execution, "cuda").kernels == "torch"
+    assert with_planned_kernels(run_with(kernels="triton").execution, "cpu").kernels == "triton"

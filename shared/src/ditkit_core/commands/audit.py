@@ -15,14 +15,15 @@ from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_components, check_run, check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import create_run, with_arch
+from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.expert_runs import largest_expert_run
 from ditkit_core.run.init_from import start_from
-from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.jobs import jobs_of
+from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.run.train_data import check_items, training_data
@@ -42,7 +43,7 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         UserError: If the run could not start as it is configured, or memory runs out.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        run = largest_expert_run(create_run(spec, config))
+        run = jobs_of(create_run(spec, config)).largest
         if run.expert is not None:
             say(f"auditing the {run.expert.name} expert")
         expert_folder = run.config.run_folder  # the expert's own folder, which has its saves
@@ -64,7 +65,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
         run = create_run(spec, config)  # again: the demo's checkpoint, which has the architecture, did not exist before
     assert run.data.dataset.samples  # reads the dataset: mistakes in it are reported before weights are downloaded
     unloaded = build_model(run)
-    run = with_arch(run, unloaded.arch)
+    run = run.with_arch(unloaded.arch)
     placement = place_run(run, unloaded, training=True)
     check_components(run, run.data.dataset.samples)
     encoded, _ = encode_all(run)
@@ -77,7 +78,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     by_id = {sample.id: sample for sample in encoded}
     batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
     # Eager: a compiler fuses operations and keeps values between them in a wider dtype than the code says.
-    engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
+    engine = replace(engine_for(prepared, run.execution, placement.checkpointing), compile=False)
     subject = Subject(
         model=prepared.module,
         spec=run.spec,

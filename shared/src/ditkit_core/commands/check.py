@@ -21,8 +21,8 @@ from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_preview_device, check_ranks, check_run, check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext, create_run
-from ditkit_core.run.expert_runs import resolve_arch, runs_of
+from ditkit_core.run.context import create_run
+from ditkit_core.run.jobs import Jobs, jobs_of
 
 
 def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
@@ -42,9 +42,9 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         # One process checks what several will train, as a plan is of many: what no number of them could train is refused.
         several = math.lcm(config.ranks.shard, config.ranks.context)
         lacks_processes = current_ranks().size % several != 0
-        for component_run in runs_of(run):
-            check_training(component_run)
-            check_ranks(component_run, several if lacks_processes else current_ranks().size)
+        for job in jobs_of(run):
+            check_training(job.run)
+            check_ranks(job.run, several if lacks_processes else current_ranks().size)
         # The configuration is not stored in the folder: a check must not count as the start of a run.
         if options.demo:
             spec.demo.write(folder.inputs)
@@ -52,8 +52,8 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
             run = create_run(spec, config)
         with nothing_fetched():  # a check must not start a download of many gigabytes
             with suppress(UserError):  # the trial of the model reports it as a finding
-                run = resolve_arch(run)
-            checkup = examine_run(run)
+                run = create_run(spec, config, fetch=True)
+            checkup = examine_run(jobs_of(run))
         files = write_check(checkup, folder.path)
         print_check(checkup)
         if lacks_processes:
@@ -65,16 +65,16 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
     return 0 if checkup.trainable else 1
 
 
-def examine_run(run: RunContext) -> CheckReport:
+def examine_run(jobs: Jobs) -> CheckReport:
     """Check the dataset, plan the memory and try two steps of each trained transformer."""
-    began = time.monotonic()
+    began, run = time.monotonic(), jobs.run
     examined = examine_dataset(run)
     checkup = examined.checkup
     if examined.samples:
         memory, lacking = plan_memory(run, examined.samples, examined.class_images)
         checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
-    for component_run in runs_of(run) if examined.samples else ():  # class images alone are no training data
-        step, step_findings = try_step(component_run, examined)
+    for job in jobs if examined.samples else ():  # class images alone are no training data
+        step, step_findings = try_step(job.run, examined)
         findings = [finding for finding in step_findings if finding not in checkup.findings]
         release_memory()  # two experts do not fit at once: free the first before the second is loaded
         steps = () if step is None else (step,)

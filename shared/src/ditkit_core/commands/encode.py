@@ -18,7 +18,6 @@ from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.run.train_data import base_steps
 
 
@@ -28,12 +27,12 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
     Raises:
         UserError: If the run is not valid, or the folder of `--dump` is not apart from the data.
     """
-    run = create_run(spec, config)
-    check_run(run)  # the same checks as before training: what a run would refuse is not worth encoding
+    check_run(
+        create_run(spec, config)
+    )  # the same checks as before training: what a run would refuse is not worth encoding
     if options.demo:
         spec.demo.write(config.run_folder.inputs)
-        run = create_run(spec, config)
-    run = resolve_arch(run)
+    run = create_run(spec, config, fetch=True)
     rule = parse_rule(options.prune_cache) if options.prune_cache else None  # parsed now: encoding may take hours
     if options.dump:
         _check_dump(run, local_path(options.dump))

@@ -43,11 +43,11 @@ from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
-from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext, create_run, with_config
-from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
+from ditkit_core.run.context import create_run, with_config
+from ditkit_core.run.jobs import Jobs, TrainingJob, jobs_of
 from ditkit_core.run.model import build_model, export_metadata, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.publish import publish
@@ -72,35 +72,30 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     check_hub(options.hub)  # before an export, which may take long
     if options.out:
         check_kind(local_path(options.out), is_transformer=wanted.merged or config.adapter.method == "full")
-    run = resolve_arch(create_run(spec, config))
+    run = create_run(spec, config, fetch=True)
     check_run(with_config(run, replace(run.request.config, export=wanted)))
-    folder = config.run_folder
-    files = _finished(run, folder, options) if options.publishes else []
-    for component_run in runs_of(run) if not files else ():
-        expert = component_run.expert.name if component_run.expert is not None and is_joint(run) else ""
-        files += _export(component_run, wanted, options, folder, expert)
+    folder, jobs = config.run_folder, jobs_of(run)
+    files = _finished(jobs, folder, options) if options.publishes else []
+    for job in jobs if not files else ():
+        files += _export(job, wanted, options, folder, job.name if run.trains_several else "")
         release_memory()  # before the next expert: both need not fit at once
     if options.publishes:
         publish(spec, files, options.hub, folder)
 
 
-def _finished(run: RunContext, folder: RunFolder, options: ExportOptions) -> list[Path]:
+def _finished(jobs: Jobs, folder: RunFolder, options: ExportOptions) -> list[Path]:
     """The finished adapters of a run, unless something else is asked for; they were verified when it ended."""
     asked = options.to or options.dtype or options.merge or options.out or options.step is not None
+    run = jobs.run
     if asked or folder.completed_step() is None or run.config.adapter.method == "full" or run.config.export.merged:
         return []
-    if is_joint(run):
-        return [
-            copy
-            for component_run in runs_of(run)
-            for _, copy in expert_adapters(component_run, folder)
-            if copy.is_file()
-        ]
+    if jobs.in_folders:
+        return [copy for job in jobs for _, copy in expert_adapters(job, folder) if copy.is_file()]
     return [name.at(folder) for name in finished_adapters(folder)]
 
 
 def _export(
-    run: RunContext, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, expert: str
+    job: TrainingJob, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, expert: str
 ) -> list[Path]:
     """Export one transformer.
 
@@ -112,6 +107,7 @@ def _export(
     Returns:
         The files, or the folders of a whole transformer.
     """
+    run = job.run
     spec, config = run.spec, run.config
     is_transformer = wanted.merged or config.adapter.method == "full"
     out_path = local_path(options.out)
@@ -122,7 +118,7 @@ def _export(
         check_free(_written(chosen_path, spec, wanted, is_transformer=is_transformer))
     unloaded = build_model(run)
     prepared = load_model(run, unloaded, place_run(run, unloaded))
-    step = load_trained(prepared, config.run_folder, options.step)
+    step = load_trained(prepared, job.folder, options.step)
     out = chosen_path or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     metadata = export_metadata(run, prepared, step, data="")
     with nullcontext(out.parent) if chosen_path is not None else put_into(out.parent) as target:
@@ -173,13 +169,12 @@ class Exporter(Callback):
 
     def __init__(
         self,
-        run: RunContext,
-        folder: RunFolder,
+        job: TrainingJob,
         prepared: Model,
         encoded: Sequence[EncodedSample],
         verifier: Verifier,
     ):
-        self._run, self._folder, self._prepared, self._verifier = run, folder, prepared, verifier
+        self._run, self._folder, self._prepared, self._verifier = job.run, job.folder, prepared, verifier
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
     def resumed(self, step: int) -> None:
@@ -277,34 +272,32 @@ class Exporter(Callback):
                 say(f"{folder} was read back, and is not verified with diffusers, which {limit}")
 
 
-def rename_exports(run: RunContext, folder: RunFolder) -> None:
+def rename_exports(folder: RunFolder, experts: Sequence[Expert]) -> None:
     """Give the adapters of a run the name of its folder, if that was renamed or copied since they were written."""
     if folder.config_file.exists():
         stored = read_stored_file(RunConfig, folder.config_file).get("run.folder")
         former = RunFolder(Path(stored)).name if isinstance(stored, str) else folder.name
-        rename_adapters(folder, former, [expert.name for expert in run.experts])
+        rename_adapters(folder, former, [expert.name for expert in experts])
 
 
-def expert_adapters(run: RunContext, folder: RunFolder) -> list[tuple[Path, Path]]:
+def expert_adapters(job: TrainingJob, folder: RunFolder) -> list[tuple[Path, Path]]:
     """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
-    assert run.expert is not None
-    return copies_of_expert(run.config.run_folder, folder, run.expert.name)
+    return copies_of_expert(job.folder, folder, job.name)
 
 
-def copy_expert_adapters(run: RunContext, folder: RunFolder) -> None:
+def copy_expert_adapters(job: TrainingJob, folder: RunFolder) -> None:
     """Copy an expert's adapter into the exports of the run of all experts, with the expert in its name."""
-    assert run.expert is not None
-    pairs = expert_adapters(run, folder)
+    pairs = expert_adapters(job, folder)
     for file, copy in pairs:
         with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
-    if any(ExportName.parse(copy.name, (folder.name,), (run.expert.name,)) for _, copy in pairs):
-        remove_earlier(folder, run.expert.name)
+    if any(ExportName.parse(copy.name, (folder.name,), (job.name,)) for _, copy in pairs):
+        remove_earlier(folder, job.name)
 
 
-def has_expert_adapters(run: RunContext, folder: RunFolder) -> bool:
+def has_expert_adapters(job: TrainingJob, folder: RunFolder) -> bool:
     """Whether the exports of the run of all experts have the expert's current adapter.
 
     The copy is outdated if the expert was trained further by itself since.
     """
-    return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in expert_adapters(run, folder))
+    return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in expert_adapters(job, folder))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from ditkit_core.adapters.files.export_names import finished_adapters
 from ditkit_core.commands.export import expert_adapters
@@ -28,6 +29,7 @@ from ditkit_core.run.checks import say_where_previews_could_be
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.experts import describe_expert
+from ditkit_core.run.jobs import Jobs
 from ditkit_core.training.checkpoint import best
 from ditkit_core.training.config import TrainConfig
 from ditkit_core.training.trainer import TrainResult
@@ -51,6 +53,20 @@ def say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
         say(f"changed since the last part of this run: {change}")
     say(_opening(run))
     say_where_previews_could_be(run)
+
+
+def warn_of_base(run: RunContext, arch: Any) -> None:
+    """Warn of settings that do not suit the base.
+
+    Args:
+        arch: Its architecture.
+    """
+    spec, config = run.spec, run.config
+    # An assistant is the other remedy for what advice is about.
+    if (advice := spec.training.advice(arch)) and not any(entry for _, entry in config.base.assistants):
+        warn(advice)
+    if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(arch).guided_by != "embedding":
+        warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance embedding")
 
 
 def describe_precision(run: RunContext) -> str:
@@ -102,19 +118,13 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
         yield f"best save: step {best_save.step}, the last one"
 
 
-def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolder) -> None:
-    """Print the last lines of a run: where its files are, and which command to run next.
-
-    Args:
-        experts: The runs of single experts, in folders inside the run's; none if the run's own folder has everything.
-    """
-    of_experts = [copy for expert_run in experts for _, copy in expert_adapters(expert_run, folder)]
+def say_results(jobs: Jobs, folder: RunFolder) -> None:
+    """Print the last lines of a run: where its files are, and which command to run next."""
+    run, experts = jobs.run, jobs.in_folders
+    of_experts = [copy for job in experts for _, copy in expert_adapters(job, folder)]
     for file in of_experts if experts else [name.at(folder) for name in finished_adapters(folder)]:
         say(f"adapter:  {file}")
-    trained = [
-        (expert_run.config.run_folder, f" ({expert_run.expert.name})") for expert_run in experts if expert_run.expert
-    ]
-    for result_folder, name in trained or [(folder, "")]:
+    for result_folder, name in [(job.folder, f" ({job.name})") for job in experts] or [(folder, "")]:
         for model in sorted(result_folder.exports.glob("transformer_*")):
             say(f"model:    {model}{name}")
         curves = command_line("tensorboard", "--logdir", str(result_folder.tensorboard))

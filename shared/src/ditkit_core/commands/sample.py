@@ -12,16 +12,17 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import reserve_sample_number
+from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.stages import ExpertWeights, build_with_adapter, denoiser_stages, trained_weights_in
 from ditkit_core.run.checks import check_prompts, check_run
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_prompts, sample_prompts
-from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.run.experts import check_named
-from ditkit_core.run.model import engine_of, load_model
+from ditkit_core.run.jobs import Jobs, jobs_of
+from ditkit_core.run.model import load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
@@ -39,7 +40,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     changed: dict[str, Any] = {name: value for name, value in inputs.items() if value}
     changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
     config = replace(config, sample=replace(config.sample, **changed))
-    run, folder = resolve_arch(create_run(spec, config)), config.run_folder
+    run, folder = create_run(spec, config, fetch=True), config.run_folder
     if options.adapter_low and not run.experts:
         raise UserError(
             "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
@@ -62,10 +63,10 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     sampling, unloaded = (run, None) if run.experts else build_with_adapter(run, options.adapter)
     encode_prompts(run, prompts)  # before the transformer is loaded: the GPU need not have room for both
     if unloaded is None:
-        stages, label = _experts(run, options)
+        stages, label = _experts(jobs_of(run), options)
     else:
         prepared = load_model(sampling, unloaded, place_run(sampling, unloaded))
-        stages = single_stage(prepared.module, engine_of(sampling, prepared))
+        stages = single_stage(prepared.module, engine_for(prepared, sampling.execution))
         label = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = local_path(options.out) if options.out else folder.samples
     # Numbers are reserved: two commands in one folder never overwrite each other.
@@ -74,15 +75,16 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     say("\n".join(str(file) for file in files_written))
 
 
-def _experts(run: RunContext, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
+def _experts(jobs: Jobs, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
     """The experts as stages, with the adapter files if any is given, else with the run's saves; and a label for the samples' names."""
+    run = jobs.run
     paths = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
     files = {name: ExpertWeights(file=file) for name, file in paths.items() if file}
     for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
         check_named(expert, option, paths[expert.name])
     if files:
         return denoiser_stages(run, files), "-".join(Path(weights.file).stem for weights in files.values())
-    trained, step = trained_weights_in(run)
+    trained, step = trained_weights_in(jobs)
     if not trained:
         raise UserError(
             f"{run.config.run.folder} has no save of an expert; name a run that was trained, or give --adapter"

@@ -10,6 +10,7 @@ from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.manager import Previews
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
+from ditkit_core.run.jobs import TrainingJob
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.shares import ALONE, SampleShares
 from ditkit_core.training.trainer import Callback
@@ -27,27 +28,25 @@ class SamplesInPlace(Callback):
 
     def __init__(
         self,
-        run: RunContext,
+        job: TrainingJob,
+        sampled: RunContext,
         stages: Callable[[], Sequence[DenoiserStage]],
-        folder: RunFolder,
         on_written: Callable[[Path], object],
         *,
         every_steps: int,
-        sampled: RunContext | None = None,
         shares: SampleShares = ALONE,
     ):
         """Prepare.
 
         Args:
-            run: The run of one transformer.
+            job: The training of one transformer; samples go into its folder.
+            sampled: The run whose [sample] section counts.
             stages: Gives the transformers that take the denoising steps.
-            folder: Where samples go.
             on_written: Called on the first rank with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
-            sampled: The run whose [sample] section counts; None for `run`.
             shares: Which ranks generate which samples.
         """
-        self._run, self._stages, self._folder, self._sampled = run, stages, folder, sampled or run
+        self._job, self._sampled, self._stages = job, sampled, stages
         self._on_written, self._every_steps, self._shares = on_written, every_steps, shares
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
@@ -59,28 +58,30 @@ class SamplesInPlace(Callback):
 
     def resumed(self, step: int) -> None:
         # A signal or a kill came after the save of this step and before its preview was complete.
-        is_due = self.wants_preview(step, stopping=False) and step < self._run.config.train.steps
-        if is_due and not self._shares.ranks.broadcast_object(is_generated(self._folder, step)):
+        is_due = self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps
+        if is_due and not self._shares.ranks.broadcast_object(is_generated(self._job.folder, step)):
             self._sample(step)
 
     def finished(self, step: int) -> None:
-        if self._run.expert is None:  # samples of a model with experts need all of them, after the last one is trained
+        if (
+            self._job.run.expert is None
+        ):  # samples of a model with experts need all of them, after the last one is trained
             self._sample(step)
 
     def _sample(self, step: int, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        run, stem = self._sampled, f"step-{step:06d}"
+        run, folder, stem = self._sampled, self._job.folder, f"step-{step:06d}"
         prompts = sample_prompts(run, run.data.dataset.samples)
-        generate_samples(run, self._stages(), prompts, self._folder.samples, stem, self._shares, is_stopping)
+        generate_samples(run, self._stages(), prompts, folder.samples, stem, self._shares, is_stopping)
         if self._shares.ranks.is_first:
-            self._on_written(self._folder.path)
+            self._on_written(folder.path)
 
 
 class QueuedPreviews(Callback):
     """Copies the trained weights into the queue of a process that samples on another device."""
 
-    def __init__(self, run: RunContext, prepared: Model, previews: Previews):
-        self._run, self._prepared, self._previews = run, prepared, previews
-        self._take = previews.taker(run.expert)
+    def __init__(self, job: TrainingJob, prepared: Model, previews: Previews):
+        self._job, self._prepared, self._previews = job, prepared, previews
+        self._take = previews.taker(job.name)
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         # After a signal too: it only copies the weights, and the next start generates what is left in the queue.
@@ -88,9 +89,8 @@ class QueuedPreviews(Callback):
         return bool(every_steps) and step % every_steps == 0
 
     def resumed(self, step: int) -> None:
-        is_due = self.wants_preview(step, stopping=False) and step < self._run.config.train.steps
-        folder = self._run.config.run_folder
-        queued = self._previews.queued(step, self._run.expert)
+        is_due = self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps
+        folder, queued = self._job.folder, self._previews.queued(step, self._job.name)
         if is_due and not is_generated(folder, step) and not folder.follows_save(queued, step):
             self._put(step)
 

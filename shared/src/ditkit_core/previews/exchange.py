@@ -15,39 +15,39 @@ from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.engine.parked_weights import parked, parked_bytes
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import Expert
 from ditkit_core.previews.callbacks import SamplesInPlace
 from ditkit_core.previews.stages import denoiser_stages, trained_weights_in, why_no_samples
-from ditkit_core.run.context import RunContext
-from ditkit_core.run.model import engine_of
+from ditkit_core.run.jobs import Jobs, TrainingJob
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.shares import SampleShares
 from ditkit_core.weights.layer_streaming import free_memory_bytes
 
 
 def samples_in_place(
-    run: RunContext, sampled: RunContext, prepared: Model, folder: RunFolder, on_written: Callable[[Path], object]
+    job: TrainingJob, jobs: Jobs, prepared: Model, on_written: Callable[[Path], object]
 ) -> SamplesInPlace:
     """The callback that generates samples with the model that trains.
 
     Args:
-        run: The run of one transformer.
-        sampled: The run whose [sample] section counts: of several experts, the run of all of them.
-        folder: The folder of the samples.
+        job: The training of that model; samples go into its folder.
+        jobs: All of the run, whose [sample] section counts.
         on_written: As for `SamplesInPlace`.
     """
-    sample, ranks = sampled.config.sample, current_ranks()
+    run, ranks = job.run, current_ranks()
+    sampled = run if run.expert is None else jobs.run
+    sample = sampled.config.sample
     every_steps = sample.every_steps if not sample.device and (sample.prompts or sample.captions) else 0
     shares = SampleShares.of(ranks)
     stages: Callable[[], Sequence[DenoiserStage]] = tuple
     if run.expert is None:
-        stages = lambda: single_stage(prepared.module, engine_of(run, prepared))
+        stages = lambda: single_stage(prepared.module, engine_for(prepared, run.execution))
     elif every_steps:
         try:
-            stages, obstacle = _exchanged(run, sampled, prepared), ""
+            stages, obstacle = _exchanged(job, jobs, prepared), ""
         except UserError as error:
             obstacle = str(error)
         # Decided together: machines may have different files, and different room.
@@ -58,27 +58,28 @@ def samples_in_place(
         if obstacle:
             warn(f"no previews of the {run.expert.name} expert: {obstacle}")
             every_steps = 0
-    return SamplesInPlace(run, stages, folder, on_written, every_steps=every_steps, sampled=sampled, shares=shares)
+    return SamplesInPlace(job, sampled, stages, on_written, every_steps=every_steps, shares=shares)
 
 
-def _exchanged(run: RunContext, sampled: RunContext, prepared: Model) -> Callable[[], Sequence[DenoiserStage]]:
+def _exchanged(job: TrainingJob, jobs: Jobs, prepared: Model) -> Callable[[], Sequence[DenoiserStage]]:
     """A function that gives all experts as stages: the one that trains as it is, the others with their saves.
 
     Raises:
         UserError: If they cannot be exchanged.
     """
-    if obstacle := why_no_samples(sampled):
+    run, sampled = job.run, jobs.run
+    if obstacle := why_no_samples(sampled.config.model, sampled.experts):
         raise UserError(obstacle)
     # Read once: the saves of the others do not change while this expert trains.
-    others, trained_expert = trained_weights_in(sampled, without=run.expert)[0], run.expert
+    others = trained_weights_in(jobs, without=job.name)[0]
 
     def in_place() -> AbstractContextManager[tuple[Any, Engine]]:
-        return nullcontext((prepared.module, engine_of(run, prepared)))
+        return nullcontext((prepared.module, engine_for(prepared, run.execution)))
 
     def stages() -> Sequence[DenoiserStage]:
         expert_stages = denoiser_stages(sampled, others)
         return [
-            replace(stage, opened=in_place) if expert == trained_expert else _instead_of(prepared, stage)
+            replace(stage, opened=in_place) if expert == run.expert else _instead_of(prepared, stage)
             for expert, stage in zip(sampled.experts, expert_stages, strict=True)
         ]
 

@@ -20,23 +20,21 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.io.worker_process import WorkerProcess
-from ditkit_core.models.spec import Expert
 from ditkit_core.previews.queue import GENERATES, Preview, drop_after, named, put, queued
 from ditkit_core.previews.stages import trained_weights_in, why_no_samples
-from ditkit_core.run.context import RunContext
-from ditkit_core.run.expert_runs import runs_of, saved_step
+from ditkit_core.run.jobs import Jobs
 
 _LOOK_SECONDS = 0.2
 
 
 @contextmanager
 def previews_of(
-    run: RunContext, folder: RunFolder, on_written: Callable[[Path], object], *, trains: bool = True
+    jobs: Jobs, folder: RunFolder, on_written: Callable[[Path], object], *, trains: bool = True
 ) -> Iterator["Previews | None"]:
     """Generate a run's previews on `sample.device` while the context is open, beginning with those left in the queue.
 
     Args:
-        run: The run; with several experts, the run of all of them.
+        jobs: The run.
         folder: Its folder, locked by this process, with the configuration stored.
         on_written: Called with each folder whose samples changed, after all previews are generated.
         trains: Whether training continues from the latest save. Then previews of later steps are dropped, because these steps are
@@ -45,8 +43,9 @@ def previews_of(
     Yields:
         The object that takes the previews; None if they are generated on the devices that train.
     """
+    run = jobs.run
     if trains:
-        _drop_abandoned(run, folder.pending)
+        _drop_abandoned(jobs, folder.pending)
     if not run.config.sample.device:
         if num_queued := len(queued(folder.pending)):
             warn(
@@ -55,31 +54,30 @@ def previews_of(
         yield None
         return
     every_steps = run.config.sample.every_steps if run.config.sample.prompts or run.config.sample.captions else 0
-    if obstacle := why_no_samples(run):
+    if obstacle := why_no_samples(run.config.model, run.experts):
         warn(f"no previews: {obstacle}")
         every_steps = 0
-    with Previews(run, folder, every_steps, on_written) as previews:
+    with Previews(jobs, folder, every_steps, on_written) as previews:
         yield previews
 
 
-def generate_left(run: RunContext, folder: RunFolder, on_written: Callable[[Path], object]) -> None:
+def generate_left(jobs: Jobs, folder: RunFolder, on_written: Callable[[Path], object]) -> None:
     """Generate the previews of a complete run that are left in its queue; `on_written` as for `previews_of`."""
     if not queued(folder.pending):
         return
-    with previews_of(run, folder, on_written, trains=False) as previews:
+    with previews_of(jobs, folder, on_written, trains=False) as previews:
         if previews is not None:
             previews.wait()
 
 
-def _drop_abandoned(run: RunContext, pending: Path) -> None:
+def _drop_abandoned(jobs: Jobs, pending: Path) -> None:
     """Remove previews of steps after the latest save: training continues from there and repeats these steps."""
     experts = {named(path)[0] for path in queued(pending)}
     saved: dict[str, int] = {}
-    for expert_run in runs_of(run):
-        name = "" if expert_run.expert is None else expert_run.expert.name
-        if name in experts:  # reading a save takes time, so only for experts that have previews in the queue
-            step = saved_step(expert_run, lambda _: None)  # no warning about a broken save here: training gives it
-            saved[name] = -1 if step is None else step
+    for job in jobs:
+        if job.name in experts:  # reading a save takes time, so only for experts that have previews in the queue
+            step = job.saved_step(lambda _: None)  # no warning about a broken save here: training gives it
+            saved[job.name] = -1 if step is None else step
     try:
         drop_after(pending, saved)
     except OSError as error:
@@ -93,10 +91,10 @@ class Previews:
         every_steps: Optimizer steps between two of them; 0 for none.
     """
 
-    def __init__(self, run: RunContext, folder: RunFolder, every_steps: int, on_written: Callable[[Path], object]):
+    def __init__(self, jobs: Jobs, folder: RunFolder, every_steps: int, on_written: Callable[[Path], object]):
         self.every_steps = every_steps
-        self._run, self._folder, self._on_written = run, folder, on_written
-        self._device = choose_device(run.config.sample.device, "sample.device")
+        self._jobs, self._run, self._folder, self._on_written = jobs, jobs.run, folder, on_written
+        self._device = choose_device(self._run.config.sample.device, "sample.device")
         self._child: WorkerProcess | None = None
         self._failed: set[str] = set()
 
@@ -110,34 +108,34 @@ class Previews:
         if child is not None:
             child.end()
 
-    def queued(self, step: int, expert: Expert | None) -> Path:
-        """The file that a preview has in the queue."""
-        return self._folder.pending / Preview(step=step, expert="" if expert is None else expert.name).file_name
+    def queued(self, step: int, expert: str) -> Path:
+        """The file that a preview has in the queue; arguments as of `Preview`."""
+        return self._folder.pending / Preview(step=step, expert=expert).file_name
 
-    def taker(self, expert: Expert | None = None) -> Callable[[int, Mapping[str, Tensor]], None]:
+    def taker(self, expert: str = "") -> Callable[[int, Mapping[str, Tensor]], None]:
         """A function that queues previews while one transformer trains. Its failures are warnings and never stop the run.
 
         The saves of the other experts are read here, once: they do not change while this expert trains.
 
         Args:
-            expert: The expert that trains; None if the model has one transformer.
+            expert: Name of the expert that trains; empty if the model has one transformer.
 
         Returns:
             A function of the optimizer step and the trained parameters by canonical name. It returns after they are written.
         """
         saved: dict[str, int] = {}
-        if expert is not None and self.every_steps:
+        if expert and self.every_steps:
             try:
-                trained = trained_weights_in(self._run, without=expert)[0]
+                trained = trained_weights_in(self._jobs, without=expert)[0]
             except UserError as error:
-                warn(f"no previews of the {expert.name} expert: {error}")
+                warn(f"no previews of the {expert} expert: {error}")
                 return lambda step, weights: None
             saved = {name: weights.step for name, weights in trained.items() if weights.step is not None}
 
         def take(step: int, weights: Mapping[str, Tensor]) -> None:
             self._look()
             try:
-                asked = Preview(step=step, expert="" if expert is None else expert.name, others=saved)
+                asked = Preview(step=step, expert=expert, others=saved)
                 put(self._folder.pending, asked, weights)
             except UserError as error:
                 warn(f"no preview of step {step}: {error}")
@@ -164,7 +162,7 @@ class Previews:
                 self._child.wait(_LOOK_SECONDS)
                 self._look()
                 self._start()
-        for path in {self._folder.path, *(expert_run.config.run_folder.path for expert_run in runs_of(self._run))}:
+        for path in {self._folder.path, *(job.folder.path for job in self._jobs)}:
             self._on_written(path)
         if num_queued := len(queued(self._folder.pending)):
             warn(f"previews not generated: {num_queued}, in {self._folder.pending}; the same command tries again")

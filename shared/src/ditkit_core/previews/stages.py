@@ -1,6 +1,6 @@
 """The transformers that sample with a run's trained weights; an expert is loaded when its denoising steps begin."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +16,16 @@ from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import engine_for
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.queue import read_weights
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.expert_runs import config_of, runs_of, saved_step
-from ditkit_core.run.model import build_model, engine_of, load_run
+from ditkit_core.run.jobs import Jobs, config_of
+from ditkit_core.run.model import build_model, load_run
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
@@ -77,7 +79,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
         elif trained.file:
             origin = f"with {trained.file}"
         say(f"sampling with the {expert.name} expert {origin}")
-        yield prepared.module, engine_of(sampling, prepared)
+        yield prepared.module, engine_for(prepared, sampling.execution)
 
     return DenoiserStage(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
 
@@ -121,11 +123,11 @@ def _for_sampling(run: RunContext, expert: Expert, trained: ExpertWeights) -> Ru
     return with_config(run, config)
 
 
-def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tuple[dict[str, ExpertWeights], int]:
+def trained_weights_in(jobs: Jobs, *, without: str | None = None) -> tuple[dict[str, ExpertWeights], int]:
     """The saved weights of a run's experts.
 
     Args:
-        without: An expert that is skipped.
+        without: Name of an expert that is skipped.
 
     Returns:
         The weights by name of the expert, and the step of the latest save.
@@ -135,10 +137,10 @@ def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tup
     """
     trained: dict[str, ExpertWeights] = {}
     newest = 0
-    for expert_run in runs_of(run):
-        if expert_run.expert in (None, without) or (step := saved_step(expert_run)) is None:
+    for job in jobs:
+        if job.name in ("", without) or (step := job.saved_step()) is None:
             continue
-        trained[expert_run.expert.name] = ExpertWeights(folder=expert_run.config.run_folder.path, step=step)
+        trained[job.name] = ExpertWeights(folder=job.folder.path, step=step)
         newest = max(newest, step)
     return trained, newest
 
@@ -159,23 +161,23 @@ def load_preview_weights(prepared: Model, path: Path) -> None:
         prepared.streamer.host_changed()  # streamed blocks are copied from page-locked buffers, which must be refilled
 
 
-def generate_trained(run: RunContext, folder: RunFolder, step: int) -> None:
+def generate_trained(jobs: Jobs, folder: RunFolder, step: int) -> None:
     """Generate the samples of a finished run with all trained experts, one loaded at a time; all ranks call it."""
-    prompts, ranks = sample_prompts(run, run.data.dataset.samples), current_ranks()
+    run, ranks = jobs.run, current_ranks()
+    prompts = sample_prompts(run, run.data.dataset.samples)
     if not prompts:
         return
     # Decided together: machines may have different files.
-    if obstacle := next(filter(None, ranks.all_gather_object(why_no_samples(run))), ""):
+    if obstacle := next(filter(None, ranks.all_gather_object(why_no_samples(run.config.model, run.experts))), ""):
         say(f"no samples: {obstacle}")
         return
-    stages, shares = denoiser_stages(run, trained_weights_in(run)[0]), SampleShares.of(ranks)
+    stages, shares = denoiser_stages(run, trained_weights_in(jobs)[0]), SampleShares.of(ranks)
     generate_samples(run, stages, prompts, folder.samples, f"step-{step:06d}", shares)
 
 
-def why_no_samples(run: RunContext) -> str:
+def why_no_samples(model: ModelPaths, experts: Sequence[Expert]) -> str:
     """Why a run of one expert cannot sample: another expert is missing. Empty if all are here or in the hub's cache."""
-    model = run.config.model
-    for expert in run.experts:
+    for expert in experts:
         try:
             location = model.here(expert.part) or model.fetched_description(expert.part)
         except UserError as error:

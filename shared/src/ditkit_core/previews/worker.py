@@ -17,17 +17,18 @@ from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.worker_process import work
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.generate import generate_samples
-from ditkit_core.previews.queue import GENERATES, Preview, queued, read_preview
+from ditkit_core.previews.queue import GENERATES, queued, read_preview
 from ditkit_core.previews.stages import ExpertWeights, denoiser_stages, load_preview_weights
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.expert_runs import folder_of, resolve_arch
 from ditkit_core.run.gpus import with_kernels
-from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.jobs import Jobs, jobs_of
+from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.prompts import SamplePrompt
@@ -64,7 +65,8 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
     config = with_kernels(resolve(RunConfig, stored=path).on_device(device, streamed))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    run = resolve_arch(create_run(spec, config))
+    jobs = jobs_of(create_run(spec, config, fetch=True))
+    run = jobs.run
     prompts = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
     prepared: Model | None = None
     while waiting := [file for file in queued(RunFolder(path).pending) if file.name not in left_out]:
@@ -72,7 +74,7 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
         say(f"process {os.getpid()}{GENERATES}{file.name}")  # first: the parent reads here which file failed
         try:
             written = file.stat().st_mtime_ns
-            prepared = _generate(run, prepared, file, prompts)
+            prepared = _generate(jobs, prepared, file, prompts)
         except (UserError, FileNotFoundError):
             if file.exists():
                 raise
@@ -84,11 +86,11 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
                 file.unlink()
 
 
-def _generate(run: RunContext, prepared: Model | None, file: Path, prompts: Sequence[SamplePrompt]) -> Model | None:
+def _generate(jobs: Jobs, prepared: Model | None, file: Path, prompts: Sequence[SamplePrompt]) -> Model | None:
     """Generate the preview of one file.
 
     Args:
-        run: The run, configured for this device.
+        jobs: The run, configured for this device.
         prepared: The model, if it has one transformer and is loaded already.
         file: The file of the queue.
         prompts: What to sample.
@@ -96,31 +98,27 @@ def _generate(run: RunContext, prepared: Model | None, file: Path, prompts: Sequ
     Returns:
         The loaded model for the next file; None for a model with experts, which are loaded for each preview.
     """
-    preview = read_preview(file)
-    expert = next((candidate for candidate in run.experts if candidate.name == preview.expert), None)
+    preview, run = read_preview(file), jobs.run
+    job = jobs.named(preview.expert)
+    if job is None:
+        raise UserError(f"{file} contains weights of no expert that this run trains; remove it")
     stages: Sequence[DenoiserStage]
-    if run.experts and expert is None:
-        raise UserError(f"{file} contains weights of no expert of this model; remove it")
     if run.experts:
-        stages = _stages(run, file, preview)
+        # The expert of the preview with its weights, the others with their saves at the time it was queued.
+        trained = {
+            other.name: ExpertWeights(folder=other.folder.path, step=preview.others[other.name])
+            for other in jobs
+            if other.name in preview.others
+        }
+        stages = denoiser_stages(run, {**trained, preview.expert: ExpertWeights(preview=file)})
     else:
         if prepared is None:
             unloaded = build_model(run)
             prepared = load_model(run, unloaded, place_run(run, unloaded))
         load_preview_weights(prepared, file)
-        stages = single_stage(prepared.module, engine_of(run, prepared))
-    generate_samples(run, stages, prompts, folder_of(run, expert).samples, f"step-{preview.step:06d}")
+        stages = single_stage(prepared.module, engine_for(prepared, run.execution))
+    generate_samples(run, stages, prompts, job.folder.samples, f"step-{preview.step:06d}")
     return prepared
-
-
-def _stages(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserStage]:
-    """All experts: the one of the preview with its weights, the others with their saves at the time it was queued."""
-    trained = {
-        expert.name: ExpertWeights(folder=folder_of(run, expert).path, step=preview.others[expert.name])
-        for expert in run.experts
-        if expert.name in preview.others
-    }
-    return denoiser_stages(run, {**trained, preview.expert: ExpertWeights(preview=file)})
 
 
 if __name__ == "__main__":

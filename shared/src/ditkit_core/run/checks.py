@@ -16,6 +16,7 @@ from ditkit_core.engine.compile import backend_of, check_compiled, check_compile
 from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.config import RunConfig
@@ -23,11 +24,42 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.experts import check_merges
 from ditkit_core.run.gpus import check_capability
+from ditkit_core.run.jobs import Jobs
 from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optim.fused_checks import check_fused_backward, check_swap
 from ditkit_core.training.optim.optimizers import optimizers_that
 from ditkit_core.weights.quantize import check_compute, check_quantize
+
+
+def check_jobs(jobs: Jobs, num_ranks: int) -> None:
+    """Refuse settings that cannot be trained, before anything is written.
+
+    Raises:
+        UserError: If a setting of the run or of a job contradicts another, or a job's folder belongs to another configuration.
+    """
+    run, folder = jobs.run, jobs.run.config.run_folder.path
+    if jobs.in_folders:
+        check_run(run)
+        check_preview_device(run)  # here and not per job: only the run of all experts generates previews
+        if jobs.settings.adapter.init:
+            raise UserError(
+                f"adapter.init = {jobs.settings.adapter.init!r} belongs to one expert and would initialize both; train each in a run of its own, "
+                "with experts.train = high_noise and low_noise"
+            )
+    elif inside := [
+        folder / expert.name for expert in run.experts if RunFolder(folder / expert.name).config_file.exists()
+    ]:
+        raise UserError(
+            f"{folder} is a run of several experts; continue one of them with --run {inside[0]}, or name a new run.folder"
+        )
+    for job in jobs:
+        check_run(job.run)
+        check_training(job.run)
+        check_ranks(job.run, num_ranks)
+    # The run's own folder has no saves to compare the configuration with: each expert's folder checks its own.
+    for job in jobs.in_folders:
+        job.changes()
 
 
 def check_run(run: RunContext) -> None:

@@ -53,6 +53,11 @@ class RunContext:
         return next((expert for expert in self.experts if expert.name == self.config.experts.train), None)
 
     @property
+    def trains_several(self) -> bool:
+        """Whether the run trains several experts, each as a job in a folder of its own."""
+        return bool(self.experts) and self.expert is None
+
+    @property
     def component(self) -> str:
         """The component that the run trains."""
         return "transformer" if self.expert is None else self.expert.part
@@ -82,6 +87,30 @@ class RunContext:
         return self.config.precision.precision(matmul, self.spec.precision.reference)
 
     @cached_property
+    def execution(self) -> Execution:
+        """How the model runs: the parts of [train], [base], [precision] and [ranks] that say so.
+
+        Devices are names still, since a plan need not be for this machine.
+        """
+        train, base = self.config.train, self.config.base
+        return Execution(
+            devices=device_names(train),
+            split_points=train.split_points,
+            reserve=train.reserve,
+            swap_blocks=train.swap_blocks,
+            checkpointing=train.schedule,
+            attention=train.attention,
+            kernels=train.kernels,
+            compile=train.compile,
+            cuda_graphs=train.cuda_graphs,
+            pipelined=train.pipelined,
+            quantize=base.quantize,
+            compute=base.compute,
+            precision=self.precision,
+            ranks=self.config.ranks,
+        )
+
+    @cached_property
     def data(self) -> RunData:
         """The dataset and the cache."""
         return RunData(self.spec, self.config, self.auxiliary.columns)
@@ -100,18 +129,32 @@ class RunContext:
             device_of_sampler=lambda: self.devices[0],
         )
 
+    def with_arch(self, arch: Any) -> "RunContext":
+        """The run with an architecture that was only known after its files were downloaded.
 
-def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunContext:
+        It starts again from what was asked for, because the first `create_run` completed it without an architecture.
+        """
+        return self if arch == self.arch else create_run(*self.request, arch)
+
+
+def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None, *, fetch: bool = False) -> RunContext:
     """Complete a configuration once with the values that the model decides.
 
     Args:
         config: The configuration of the user.
-        arch: The architecture; None reads it from local files, without loading or downloading any.
+        arch: The architecture; None reads it from local files, without loading any weights.
+        fetch: Whether a missing description of the architecture is downloaded; weights never are.
+
+    Raises:
+        UserError: If the configuration does not fit the architecture; with `fetch` also if nothing says which architecture a named model has.
     """
-    request = RunRequest(spec, config)
+    request, model = RunRequest(spec, config), config.model
     if arch is None:
-        with suppress(UserError):  # raised again where the model is built: some commands need no architecture
-            arch = arch_here(spec, config.model)[1]
+        # Raised again where the model is built: some commands need no architecture.
+        with suppress(UserError):
+            arch = arch_here(spec, model)[1]
+        if arch is None and fetch and (model.base or model.transformer or model.transformer_2):
+            arch = arch_here(spec, model, fetch=True)[1]
     if arch is not None:
         spec = spec.for_arch(arch)
     data, train = completed(config.data, spec.data), config.train
@@ -127,35 +170,3 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
 def with_config(run: RunContext, config: RunConfig) -> RunContext:
     """The same model with another configuration."""
     return create_run(run.spec, config, run.arch)
-
-
-def with_arch(run: RunContext, arch: Any) -> RunContext:
-    """The run with an architecture that was only known after its files were downloaded.
-
-    It starts again from what was given, because the first `create_run` completed it without an architecture.
-    """
-    return run if arch == run.arch else create_run(*run.request, arch)
-
-
-def execution_of(run: RunContext) -> Execution:
-    """How a run's model runs: the parts of [train], [base], [precision] and [ranks] that say so.
-
-    Devices are names still, since a plan need not be for this machine.
-    """
-    train, base = run.config.train, run.config.base
-    return Execution(
-        devices=device_names(train),
-        split_points=train.split_points,
-        reserve=train.reserve,
-        swap_blocks=train.swap_blocks,
-        checkpointing=train.schedule,
-        attention=train.attention,
-        kernels=train.kernels,
-        compile=train.compile,
-        cuda_graphs=train.cuda_graphs,
-        pipelined=train.pipelined,
-        quantize=base.quantize,
-        compute=base.compute,
-        precision=run.precision,
-        ranks=run.config.ranks,
-    )

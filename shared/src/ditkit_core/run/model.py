@@ -1,4 +1,4 @@
-"""A run's model: built on `meta`, matched with its files and loaded onto its devices, and the engine that runs it."""
+"""A run's model: built on `meta`, matched with its files and loaded onto its devices."""
 
 import json
 import platform
@@ -12,8 +12,6 @@ from ditkit_core.adapters.inject import module_of, trainable_parameters
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
 from ditkit_core.distributed.ranks import Ranks
-from ditkit_core.engine.ac_schedule import ACSchedule
-from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.console import say
 from ditkit_core.io.files import local_path
@@ -22,8 +20,8 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.loading.meta_model import MetaModel, build_meta_model
 from ditkit_core.loading.model import Model
-from ditkit_core.loading.weights import engine_for, load_divided, load_weights
-from ditkit_core.run.context import RunContext, execution_of
+from ditkit_core.loading.weights import load_divided, load_weights
+from ditkit_core.run.context import RunContext
 from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
@@ -47,13 +45,6 @@ def load_run(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: 
     if ranks.shard == 1:
         return load_model(run, unloaded, placement)
     return load_divided(unloaded, placement, ranks, run.devices[0], seed=run.config.train.seed, say=say)
-
-
-def engine_of(
-    run: RunContext, prepared: Model, schedule: ACSchedule | None = None, ranks: Ranks | None = None
-) -> BlockEngine:
-    """The engine that runs the model as configured; arguments as of `engine_for`."""
-    return engine_for(prepared, execution_of(run), schedule, ranks)
 
 
 def build_model(run: RunContext) -> MetaModel:

@@ -24,13 +24,13 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
 from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.run.checks import check_components
-from ditkit_core.run.context import RunContext, with_arch
+from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import encode_samples
-from ditkit_core.run.expert_runs import is_joint
-from ditkit_core.run.model import build_model, engine_of, load_model
+from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.train_data import check_item, check_items
 from ditkit_core.training.checkpoint import latest, load_state, save_state
@@ -85,8 +85,8 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
 def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
     began, config = time.monotonic(), run.config.train
     unloaded = build_model(run)
-    run = with_arch(run, unloaded.arch)
-    if is_joint(run):
+    run = run.with_arch(unloaded.arch)
+    if run.trains_several:
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     placement = place_run(run, unloaded, training=True)
     encoded = _encoded(run, unloaded, examined)
@@ -105,7 +105,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     restart_peak(devices := {parameter.device for parameter in prepared.module.parameters()})
     prepared.module.train()
     # Compiling takes minutes, and the tests compare compiled blocks with eager ones.
-    engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
+    engine = replace(engine_for(prepared, run.execution, placement.checkpointing), compile=False)
     losses, norms = [], []
     gradients: dict[str, list[Tensor]] = defaultdict(list)
     for step in range(STEPS):

@@ -17,7 +17,6 @@ from ditkit_core.io.worker_process import work
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.expert_runs import resolve_arch
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,7 +45,7 @@ def verify_in(spec: ModelSpec, path: Path, skipped: Collection[str] = ()) -> Non
     config = resolve(RunConfig, stored=path).on_device("cpu")
     # Half of the cores at most: training starts its kernels from the others.
     torch.set_num_threads(config.train.threads or max(1, (os.cpu_count() or 1) // 2))
-    verify_waiting(resolve_arch(create_run(spec, config)), RunFolder(path), skipped)
+    verify_waiting(create_run(spec, config, fetch=True), RunFolder(path), skipped)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
 from ditkit_core.run.context import RunContext
-from ditkit_core.run.expert_runs import largest_expert_run, notes_on
+from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
 from ditkit_core.run.plans.planned_step import PlannedStep, stored_execution
 from ditkit_core.run.read_at_use import bytes_at_use
@@ -50,12 +50,13 @@ def report_of(
         samples: Its training samples, if known already; None reads the dataset.
         class_images: The class images of prior preservation, likewise.
     """
-    configured, run = run, largest_expert_run(run)
+    configured, jobs = run, jobs_of(run)
+    run = jobs.largest
     execution, routes = stored_execution(run), _routes(run, gpus, launch)
     layout = routes[0].layout if routes else None
     targets = targets_of(execution, gpus, host, layout)
     # Notes are about the run as configured.
-    notes = (*notes_on(configured), *_notes(configured, targets.gpus))
+    notes = (*jobs.notes(), *_notes(configured, targets.gpus))
     step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
     plan = plan_step(step.job, targets, layout)
     auxiliary = plan_auxiliary(
@@ -159,7 +160,7 @@ def check_plannable(run: RunContext, *, here: bool) -> None:
 
 def planned_step(run: RunContext, kind: str = "cuda", gpus: Sequence[GPU] = ()) -> PlannedStep:
     """A run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
-    return PlannedStep.of(largest_expert_run(run), kind, gpus=gpus)
+    return PlannedStep.of(jobs_of(run).largest, kind, gpus=gpus)
 
 
 def _notes(run: RunContext, gpus: Sequence[GPU]) -> Iterator[str]:

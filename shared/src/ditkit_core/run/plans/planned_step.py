@@ -30,7 +30,7 @@ from ditkit_core.planner.gpus import GPU, gpus_here
 from ditkit_core.planner.partition import needs_profile, placement_of
 from ditkit_core.planner.planned_step import Size, StepJob, with_planned_kernels
 from ditkit_core.planner.utilisation import Utilisation, utilisation_of
-from ditkit_core.run.context import RunContext, execution_of
+from ditkit_core.run.context import RunContext
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.training.replay import MOST
 from ditkit_core.weights.quantize import check_scaled
@@ -104,7 +104,7 @@ def place_run(run: RunContext, unloaded: MetaModel, *, training: bool = False) -
         UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, the devices cannot be compared, or a budget is
             too small.
     """
-    arch, planned = unloaded.arch, training and needs_profile(execution_of(run))
+    arch, planned = unloaded.arch, training and needs_profile(run.execution)
     bucket = largest_bucket(run, arch) if planned else None
     job = job_of(run, arch, unloaded.adapter, bucket, run.devices[0].type)
     return placement_of(unloaded.model, job, training=training)
@@ -154,7 +154,7 @@ def stored_execution(run: RunContext) -> Execution:
     Raises:
         UserError: If the run trains such weights.
     """
-    execution = execution_of(run)
+    execution = run.execution
     # A configured format wins over the file's: the weights are converted when they are loaded.
     if execution.quantize != "none" or run.stored_as == "none":
         return execution

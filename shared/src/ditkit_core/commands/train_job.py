@@ -1,0 +1,193 @@
+"""The train command for one transformer, stage by stage: check, encode, load, train, and export, verify and sample."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ditkit_core.commands.export import Exporter
+from ditkit_core.commands.report import describe_precision, say_beginning, warn_of_base
+from ditkit_core.config.resume import ConfigChange
+from ditkit_core.diagnostics.doctor.dataset import summarize_data
+from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, model_summary, write_about
+from ditkit_core.diagnostics.report.live_page import LivePage
+from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.diagnostics.step_trace import StepTrace
+from ditkit_core.diagnostics.verification.verifier import Verifier
+from ditkit_core.distributed.shared_folders import check_shared
+from ditkit_core.distributed.torchrun import current_ranks
+from ditkit_core.engine.placement import Placement
+from ditkit_core.errors import Interrupted, UserError
+from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.files import json_hash, local_path
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.loading.model import Model
+from ditkit_core.loading.weights import engine_for
+from ditkit_core.previews.callbacks import QueuedPreviews
+from ditkit_core.previews.class_images import (
+    check_class_prompt,
+    class_conditions,
+    encoded_class_images,
+    num_missing_class_images,
+    of_base,
+)
+from ditkit_core.previews.exchange import samples_in_place
+from ditkit_core.previews.manager import Previews
+from ditkit_core.previews.stages import denoiser_stages
+from ditkit_core.run.checks import check_components, check_ranks
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import Encoded, encode_all
+from ditkit_core.run.init_from import check_start, start_from
+from ditkit_core.run.jobs import Jobs, TrainingJob
+from ditkit_core.run.model import build_model, fingerprints_of
+from ditkit_core.run.plans.planned_step import place_run
+from ditkit_core.run.restore import check_same_adapter
+from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
+from ditkit_core.run.train_data import base_steps, check_data, check_items, check_listed, check_samples
+from ditkit_core.run.training import load_for_training, split, trainer_of, validator_of
+from ditkit_core.sampling.denoise import single_stage
+from ditkit_core.training.trainer import Callback, ProgressBar, TrainResult
+
+_NUM_STAGES = 5
+
+
+def prepare_jobs(jobs: Jobs, left: Sequence[TrainingJob]) -> None:
+    """Check every expert of a run, then encode for all of them, before the first is trained.
+
+    Args:
+        left: The jobs that are still to be trained.
+    """
+    run, folders = jobs.run, [job.folder for job in jobs]
+    for folder in folders:
+        check_listed(folder, [sample.id for sample in run.data.dataset.samples])
+    num_images = current_ranks().on_first(
+        lambda: num_missing_class_images(run, started=any(folder.has_save for folder in folders))
+    )
+    # On `meta`: a mistake of the second expert must not appear after hours of training the first.
+    for job in left:
+        build_model(job.run)
+    data = _encode(run, num_images)
+    for folder in folders:
+        check_samples(folder, [*data.samples, *data.prior])
+    if num_images:
+        encoded_class_images(run, denoiser_stages(of_base(run), {}), num_images)
+
+
+def train_job(
+    job: TrainingJob, jobs: Jobs, changes: Sequence[ConfigChange], previews: Previews | None, page: LivePage
+) -> TrainResult:
+    """Train one transformer, export it and verify the export.
+
+    Args:
+        job: The job, whose folder is locked by this process.
+        jobs: All jobs of its run.
+        changes: The settings that changed since its last part.
+        previews: What takes the previews; None if they are generated on the devices that train.
+        page: Writes the page while the run trains.
+
+    Raises:
+        Interrupted: If a signal ended it early.
+    """
+    ranks, folder = current_ranks(), job.folder
+    say_beginning(job.run, changes)
+
+    _stage(1, "check data and model")
+    # Reads the dataset: a missing caption is reported before gigabytes are downloaded.
+    check_listed(folder, [sample.id for sample in job.run.data.dataset.samples])
+    is_started = ranks.broadcast_object(folder.has_save)
+    if not is_started:
+        check_start(job.init_from, folder)
+    num_images = ranks.on_first(lambda: num_missing_class_images(job.run, started=is_started))
+    unloaded = build_model(job.run)
+    job = replace(job, run=job.run.with_arch(unloaded.arch))
+    run, config = job.run, job.run.config
+    if job.init_from and not is_started:
+        check_same_adapter(unloaded.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.merge_key)
+    check_ranks(run, ranks.size)
+    for line in describe_sample_adapters(run):
+        say(line)
+    if run.trains_several:
+        raise UserError("the weights show that this model has several experts; name it with model.preset")
+    # before hours of encoding: a model that does not fit its devices is reported now
+    placement = place_run(run, unloaded, training=True)
+
+    _stage(2, "encode")
+    warn_of_base(run, unloaded.arch)
+    data = _encode(run, num_images)  # by all ranks at once: each claims what it encodes
+    check_items(run.spec, unloaded.model, [*data.samples, *data.prior])
+    summarize_data(run, data.samples)
+    if num_images:
+        class_conditions(run)  # encodes them into the cache now, while no transformer is in memory
+
+    _stage(3, "load the model")
+    keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
+    ranks.check_same({"data": json_hash(keys), **fingerprints_of(run, unloaded.stored.source)})
+    prepared, data = _load(job, unloaded, placement, data, num_images)
+    start_from(job.init_from, prepared, folder)
+    if not config.train.steps:
+        warn("train.steps = 0: nothing is trained; exports and samples are of the initial weights")
+    samples = split(config.held_out.clips, run.data.dataset, data)
+    encoded = [*data.samples, *data.prior]
+    if ranks.is_first:
+        check_data(folder, encoded, unloaded.stored.source.fingerprint(), base_steps(run))
+        held_out = [sample.id for sample in samples.held_out]
+        write_about(
+            folder,
+            environment=describe_environment(run.devices, describe_precision(run)),
+            data=data_summary(run.data.dataset, {sample.id for sample in data.samples}, held_out),
+            model=model_summary(run.spec.name, prepared) | recorded_digests(run, folder, warn),
+        )
+    validator = validator_of(config, samples)
+    model = replace(prepared, engine=engine_for(prepared, run.execution, placement.checkpointing, ranks))
+
+    _stage(4, "train")
+    with progress("train", config.train.steps) as bar, Verifier(run, folder) as verifier:
+        exporter = Exporter(job, prepared, encoded, verifier)
+        in_place = samples_in_place(job, jobs, prepared, write_report)
+        callbacks: list[Callback] = [ProgressBar(bar), _LastStage(), exporter, in_place]
+        # A preview process takes over the previews; the samples of the finished model are generated here in both cases.
+        callbacks += [QueuedPreviews(job, prepared, previews)] if previews is not None else []
+        callbacks += [StepTrace(config.train.profile, folder.trace, warn)] if config.train.profile else []
+        result = trainer_of(job, model, samples, validator, [*callbacks, page]).fit()
+    if not result.finished:
+        saved = f"stopped at step {result.step}, saved in {result.save}" if result.save else ""
+        raise Interrupted(f"{saved or 'stopped before the first step'}; the same command continues")
+    return result
+
+
+def _stage(number: int, name: str) -> None:
+    say(f"[{number}/{_NUM_STAGES}] {name}")
+
+
+class _LastStage(Callback):
+    """Prints where training ends and the exports begin."""
+
+    def finished(self, step: int) -> None:
+        _stage(_NUM_STAGES, "export, verify and sample")
+
+
+def _encode(run: RunContext, num_images: int) -> Encoded:
+    """Encode all data and texts, after a look at what that and the class images that are still to be generated need."""
+    check_components(run, run.data.dataset.samples, sampling=num_images > 0)
+    if num_images:
+        check_class_prompt(run)
+        check_shared(run.data.prior_folder, "prior.folder", current_ranks())
+    check_shared(run.data.cache.folder, "encode.cache", current_ranks())
+    return encode_all(run, run.config.prior.prompt if num_images else "")
+
+
+def _load(
+    job: TrainingJob, unloaded: MetaModel, placement: Placement, data: Encoded, num_images: int
+) -> tuple[Model, Encoded]:
+    """The model with its weights, and the data with the class images that were missing.
+
+    The base model generates the class images, before training. A model with experts needs all of them for that, and only one is in memory
+    at a time, so the images are generated before the expert that is trained gets loaded.
+    """
+    run = job.run
+    if num_images and run.expert is not None:
+        data = data._replace(prior=encoded_class_images(run, denoiser_stages(of_base(run), {}), num_images))
+    prepared = load_for_training(job, unloaded, placement)
+    if num_images and run.expert is None:
+        stages = single_stage(prepared.module, engine_for(prepared, run.execution))
+        data = data._replace(prior=encoded_class_images(run, stages, num_images))
+    return prepared, data

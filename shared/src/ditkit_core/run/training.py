@@ -1,0 +1,97 @@
+"""The training of one transformer, put together: its weights, its samples and its trainer."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ditkit_core.data.dataset import Dataset
+from ditkit_core.distributed.torchrun import current_ranks
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import Batch, files_of, split_held_out
+from ditkit_core.engine.placement import Placement
+from ditkit_core.io.console import say, warn
+from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.loading.model import Model
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import Encoded
+from ditkit_core.run.jobs import TrainingJob
+from ditkit_core.run.model import load_run, tracked_run
+from ditkit_core.run.plans.planned_step import utilisation_of_run
+from ditkit_core.run.train_data import training_data
+from ditkit_core.training.trainer import Callback, Trainer, TrainerConfig
+from ditkit_core.training.validation import Validator
+
+
+class SplitSamples(NamedTuple):
+    """The encoded samples of a run: those that it trains on, and those that are held out for validation."""
+
+    trained: list[EncodedSample]
+    prior: list[EncodedSample]
+    """The class images of prior preservation, which are trained on too."""
+    held_out: list[EncodedSample]
+    files: list[str]
+    """The file of each held-out sample. The bootstrap of the confidence interval resamples files: clips of one file are not independent."""
+
+
+def split(num_held_out: int, dataset: Dataset, encoded: Encoded) -> SplitSamples:
+    """Split off the samples that are held out.
+
+    Args:
+        num_held_out: How many, at least; windows of a file stay together.
+        dataset: What was encoded.
+    """
+    files, by_id = files_of(dataset.samples), {sample.id: sample for sample in encoded.samples}
+    kept, held_out = split_held_out(list(by_id), num_held_out, files)
+    named = [files.get(id, id) for id in held_out]
+    return SplitSamples([by_id[id] for id in kept], encoded.prior, [by_id[id] for id in held_out], named)
+
+
+def validator_of(config: RunConfig, samples: SplitSamples) -> Validator | None:
+    """What measures the validation loss; None if no sample is held out."""
+    if not samples.held_out:
+        return None
+    clips = Batch(ids=[sample.id for sample in samples.held_out], items=[sample.load() for sample in samples.held_out])
+    return Validator(config.held_out, clips, files=samples.files, flow=config.flow)
+
+
+def load_for_training(job: TrainingJob, unloaded: MetaModel, placement: Placement) -> Model:
+    """Load the weights, or the rows of them that this rank keeps, and say how the model is trained."""
+    run, ranks = job.run, current_ranks()
+    if kinds := run.auxiliary.optional_conditions:
+        share = run.config.train.control_dropout
+        say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {', '.join(kinds)}")
+    prepared = load_run(run, unloaded, placement, ranks)
+    if prepared.shards is not None:
+        say(f"weights, gradients and optimizer state are divided over {ranks.shard} ranks")
+    return prepared
+
+
+def trainer_of(
+    job: TrainingJob, model: Model, samples: SplitSamples, validator: Validator | None, callbacks: Sequence[Callback]
+) -> Trainer:
+    """The trainer of a job.
+
+    Args:
+        model: Loaded, with the engine that trains it.
+        callbacks: As of `Trainer`.
+    """
+    run, config = job.run, job.run.config
+    sections = TrainerConfig(
+        train=config.train,
+        flow=config.flow,
+        optim=config.optim,
+        ema=config.ema,
+        save=config.save,
+        log=config.log,
+        tracked=tracked_run(run, job.folder),
+        utilisation=utilisation_of_run(run, samples.trained),
+    )
+    return Trainer(
+        model,
+        training_data(run, samples.trained, samples.prior),
+        sections,
+        folder=job.folder.path,
+        validator=validator,
+        callbacks=callbacks,
+        ranks=current_ranks(),
+        warn=warn,
+    )
