@@ -17,17 +17,16 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.commands.fit_task import task_for
+from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
-from ditkit_core.planner.search.autotune import least_missing
-from ditkit_core.planner.search.partition_search import Candidate, FitTask
+from ditkit_core.planner.search.fit import least_missing
+from ditkit_core.planner.search.task import Candidate, FitTask
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.plans.changes import levers
-from ditkit_core.run.plans.levels import search
+from ditkit_core.run.plans.changes import fit_levels, levers
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from marked import replaced
@@ -102,7 +101,7 @@ def _task(spec_name: str, config: RunConfig) -> FitTask:
 
 def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
     """A cell: the choice of `--fit` for these GPUs, and its cost."""
-    searched = search(row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus), later=False)
+    searched = fit_levels(row.config, lambda config: replace(_task(row.spec.name, config), gpus=gpus), later=False)
     chosen = searched.fit.chosen
     if chosen is None:
         return "<br>".join(["–", *_change(row, gpus)])
@@ -123,6 +122,8 @@ def _settings(chosen: Candidate) -> str:
         words.append(f"cut {', '.join(map(str, setting.split_points))}")
     if setting.pipelined:
         words.append("pipelined")
+    if setting.eager:
+        words.append("no graphs")
     return ", ".join(words)
 
 

@@ -25,7 +25,7 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from ditkit_core.commands import oom
     from ditkit_core.planner import partition, profiler
-    from ditkit_core.planner.search import fitted
+    from ditkit_core.planner.search import task
     from ditkit_core.run.plans import auxiliary_plan
 
     profile, denoising_bytes = profiler.profile, auxiliary_plan.denoising_bytes
@@ -44,6 +44,6 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def denoised(job: "StepJob", size: Any, references: Sequence[Any] = ()) -> int:
         return once(job, (size, tuple(references)), lambda: denoising_bytes(job, size, references))
 
-    for module in (partition, fitted, oom):
+    for module in (partition, task, oom):
         monkeypatch.setattr(module, "profile", remembered)
     monkeypatch.setattr(auxiliary_plan, "denoising_bytes", denoised)

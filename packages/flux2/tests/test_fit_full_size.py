@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core.commands.fit_task import task_for
+from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.search.autotune import HARDLY_LONGER, POLICIES, candidates, fit
+from ditkit_core.planner.search.fit import HARDLY_LONGER, POLICIES, candidates, fit
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import PLAIN
 from ditkit_core.run.config import RunConfig

@@ -8,24 +8,23 @@ import pytest
 import torch
 from made_profiles import made_full_profiles, made_profile
 
-from ditkit_core.commands import cli, fit_ranks, fit_task
+from ditkit_core.commands import cli
 from ditkit_core.commands import fit as fit_stage
-from ditkit_core.commands.fit import changes
-from ditkit_core.commands.fit_task import apply, gpus_to_fit
+from ditkit_core.commands.fit import apply, changes, gpus_to_fit
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.io import console
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.search.autotune import candidates, fit, least_missing
-from ditkit_core.planner.search.partition_search import FitTask
+from ditkit_core.planner.search.fit import candidates, fit, least_missing
+from ditkit_core.planner.search.task import FitTask
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.plans import plan as plan_stage
 from ditkit_core.run.plans.changes import best_first, levers
-from ditkit_core.run.plans.levels import levels as update_levels
+from ditkit_core.run.plans.changes import levels as update_levels
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.training.optim.fused_checks import check_fused_backward
@@ -361,7 +360,7 @@ def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(gpu, n
     """Here none can divide a weight, because each block is clipped by itself."""
     full = {"quantizations": ("none",), "adapts": False, "schedules": True}
     monkeypatch.setattr(
-        fit_ranks,
+        fit_stage,
         "task_for",
         lambda run, gpus: FitTask(gpus=gpus, profile_of=made_full_profiles(run.config), **full),
     )
@@ -386,7 +385,7 @@ def test_ranks_have_the_levers_that_do_not_need_an_update_in_the_backward(gpu, n
 def test_compiled_blocks_are_given_no_policy_that_they_cannot_have():
     """Over a quantized base they must recompute: without, the compiler would keep each weight a second time."""
     config = config_of(**BIG, model={"preset": "tiny"}, train={"compile": True})
-    accepts = fit_task.task_for(create_run(TOY, config), parse_gpus("24GiB")).accepts
+    accepts = fit_stage.task_for(create_run(TOY, config), parse_gpus("24GiB")).accepts
     refused = [
         (policy, kind)
         for policy in ("full", "full+offload", "attn_only", "none")

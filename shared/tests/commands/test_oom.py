@@ -14,7 +14,7 @@ from ditkit_core.commands.oom import MeasuredPeaks, explain, measured_peaks
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.memory import is_out_of_memory, release_frames
 from ditkit_core.planner import partition as division
-from ditkit_core.planner.search import fitted
+from ditkit_core.planner.search import task
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -178,7 +178,7 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB))
     )
-    for stage in (division, fitted):
+    for stage in (division, task):
         monkeypatch.setattr(
             stage, "profile", lambda job, like: made_profile(str(job.schedule), job.quantize, work=len(job.batch))
         )

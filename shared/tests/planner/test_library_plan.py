@@ -16,7 +16,7 @@ from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.partition import budgets_of, placement_of
 from ditkit_core.planner.plan import StepPlan, plan, plan_step, targets_of
 from ditkit_core.planner.planned_step import StepJob
-from ditkit_core.planner.search.fitted import fitted
+from ditkit_core.planner.search.fit import fitted
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.testing.toy import TOY, ToyArch
 

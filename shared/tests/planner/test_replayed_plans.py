@@ -14,8 +14,8 @@ from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, StageCost, compose, work_as_run
 from ditkit_core.planner.memory_tracker import Kernel, KernelCounts
 from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.search.autotune import fit, shortest_seconds
-from ditkit_core.planner.search.partition_search import FitTask
+from ditkit_core.planner.search.fit import fit, shortest_seconds
+from ditkit_core.planner.search.task import Candidate, FitTask
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import CudaGraphs, RankGradients, Round, Workload
 from ditkit_core.run.config import RunConfig
@@ -108,32 +108,52 @@ def test_auto_replays_where_the_host_takes_longer_than_the_gpu():
     assert planned(blocks_of(), rates=slow, cuda_graphs="auto") == planned(blocks_of(), rates=slow, cuda_graphs="off")
 
 
-def test_fit_leaves_room_for_the_gradients_of_a_replayed_step():
+def fitted(
+    cuda_graphs: CudaGraphs, room: float, *, policy: str = "", kernels: KernelCounts | None = QUICK, **settings
+) -> Candidate:
+    """What fits a GPU with so much room over an eager step, whose gradients are large.
+
+    Args:
+        room: GPU's bytes as a share of the eager step's.
+        policy: Whose memory blocks have under any policy; empty for the policy's own.
+        kernels: Of blocks; None for the matmuls of `made_profile`, which take longer than their launches.
+    """
+
     @functools.cache
-    def profile_of(policy: str, quantize: str) -> Profile:
-        made = made_profile(policy, quantize)
-        large = replace(made.blocks[0], gradients=512 * MIB)
-        return replace(made, blocks=(large,) * len(made.blocks))
+    def profile_of(asked: str, quantize: str) -> Profile:
+        made = made_profile(policy or asked, quantize)
+        block = replace(made.blocks[0], gradients=512 * MIB)
+        if kernels is not None:
+            block = replace(block, kernels_forward=kernels, kernels_backward=kernels)
+        return replace(made, blocks=(block,) * len(made.blocks))
 
     eager = compose(profile_of("none", "none"), divided(12, ()), [H100.budget])[0].peak
-    gpu = replace(H100, total=int(eager / 0.9), reserve=0)
+    gpu, work = replace(H100, total=int(eager * room), reserve=0), Workload(cuda_graphs=cuda_graphs)
+    task = FitTask(gpus=(gpu,), profile_of=profile_of, work=work, quantizations=("none",), **settings)
+    chosen = fit(task).chosen
+    assert chosen is not None and chosen.plan[0].fits and shortest_seconds(task) <= chosen.seconds
+    setting = chosen.setting
+    as_chosen = task.work_with(quantize="none", pipelined=False, eager=setting.eager)
+    assert chosen.plan == compose(profile_of(setting.policy, "none"), chosen.division, [gpu.budget], as_chosen)
+    return chosen
 
-    def chosen(cuda_graphs: CudaGraphs) -> str:
-        task = FitTask(
-            gpus=(gpu,),
-            profile_of=profile_of,
-            work=Workload(cuda_graphs=cuda_graphs),
-            quantizations=("none",),
-            streams=False,
-        )
-        found = fit(task).chosen
-        assert found is not None
-        assert found.plan[0].fits and found.plan[0].purposes["gradients"] == (12 * 512 * MIB) * (cuda_graphs == "on")
-        assert shortest_seconds(task) <= found.seconds
-        return found.setting.policy
 
-    assert chosen("off") == chosen("auto") == "none", "its matmuls take longer than their launches"
-    assert chosen("on") == "attn_only"
+def test_fit_leaves_room_for_the_gradients_of_a_replayed_step():
+    for cuda_graphs, eager in (("off", False), ("auto", False), ("on", True)):
+        setting = fitted(cuda_graphs, 1.1, kernels=None).setting
+        assert (setting.policy, setting.eager) == ("none", eager)
+    setting = fitted("on", 1.1).setting
+    assert (setting.policy, setting.eager) == ("full", False), "less is kept, so that the faster replays fit"
+
+
+@pytest.mark.parametrize("cuda_graphs", ["auto", "on"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_fit_leaves_out_replays_where_their_memory_is_what_does_not_fit(cuda_graphs, streams):
+    """All blocks of an eager step are in the GPU. Replays would have some streamed, or have nothing fit."""
+    chosen = fitted(cuda_graphs, 1.02, policy="full", streams=streams)
+    assert chosen.setting.eager and not any(chosen.setting.swap)
+    assert not fitted(cuda_graphs, 2.0, policy="full", streams=streams).setting.eager
+    assert not fitted(cuda_graphs, 0.9, policy="full").setting.eager, "streamed blocks are never replayed"
 
 
 def test_a_budget_of_checkpointing_leaves_room_for_them_too():

@@ -1,43 +1,75 @@
 """`--fit`: choose the settings with which a run fits its devices, and print the configuration with them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
-from ditkit_core.commands.fit_ranks import fit_over_ranks
-from ditkit_core.commands.fit_task import FitResult, apply, gpus_to_fit, in_words, task_for
+import torch
+
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.plan import DOES_NOT_FIT
-from ditkit_core.config.sizes import GIB
+from ditkit_core.config.sizes import GIB, per_device
 from ditkit_core.config.toml import to_toml
+from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path, write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.gpus import GPU
+from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
+from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.plan import notes_on_codes
-from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of
+from ditkit_core.planner.plan import check_formats, notes_on_codes
+from ditkit_core.planner.planned_step import with_planned_kernels
+from ditkit_core.planner.ranks.divided import profile_of_rank
+from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
+from ditkit_core.planner.ranks.links import parse_links
 from ditkit_core.planner.report import describe_shortfall
-from ditkit_core.planner.search.autotune import POLICIES, Fit, fit, least_host, least_missing
-from ditkit_core.planner.search.partition_search import PRICE, Candidate, FitTask
+from ditkit_core.planner.search.fit import POLICIES, Fit, RankFit, fit, fit_ranks, least_host, least_missing
+from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, formats_of, task_of, weights_in_words
 from ditkit_core.planner.step_time import BUFFERS, assumptions
-from ditkit_core.run.checks import check_preview_device
+from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
-from ditkit_core.run.plans.changes import Planned, SuggestedChange, best_first, levers
-from ditkit_core.run.plans.levels import Level, search, state_bytes
+from ditkit_core.run.plans.changes import (
+    Level,
+    Planned,
+    SuggestedChange,
+    accepted,
+    best_first,
+    fit_levels,
+    levels,
+    levers,
+    state_bytes,
+)
 from ditkit_core.run.plans.plan import check_plannable, num_gpus, planned_step
+from ditkit_core.run.plans.planned_step import job_of
+
+_FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
+"""Device that a name without an index means on a machine with a GPU."""
+_CHANGED_TOO = "nothing fits as configured, so these settings are changed too, from what changes numbers least"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """The result of a search; without a choice, the lines say what lacks."""
+
+    level: Level
+    """The configuration, with the chosen settings, and what else had to be changed."""
+    lines: Sequence[str]
+    chosen: Candidate | None = None
+    title: str = ""
+    """The choice in one line."""
 
 
 def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """Choose settings for the GPUs, print the whole configuration to stdout, and its memory and the reasons to stderr.
 
-    The search covers train.checkpointing, devices, split_points, swap_blocks and pipelined, and base.quantize. If nothing fits a full
-    fine-tune otherwise, it also changes optim.fused_backward, train.clip_by, model.dtype, optim.rounding and optim.name; where encoders do
-    not fit, encode.vae_tiling, streaming and device. It prints each change. Everything else stays as configured.
+    The search covers train.checkpointing, devices, split_points, swap_blocks, pipelined and cuda_graphs, and base.quantize. If nothing fits a
+    full fine-tune otherwise, it also changes optim.fused_backward, train.clip_by, model.dtype, optim.rounding and optim.name; where encoders
+    do not fit, encode.vae_tiling, streaming and device. It prints each change. Everything else stays as configured.
 
     Returns:
         The exit status that a plan of the chosen settings has: 0; or 3 if no settings fit, or if encoding or sampling does not fit with
@@ -56,30 +88,28 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     gpus, names = gpus_to_fit(run.config, options.gpus)
     host = host_limit(options.host, here=not options.gpus)
     result = (
-        _fit_process(run, gpus, names, host) if ranks is None else fit_over_ranks(run, gpus, ranks, launch.link, host)
+        _fit_process(run, gpus, names, host) if ranks is None else _fit_over_ranks(run, gpus, ranks, launch.link, host)
     )
-    if result.chosen is None:
+    chosen = result.chosen
+    if chosen is None:
         _warn(result.lines)
         return DOES_NOT_FIT
     if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
-        check_preview_device(create_run(spec, result.config))
+        check_preview_device(create_run(spec, result.level.config))
 
-    def planned(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
-        assert result.chosen is not None
+    def auxiliary(config: RunConfig) -> tuple[AuxiliaryRow, ...]:
         per_machine = 1 if ranks is None else ranks.nproc
-        host_of_rank, on_gpus = None if host is None else host // per_machine, bool(options.gpus)
+        host_of_rank = None if host is None else host // per_machine
         return auxiliary_of(
-            create_run(spec, config), result.chosen, gpus=on_gpus, per_machine=per_machine, host=host_of_rank
+            create_run(spec, config), chosen, gpus=bool(options.gpus), per_machine=per_machine, host=host_of_rank
         )
 
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
-    changes_so_far = result.level.changed if result.level else ()
-    level, auxiliary = _with_encoding(Level(config=result.config, changed=changes_so_far), planned)
+    level, rows = _with_encoding(result.level, auxiliary)
+    fitted, lacking = level.config, [row for row in rows if row.fits is False]
     lines = [*result.lines]
-    lines += [
-        f"encoding does not fit as configured; changed: {change}" for change in level.changed[len(changes_so_far) :]
-    ]
-    fitted, lacking = level.config, [row for row in auxiliary if row.fits is False]
+    for change in level.changed[len(result.level.changed) :]:
+        lines.append(f"encoding does not fit as configured; changed: {change}")
     previews_here = bool(fitted.sample.every_steps and not fitted.sample.device)
     lines += [describe_shortfall(row, previews_here) for row in lacking]
     if lacking:
@@ -100,75 +130,205 @@ def _warn(lines: Sequence[str]) -> None:
         warn(line)
 
 
+def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
+    """The GPUs to choose among, with train.reserve kept free, and the name of each in train.devices.
+
+    Args:
+        gpus: The `--gpus` flag; empty for the GPUs of this machine.
+    """
+    if gpus:
+        candidates = parse_gpus(gpus)
+        # One name more than GPUs: the device that generates previews is skipped.
+        free = [f"cuda:{i}" for i in range(len(candidates) + 1) if not _samples_on(config, i)]
+        names = tuple(free[: len(candidates)])
+    else:
+        devices = _devices_here(config)
+        candidates, names = gpus_here(devices), tuple(map(str, devices))
+    return keeping_reserves(candidates, config.train.reserve), names
+
+
+def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
+    if config.train.devices:
+        return choose_devices(config.train.devices)
+    if config.train.device == "auto":
+        devices = choose_devices(("all",)) if torch.cuda.is_available() else (choose_device("auto", "train.device"),)
+        training = [device for device in devices if device.type == "cpu" or not _samples_on(config, device.index)]
+        return tuple(training) or devices
+    return choose_devices((config.train.device,))
+
+
+def _samples_on(config: RunConfig, index: int) -> bool:
+    """Whether previews are generated on this GPU, which then does not train."""
+    name = config.sample.device
+    return name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index
+
+
+def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
+    """The search problem of a run on these GPUs.
+
+    Raises:
+        UserError: If one of them has no products in the 8 bits of base.compute.
+    """
+    check_formats(run.config.base.compute, gpus)
+    job, stored = planned_step(run, gpus=gpus).job, run.stored_as
+    return task_of(job, gpus, formats_of(job, configured=run.config.base.quantize, stored=stored), stored)
+
+
 def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> FitResult:
     """The settings of a process alone."""
-    spec = run.request.spec
-    tasks: dict[RunConfig, FitTask] = {}
 
-    def task_of(config: RunConfig) -> FitTask:
-        if config not in tasks:
-            changed = with_config(run, config)
-            check_plannable(changed, here=False)
-            tasks[config] = replace(task_for(changed, gpus), host=host)
-        return tasks[config]
+    @cache
+    def task_with(config: RunConfig) -> FitTask:
+        changed = with_config(run, config)
+        check_plannable(changed, here=False)
+        return replace(task_for(changed, gpus), host=host)
 
-    searched = search(run.config, task_of)
-    fit_of_level, task, level = searched.fit, searched.task, searched.level
+    searched = fit_levels(run.config, task_with)
+    task, level, chosen = searched.task, searched.level, searched.fit.chosen
     changed = [f"changed: {change}" for change in level.changed]
-    if fit_of_level.chosen is None:
-        return FitResult(config=run.config, lines=[*changed, *_nothing_fits(spec, level.config, task)])
-    config, lines = apply(level.config, fit_of_level.chosen, names), list(explained(fit_of_level, task, names))
+    if chosen is None:
+        return FitResult(level=level, lines=[*changed, *_nothing_fits(run.request.spec, level.config, task)])
+    lines: list[str] = []
+    if changed:
+        state = state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
+        lines += [
+            f"{_CHANGED_TOO}; weights, gradients and optimizer state are {state:.1f} GiB with them",
+            *changed,
+        ]
+    lines += explained(searched.fit, task, names)
     for later, candidate in searched.later:
         host_gib = f", {candidate.host / GIB:.1f} GiB in host memory" if candidate.host else ""
         cost = "; ".join(change.cost for change in later.changed if change not in level.changed)
         lines.append(
             f"not chosen, because it changes more: {later.short}: {in_words(candidate, names)}{host_gib}; price: {cost}"
         )
-    lines += _on_codes(with_config(run, level.config), task, fit_of_level.chosen)
-    title = in_words(fit_of_level.chosen, names)
-    return FitResult(
-        config=config, lines=[*_levers(level, task), *lines], chosen=fit_of_level.chosen, title=title, level=level
+    setting, used = chosen.setting, [task.gpus[i] for i in chosen.setting.gpus]
+    if run.config.base.compute != "dtype":  # what it gains with the choice
+        job = planned_step(with_config(run, level.config), gpus=used).job
+        job = job.with_execution(checkpointing=setting.policy, quantize=setting.quantize)
+        work = task.work_with(quantize=setting.quantize, pipelined=setting.pipelined, eager=setting.eager)
+        profile = task.profile_of(setting.policy, setting.quantize)
+        lines += notes_on_codes(job, profile, chosen.division, used, work)
+    fitted = replace(level, config=apply(level.config, chosen, names))
+    return FitResult(level=fitted, lines=lines, chosen=chosen, title=in_words(chosen, names))
+
+
+def _fit_over_ranks(
+    run: RunContext, gpus: tuple[GPU, ...], ranks: RankLayout, link: str, host: int | None
+) -> FitResult:
+    """How ranks divide a run, and the settings of each, under the first level with which something fits."""
+    gpu, lacking = weakest(gpus), list[tuple[int, Level]]()
+    host_of_rank = None if host is None else host // ranks.nproc
+
+    def divide(config: RunConfig) -> RankFit | int:
+        changed = with_config(run, config)
+        check_plannable(changed, here=False)
+        return division_of(changed, tasks_of(changed, gpu, host_of_rank), ranks, link)
+
+    for level, division in accepted(levels(run.config, in_backward=False), divide):
+        if isinstance(division, RankFit):
+            return _division_in_words(run, level, division, gpu)
+        lacking.append((division, level))
+    missing, level = min(lacking, key=lambda pair: pair[0])
+    words = f"nothing fits: however {ranks.size} ranks divide the run, each still lacks {missing / GIB:.2f} GiB"
+    return FitResult(level=level, lines=[*(f"changed: {change}" for change in level.changed), words])
+
+
+def tasks_of(run: RunContext, gpu: GPU, host: int | None = None) -> Callable[[int], FitTask]:
+    """The search problems of a rank with the whole model, by the number of ranks that share each sample; each is made once.
+
+    Args:
+        run: The run.
+        gpu: The GPU of a rank.
+        host: Page-locked memory of each rank in bytes; None for no limit.
+    """
+    return cache(
+        lambda context: replace(task_for(_divided(run, RankLayout(nproc=context, context=context)), (gpu,)), host=host)
     )
 
 
-def _on_codes(run: RunContext, task: FitTask, chosen: Candidate) -> Iterator[str]:
-    """What `base.compute` gains with the choice."""
-    setting, gpus = chosen.setting, [task.gpus[i] for i in chosen.setting.gpus]
-    if run.config.base.compute != "dtype":
-        job = planned_step(run, gpus=gpus).job.with_execution(checkpointing=setting.policy, quantize=setting.quantize)
-        work = replace(task.work, pipelined=setting.pipelined, quantize=setting.quantize)
-        yield from notes_on_codes(job, task.profile_of(setting.policy, setting.quantize), chosen.division, gpus, work)
+def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLayout, link: str) -> RankFit | int:
+    """How ranks divide a run; or the bytes that each lacks if nothing fits.
+
+    Args:
+        tasks: From `tasks_of`.
+        ranks: Processes and machines.
+
+    Raises:
+        UserError: If the run cannot have these ranks.
+    """
+    parse_links(link, ranks)  # a mistake in it is reported before the search
+    refused: list[str] = []
+
+    def task_of_rank(layout: RankLayout) -> FitTask | None:
+        try:
+            check_ranks(_divided(run, layout), layout.size)
+        except UserError as error:
+            refused.append(str(error))
+            return None
+        task = tasks(layout.context)
+
+        @cache
+        def profile_of(policy: str, quantize: str) -> Profile:
+            return profile_of_rank(task.profile_of(policy, quantize), layout, run.precision.reduction)
+
+        return replace(task, profile_of=profile_of, streams=layout.shard == 1)
+
+    division = fit_ranks(task_of_rank, ranks, link)
+    if division is None:
+        raise UserError(refused[0])
+    return division
+
+
+def _divided(run: RunContext, layout: RankLayout) -> RunContext:
+    """The run with ranks that divide it so, and without the settings that the search chooses."""
+    train = replace(run.config.train, swap_blocks=(), checkpointing=POLICIES[0])
+    ranks = replace(run.config.ranks, shard=layout.shard, context=layout.context)
+    return with_config(run, replace(run.config, train=train, ranks=ranks))
+
+
+def _division_in_words(run: RunContext, level: Level, division: RankFit, gpu: GPU) -> FitResult:
+    layout, before, time = division.layout, run.config.ranks, division.plan.times[0]
+    config = apply(level.config, division.chosen, ("cuda:0",))
+    config = replace(
+        config,
+        ranks=replace(before, shard=layout.shard, context=layout.context),
+        train=replace(config.train, device="auto"),  # each rank takes its own
+    )
+    title = f"{layout}: ranks.shard = {layout.shard}, ranks.context = {layout.context}"
+    (plan,) = division.chosen.plan
+    job = job_of(run, run.arch, run.config.adapter, None, "cuda")
+    work = replace(job, execution=with_planned_kernels(job.execution, "cuda", (gpu,))).work
+    memory = f"{plan.peak / GIB:.1f} GiB at the peak and {plan.budget.reserve / GIB:.1f} GiB in reserve, of {plan.budget.total / GIB:.1f} GiB"
+    lines = [
+        *((_CHANGED_TOO, *(f"changed: {change}" for change in level.changed)) if level.changed else ()),
+        f"fits: {title} (were {before.shard} and {before.context}), {in_words(division.chosen, ('each rank',))}",
+        f"each rank ({plan.budget.name}): {memory}; page-locked host memory of a machine: {division.plan.host_of_machine / GIB:.1f} GiB",
+        f"about {division.seconds:.2g} s a step with exchanges, of which {time.exposed:.2g} s are not hidden; efficiency {time.efficiency or 0:.0%}",
+        f"exchanges are an estimate: {time.rates}",
+        *(f"the time is an estimate: {line}" for line in assumptions([gpu], work)),
+    ]
+    return FitResult(level=replace(level, config=config), lines=lines, chosen=division.chosen, title=title)
 
 
 def _with_encoding(
-    level: Level, planned: Callable[[RunConfig], tuple[AuxiliaryRow, ...]]
+    level: Level, auxiliary: Callable[[RunConfig], tuple[AuxiliaryRow, ...]]
 ) -> tuple[Level, tuple[AuxiliaryRow, ...]]:
     """Change how a run encodes, one setting after the other, until encoders fit. With the plan of its encoders and samples."""
-    rows = planned(level.config)
+
+    def num_lacking(rows: Sequence[AuxiliaryRow]) -> int:
+        return sum(row.fits is False for row in rows if row.stage == "encode")
+
+    rows = auxiliary(level.config)
     changes: tuple[dict[str, Any], ...] = ({"vae_tiling": True}, {"streaming": "always"}, {"device": "cpu"})
     for values in changes:
-        if not (lacking := _lacking_encoders(rows)):
+        if not num_lacking(rows):
             break
         attempt = level.then("encode", **values)
-        rows_of_attempt = planned(attempt.config)
-        if _lacking_encoders(rows_of_attempt) < lacking:
+        rows_of_attempt = auxiliary(attempt.config)
+        if num_lacking(rows_of_attempt) < num_lacking(rows):
             level, rows = attempt, rows_of_attempt
     return level, rows
-
-
-def _lacking_encoders(rows: Iterable[AuxiliaryRow]) -> int:
-    return sum(row.fits is False for row in rows if row.stage == "encode")
-
-
-def _levers(level: Level, task: FitTask) -> Iterator[str]:
-    """What was changed in the run so that it fits, and what that costs."""
-    if level.changed:
-        state = state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
-        yield (
-            "nothing fits as configured, so these settings are changed too, from what changes numbers least; weights, gradients and "
-            f"optimizer state are {state:.1f} GiB with them"
-        )
-        yield from (f"changed: {change}" for change in level.changed)
 
 
 def auxiliary_of(
@@ -186,6 +346,45 @@ def auxiliary_of(
     )
 
 
+def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
+    """The configuration with the chosen settings; everything that is not searched stays as it is."""
+    setting, train = chosen.setting, config.train
+    used = [names[i] for i in setting.gpus]
+    if len(used) > 1:
+        device, devices = "auto", tuple(used)
+    else:  # with one GPU to choose from, a name like `cuda` stays as the user wrote it
+        keeps = len(names) == 1 and not train.devices and _FIRST.get(train.device, train.device) == used[0]
+        device, devices = train.device if keeps else used[0], ()
+    reserve = per_device(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
+    changed: dict[str, Any] = {
+        "device": device,
+        "devices": devices,
+        "split_points": setting.split_points,
+        "checkpointing": setting.policy,
+        "pipelined": setting.pipelined,
+        "swap_blocks": setting.swap if any(setting.swap) else (),
+        "reserve": tuple(reserve[i] for i in setting.gpus) if len(reserve) > 1 else reserve,
+        "cuda_graphs": "off" if setting.eager else train.cuda_graphs,
+    }
+    quantize: dict[str, Any] = {"quantize": setting.quantize}
+    return replace(config, train=replace(train, **changed), base=replace(config.base, **quantize))
+
+
+def in_words(candidate: Candidate, names: Sequence[str]) -> str:
+    """Settings in one line, with their time and how full they make the fullest GPU."""
+    setting = candidate.setting
+    bounds = candidate.division.bounds
+    spans = [
+        f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
+        for i, (gpu, swap) in enumerate(zip(setting.gpus, setting.swap, strict=True))
+    ]
+    order = ", micro-batches overlapping" * setting.pipelined + ", micro-batches not replayed" * setting.eager
+    return (
+        f"checkpointing {setting.policy}, {weights_in_words(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.seconds:.2g} s a step, "
+        f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
+    )
+
+
 def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
     """The lines about the choice: the memory of each GPU, alternatives that would fit too, and the assumptions."""
     chosen = result.chosen
@@ -197,6 +396,8 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
             f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and {budget.reserve / GIB:.1f} GiB in reserve, of "
             f"{budget.total / GIB:.1f} GiB"
         )
+    if chosen.setting.eager:
+        yield "train.cuda_graphs = off: replays of micro-batches would be faster, but a graph keeps its memory, and does not fit; results are bitwise the same"
     limit = "; --host sets a limit" if task.host is None else f", of {task.host / GIB:.1f} GiB that are available"
     if any(chosen.setting.swap):
         weights = chosen.weights_on_host
@@ -210,7 +411,8 @@ def explained(result: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]
     if prices:
         yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
     used = [task.gpus[i] for i in chosen.setting.gpus]
-    yield from (f"the time is an estimate: {line}" for line in assumptions(used, task.work))
+    work = replace(task.work, cuda_graphs="off") if chosen.setting.eager else task.work
+    yield from (f"the time is an estimate: {line}" for line in assumptions(used, work))
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ditkit_core.commands.fit import changes
-from ditkit_core.commands.fit_task import apply, task_for
+from ditkit_core.commands.fit import apply, changes, task_for
 from ditkit_core.config.schema import config_values
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Full, Policy
@@ -23,7 +22,7 @@ from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.partition import host_limit
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import PlanReport, print_measured_plan
-from ditkit_core.planner.search.autotune import fit
+from ditkit_core.planner.search.fit import fit
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.plans.changes import SuggestedChange, levers

@@ -4,98 +4,23 @@ Memory and time of a device depend only on its own blocks, so each span of block
 and dynamic programming combines the spans.
 """
 
-import math
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition, Profile, compose, on_host
+from ditkit_core.planner.memory import Budget, DeviceSpan, Partition, compose, on_host
 from ditkit_core.planner.partition import least_full, streamed_of
-from ditkit_core.planner.step_time import StageTime, crossing_time, sending, span_time, step_time
-from ditkit_core.planner.step_time import step_seconds as seconds_of
-from ditkit_core.planner.workload import PLAIN, Workload
+from ditkit_core.planner.search.task import Candidate, FitTask, Setting
+from ditkit_core.planner.step_time import StageTime, crossing_time, sending, span_time, step_seconds, step_time
 
-PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
-"""Factor on a step's time when settings are compared, by the format of the weights."""
 # Only the peak is asked for where this is used, so the budget must not matter.
 _ENDLESS = Budget(name="", total=2**62)
 _CAPS = 12
 """Number of bounds on the slowest device's time to try, if micro-batches overlap."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitTask:
-    """The input of the search: a training step and the available GPUs."""
-
-    gpus: tuple[GPU, ...]
-    profile_of: Callable[[str, str], Profile]
-    """(policy, quantize) to the profile; cached."""
-    work: Workload = PLAIN
-    """The step as configured; the search chooses whether micro-batches overlap, and the format of the weights."""
-    quantizations: tuple[str, ...] = ("none", "int8", "nf4")
-    """From exact to coarse; a full fine-tune has only `none`."""
-    adapts: bool = True
-    """Whether adapters are trained; False if all weights are."""
-    host: int | None = None
-    """Bytes that streamed weights and offloaded activations may use on the host; None for no limit."""
-    streams_trained: bool = False
-    """Whether blocks whose weights are trained can be streamed."""
-    streams: bool = True
-    """Whether blocks can be streamed: those that ranks divide cannot."""
-    overlaps: bool = True
-    """Whether micro-batches may overlap: not where the optimizer steps in the backward."""
-    schedules: bool = False
-    """Whether blocks may have different policies."""
-    accepts: Callable[[str, str], bool] = lambda policy, quantize: True
-    """Whether a run may have this policy with this format: compiled blocks cannot have all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One point of the search."""
-
-    policy: str
-    quantize: str
-    gpus: tuple[int, ...]
-    """Indices of the GPUs that are used, in order."""
-    split_points: tuple[int, ...]
-    swap: tuple[int, ...]
-    """Streamed blocks of each GPU used."""
-    pipelined: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """Settings with their memory and time."""
-
-    setting: Setting
-    division: Partition
-    plan: tuple[DevicePlan, ...]
-    """One for each GPU used."""
-    seconds: float
-    """Of a step."""
-    weights_on_host: int
-    """Bytes of the weights that stay on the host."""
-    within: Callable[[float], "Candidate | None"] = field(repr=False, compare=False)
-    """Finds the fastest such settings within a share of each GPU's available memory; None if none fit."""
-
-    @property
-    def score(self) -> float:
-        """Seconds, times the price of the weights' format."""
-        return self.seconds * PRICE[self.setting.quantize]
-
-    @property
-    def fullness(self) -> float:
-        """Used share of the fullest GPU's available memory."""
-        return max(plan.peak / plan.budget.available for plan in self.plan)
-
-    @property
-    def host(self) -> int:
-        """Bytes on the host: streamed weights and offloaded activations."""
-        return self.weights_on_host + sum(plan.host for plan in self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +50,18 @@ Judge = Callable[[GPU, int, int], SearchedSpan | None]
 class Search:
     """Searches the splits of a task's step for one policy and one format of the weights."""
 
-    def __init__(self, task: FitTask, policy: str, quantize: str, *, pipelined: bool = False):
+    def __init__(self, task: FitTask, policy: str, quantize: str, *, pipelined: bool = False, eager: bool = False):
         """Prepare the search; nothing is evaluated yet.
 
         Args:
             policy: Checkpointing policy of all blocks.
             quantize: Format of the frozen weights.
+            pipelined: Whether micro-batches overlap.
+            eager: Whether nothing is replayed as a CUDA graph.
         """
-        self._task, self._policy = task, policy
+        self._task, self._policy, self._eager = task, policy, eager
         self._profile = profile = task.profile_of(policy, quantize)
-        self._work = replace(task.work, pipelined=pipelined, quantize=quantize)
+        self._work = task.work_with(quantize=quantize, pipelined=pipelined, eager=eager)
         self._num_blocks = len(profile.blocks)
         trained = profile.trains_all and task.streams_trained
         self._has_weights = [task.streams and block.weights + trained * block.adapters > 0 for block in profile.blocks]
@@ -167,10 +94,11 @@ class Search:
                 split_points=tuple(span.start for span in spans[1:]),
                 swap=tuple(span.num_streamed for span in spans),
                 pipelined=work.pipelined,
+                eager=self._eager,
             ),
             division=division,
             plan=compose(profile, division, [gpu.budget for gpu in gpus], work),
-            seconds=seconds_of(profile, division, gpus, work),
+            seconds=step_seconds(profile, division, gpus, work),
             weights_on_host=on_host(profile, division.streamed),
             within=partial(self.fastest, chosen),
         )
@@ -261,16 +189,8 @@ class Search:
             return 0
         if self._least_held(gpu, start, end) > capacity:
             return None
-        low, high = 0, sum(self._has_weights[start:end])
-        while high - low > 1:
-            # Equal blocks have equal bytes, so linear interpolation lands next to the wanted count; bisection covers the rest.
-            over, under = (self._bytes_held(gpu, start, end, count) for count in (low, high))
-            guess = low + math.ceil((high - low) * (over - capacity) / (over - under)) if over > under else low + 1
-            for middle in (min(max(guess, low + 1), high - 1), (low + high) // 2):
-                if low < middle < high:
-                    fits = self._bytes_held(gpu, start, end, middle) <= capacity
-                    low, high = (low, middle) if fits else (middle, high)
-        return high
+        counts = range(sum(self._has_weights[start:end]) + 1)
+        return bisect_left(counts, True, 1, key=lambda count: self._bytes_held(gpu, start, end, count) <= capacity)
 
     def _least_held(self, gpu: GPU, start: int, end: int) -> int:
         return min(self._bytes_held(gpu, start, end, count) for count in {0, sum(self._has_weights[start:end])})

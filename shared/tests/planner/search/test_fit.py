@@ -15,7 +15,7 @@ from ditkit_core.engine.block_swap import choose_streamed
 from ditkit_core.engine.placement import Placement
 from ditkit_core.planner.gpus import of_size, parse_gpus
 from ditkit_core.planner.memory import Partition, compose
-from ditkit_core.planner.search.autotune import (
+from ditkit_core.planner.search.fit import (
     HARDLY_LONGER,
     POLICIES,
     ROOM,
@@ -24,7 +24,7 @@ from ditkit_core.planner.search.autotune import (
     least_missing,
     shortest_seconds,
 )
-from ditkit_core.planner.search.partition_search import PRICE, FitTask
+from ditkit_core.planner.search.task import PRICE, FitTask
 from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig

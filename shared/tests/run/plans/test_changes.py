@@ -8,11 +8,11 @@ from made_profiles import GIB, made_full_profiles, made_profile
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.search.autotune import HARDLY_LONGER, candidates, fit, scheduled
-from ditkit_core.planner.search.partition_search import FitTask
+from ditkit_core.planner.search.fit import HARDLY_LONGER, candidates, fit, scheduled
+from ditkit_core.planner.search.task import FitTask
 from ditkit_core.planner.workload import Workload
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.plans.levels import COSTS, levels, search, state_bytes
+from ditkit_core.run.plans.changes import COSTS, fit_levels, levels, state_bytes
 
 FULL = {"adapter.method": "full", "model.dtype": "fp32", "train.accumulation": 4}
 
@@ -92,7 +92,7 @@ def task_of(gpus, *, host=None, refused=()):
 
 
 def test_what_fits_as_configured_is_not_changed():
-    found = search(config_of(), task_of("141GiB,141GiB"), later=False)
+    found = fit_levels(config_of(), task_of("141GiB,141GiB"), later=False)
     assert found.level.changed == () and found.fit.chosen is not None
 
 
@@ -106,7 +106,7 @@ def test_what_fits_as_configured_is_not_changed():
 )
 def test_the_first_level_that_fits_is_chosen(host, expected):
     """12 blocks of half a billion weights each: what is streamed has to be on the host, whose limit decides how far the levels go."""
-    found = search(config_of(), task_of("24GiB", host=None if host is None else host * GIB))
+    found = fit_levels(config_of(), task_of("24GiB", host=None if host is None else host * GIB))
     assert found.level.short == expected
     assert all(plan.fits for plan in found.fit.chosen.plan)
     assert host is None or found.fit.chosen.host <= host * GIB
@@ -118,12 +118,12 @@ def test_the_first_level_that_fits_is_chosen(host, expected):
 
 
 def test_a_level_that_contradicts_another_setting_is_passed_over():
-    found = search(config_of(), task_of("24GiB", host=20 * GIB, refused=("adamw8bit",)))
+    found = fit_levels(config_of(), task_of("24GiB", host=20 * GIB, refused=("adamw8bit",)))
     assert found.level.short.endswith("optim.name = adafactor")
 
 
 def test_where_nothing_fits_the_last_level_is_what_lacks_least():
-    found = search(config_of(), task_of("2GiB"))
+    found = fit_levels(config_of(), task_of("2GiB"))
     assert found.fit.chosen is None and found.level.short.endswith(f"optim.name = adafactor, {FAST}")
     assert not found.later
     first, last = (
@@ -157,7 +157,7 @@ def adapting(gpus, made_for):
 
 def test_a_lora_is_offered_the_narrow_residual_where_that_streams_less():
     config, made_for = resolve(RunConfig, flags=LORA), []
-    found = search(config, adapting("24GiB", made_for))
+    found = fit_levels(config, adapting("24GiB", made_for))
     chosen, ((level, offer),) = found.fit.chosen, found.later
     assert not found.level.changed and level.short == FAST and "1.1 to 1.2 %" in level.changed[-1].cost
     assert all(plan.fits for plan in offer.plan)
@@ -167,13 +167,13 @@ def test_a_lora_is_offered_the_narrow_residual_where_that_streams_less():
 
 def test_it_is_not_planned_where_nothing_is_recomputed_or_streamed():
     made_for = []
-    found = search(resolve(RunConfig, flags=LORA), adapting("48GiB", made_for))
+    found = fit_levels(resolve(RunConfig, flags=LORA), adapting("48GiB", made_for))
     assert found.fit.chosen.setting.policy == "none" and not found.later
     assert made_for == ["default"]
 
 
 def test_a_lora_that_fits_no_other_way_takes_it():
-    found = search(resolve(RunConfig, flags=LORA), adapting("3.5GiB", []))
+    found = fit_levels(resolve(RunConfig, flags=LORA), adapting("3.5GiB", []))
     assert found.level.short == FAST and all(plan.fits for plan in found.fit.chosen.plan)
 
 
@@ -197,7 +197,7 @@ def storing_8_bits(computed, compute="dtype"):
 
         return FitTask(gpus=parse_gpus("24GiB"), profile_of=profile_of, quantizations=("int8",), streams=False)
 
-    return search(config, task)
+    return fit_levels(config, task)
 
 
 def test_products_in_8_bits_are_offered_where_they_are_a_tenth_faster():
