@@ -28,7 +28,8 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention.attention import attend
 from ditkit_core.nn.context import BlockSettings, block_settings
-from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
+from ditkit_core.nn.quantized_layouts import LAYOUTS
+from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import ADAPTERS, largest, make_model, outcome, train_shortly

@@ -133,6 +133,13 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
 
 
 @pytest.mark.slow
+def test_matrices_in_several_formats_of_a_file_are_planned_one_by_one():
+    formats = {"qkv": "nvfp4", "out": "mxfp8", "mlp.0": "int8_rotated_256"}
+    stored = {f"layers.{block}.{layer}": kind for block in range(DEPTH - 1) for layer, kind in formats.items()}
+    agree(replace(toy_job(checkpointing="full", **SMALL), stored=stored), (3,), (1, 3, 5))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "policy", "cuts"),
     [

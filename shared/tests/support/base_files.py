@@ -55,5 +55,5 @@ def values_of(path: Path, **settings: object) -> State:
     return {
         name: held[name].dequantize() if name in held else tensor.float()
         for name, tensor in dense.items()
-        if not name.endswith("weight_scale")
+        if ".weight_" not in name  # scales
     }

@@ -68,7 +68,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             Batch(ids=[f"{micro} {i}" for i in range(len(items))], items=items) for micro in range(of.micro_batches)
         ]
         fused = of.optim.fused_backward
-        engine = BlockEngine(policy=of.policy, kernels=of.kernels, hooks=() if swap is None else (swap,))
+        engine = BlockEngine(policy=of.schedule, kernels=of.kernels, hooks=() if swap is None else (swap,))
         stage_of = stages_of(model, trained.optimizer.parameters)
         clipping = Clipping(max_norm=of.clip_norm, by=of.clip_by, last_norm=2 * of.clip_norm, stage_of=stage_of)
         for step in range(2):

@@ -86,7 +86,7 @@ def test_a_scaled_file_is_planned_as_it_is_held(tmp_path, capsys):
             found[name, quantize] = json.loads(capsys.readouterr().out)
     weights = {key: plan["devices"][0]["weights"] for key, plan in found.items()}
     assert weights["scaled", "none"] == weights["dense", "fp8"] < weights["dense", "none"]
-    assert "in scaled 8 bits: planned in that format" in found["scaled", "none"]["notes"][0]
+    assert "is in fp8: planned as it is stored" in found["scaled", "none"]["notes"][0]
     assert found["dense", "none"]["notes"] == []
 
 
@@ -112,7 +112,7 @@ def test_a_scaled_file_is_held_as_it_is(tmp_path, form, kind, rows):
     path = write(tmp_path / "scaled", *WRITERS[kind](codes, scales))
     lines: list[str] = []
     model = prepared(path, say=lines.append).module
-    assert f"{path}: 12 matrices stay in its own scaled 8 bits; the base takes" in lines[0] and len(lines) == 1
+    assert f"{path}: 12 matrices stay as they are stored, in fp8; the base takes" in lines[0] and len(lines) == 1
     held = quantized_weights(model)
     assert len(held) == 12 and {layer.kind for layer in held.values()} == {"fp8"}
     dense = write(tmp_path / "dense", values)
@@ -168,7 +168,7 @@ def test_another_form_is_made_of_its_values_and_said(tmp_path, kind):
     codes, scales, values = scaled(original("official"))
     path, lines = write(tmp_path / "scaled", *legacy(codes, scales)), []
     found = values_of(path, quantize=kind, say=lines.append)
-    assert "rounded once more; a bf16 file or base.quantize = fp8 loses less" in lines[0]
+    assert "rounded once more; a bf16 file or base.quantize = none loses less" in lines[0]
     assert equal(found, values_of(write(tmp_path / "dense", values), quantize=kind))
 
 
@@ -181,7 +181,7 @@ def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path):
     (file,) = export_adapter(model, TOY, tmp_path, "adapter", ExportConfig(dtype="fp32"), metadata={})
     lines: list[str] = []
     merged = prepared(path, merge=(str(file),), say=lines.append)
-    assert "those that a merged adapter changes are rounded to 8 bits once more" in lines[0]
+    assert "those that a merged adapter changes are rounded once more" in lines[0]
     expected, plain = (values_of(dense, quantize=q, merge=(str(file),)) for q in ("fp8", "none"))
     for name, layer in quantized_weights(merged.module).items():
         if "qkv" in name:
@@ -332,7 +332,7 @@ def test_a_run_trains_over_what_another_wrote(tmp_path, capsys):
     assert world.train("whole", 3, *where) == 0
     assert world.train("parts", 1, *where) == 0
     assert world.train("parts", 3, *where, "--base.quantize", "fp8", "--train.checkpointing", "full") == 0
-    assert "12 matrices stay in its own scaled 8 bits" in capsys.readouterr().out
+    assert "12 matrices stay as they are stored, in fp8" in capsys.readouterr().out
     assert equal(world.adapter("whole"), world.adapter("parts"))
     folder = ("--run.folder", str(world.folder / "whole"), *where)
     assert world.run("export", *folder, "--dtype", "fp8_scaled") == 1

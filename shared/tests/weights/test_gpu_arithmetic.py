@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.nn.eight_bit_products import product, transposed_product
-from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
+from ditkit_core.nn.quantized_layouts import LAYOUTS
+from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.testing.pretend_devices import PretendDevices, on_host
 
 THERE = torch.device("cpu:1")

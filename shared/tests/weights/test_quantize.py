@@ -22,7 +22,8 @@ from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, dense_weight, final_dtype, quantized_weights
+from ditkit_core.nn.quantized_layouts import LAYOUTS
+from ditkit_core.nn.quantized_linear import QuantizedLinear, dense_weight, final_dtype, quantized_weights
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
@@ -158,9 +159,10 @@ def test_autograd_is_given_nothing_to_keep(kind):
 
 COMPILED = """
 import torch
-from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
+from ditkit_core.nn.quantized_layouts import LAYOUTS
+from ditkit_core.nn.quantized_linear import QuantizedLinear
 
-for kind in LAYOUTS:
+for kind in (*LAYOUTS, "int8_rotated_16", "mxfp8", "nvfp4"):
     layer, results = QuantizedLinear(64, 32, kind, bias=True), []
     layer.set_weight(torch.randn(32, 64))
     torch.nn.init.normal_(layer.bias)

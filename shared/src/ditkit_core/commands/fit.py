@@ -170,8 +170,8 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
         UserError: If one of them has no products in the 8 bits of base.compute.
     """
     check_formats(run.config.base.compute, gpus)
-    job, stored = planned_step(run, gpus=gpus).job, run.stored_as
-    return task_of(job, gpus, formats_of(job, configured=run.config.base.quantize, stored=stored), stored)
+    job = planned_step(run, gpus=gpus).job
+    return task_of(job, gpus, formats_of(job))
 
 
 def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...], host: int | None) -> FitResult:

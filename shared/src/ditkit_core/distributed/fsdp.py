@@ -84,7 +84,7 @@ def divide(
     """
     if not shards_integers() and not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise UserError(
-            f"this torch, {torch.__version__}, cannot shard a base in int8 or nf4; update it, or use one in fp8 or not quantized"
+            f"this torch, {torch.__version__}, cannot shard a base in integers; update it, or use one in fp8 or not quantized"
         )
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
     # The model itself comes last: FSDP2 gives a parent whatever its sharded children left.

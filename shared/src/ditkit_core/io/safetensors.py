@@ -52,6 +52,10 @@ class Packing(NamedTuple):
     parts: tuple["StoredTensor", ...]
     unpack: Callable[[range], Tensor]
     """From some of the tensor's rows to their values in its dtype."""
+    kind: str = ""
+    """Format in which a layer can hold it as it is stored; empty if none can."""
+    codes: Callable[[range], Mapping[str, Tensor]] | None = None
+    """From some of its rows to the codes and scales of that layer, by the names of its parameters."""
 
 
 @dataclass(frozen=True)

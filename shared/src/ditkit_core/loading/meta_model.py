@@ -1,6 +1,6 @@
 """Builds a model on `meta` and checks it against its files, with its adapters injected: nothing is allocated yet."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from ditkit_core.weights.quantize import (
     linears_of_blocks,
     num_bytes,
     quantized_bytes,
+    stored_formats,
 )
 
 
@@ -95,7 +96,7 @@ def build_meta_model(
         adapter: What to train; None for a frozen model without an adapter.
         base: What to merge into the base.
         component: The one to load, where a model has several transformers.
-        keeps_codes: Whether matrices that a file has in scaled 8 bits stay in them.
+        keeps_codes: Whether matrices that a file has in 8 or 4 bits stay in them.
         say: Called with one line for each setting that a file decided.
 
     Raises:
@@ -197,21 +198,20 @@ def _quantize_blocks(
     say: Callable[[str], None],
 ) -> None:
     """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks for."""
-    if kind in ("none", "fp8") and num_scaled(source):
-        say(_hold_as_stored(spec, model, source, mapping, precision, merges=bool(merge_into(merged))))
-    if packed := num_packed(source):
-        then = (
-            "rounded once more"
-            if kind != "none"
-            else "kept in model.dtype; base.quantize keeps them small, and rounds them once more"
+    formats = formats_in_blocks(spec, model, source, mapping)
+    held = {name: stored for name, stored in formats.items() if kind in ("none", stored)}
+    if held:
+        say(_hold_as_stored(spec, model, source, held, precision, merges=bool(merge_into(merged))))
+    if others := {stored for name, stored in formats.items() if name not in held}:
+        say(
+            f"{source.path} is in {_and(others)}, and rounded once more; a bf16 file or base.quantize = none loses less"
         )
-        say(f"{source.path}: {packed} matrices are in int8, mxfp8 or nvfp4, and are unpacked and {then}")
-    if kind == "none":
-        return
-    if kind != "fp8" and num_scaled(source):
-        say(f"{source.path} is in scaled 8 bits, and rounded once more; a bf16 file or base.quantize = fp8 loses less")
-    # With fp8, a file in scaled 8 bits may have left no linear layer to convert.
-    if any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
+    in_blocks = {part.name for name in formats for part in mapping[f"{name}.weight"]}
+    packed = [name for name, stored in source.tensors.items() if stored.packing and name not in in_blocks]
+    if packed:
+        say(f"{source.path}: {len(packed)} matrices in 8 or 4 bits are unpacked, {packed[0]} the first")
+    # With a format that the file has, there may be no linear layer to convert.
+    if kind != "none" and any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
         say(_quantize(spec, model, kind, precision))
 
 
@@ -227,21 +227,50 @@ def _hold_as_stored(
     spec: ModelSpec,
     model: StagedModel,
     source: SafetensorsSource,
-    mapping: Mapping[str, tuple[TensorSlice, ...]],
+    formats: Mapping[str, str],
     precision: Precision,
     *,
     merges: bool,
 ) -> str:
-    """Keep the blocks' matrices that a file has in scaled 8 bits as they are; returns one line about it."""
+    """Keep matrices of the blocks as a file has them; returns one line about it."""
     dtype_of = loaded_dtype(spec, precision)
     before = num_bytes(model, dtype_of)
-    layers = [name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")]
-    held = hold_as_stored(model, source, mapping, layers=layers)
+    hold_as_stored(model, formats)
     line = (
-        f"{source.path}: {len(held)} matrices stay in its own scaled 8 bits; "
+        f"{source.path}: {len(formats)} matrices stay as they are stored, in {_and(formats.values())}; "
         f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
     )
-    return line + "; those that a merged adapter changes are rounded to 8 bits once more" * merges
+    return line + "; those that a merged adapter changes are rounded once more" * merges
+
+
+def _and(formats: Collection[str]) -> str:
+    return " and ".join(sorted(set(formats)))
+
+
+def formats_in_blocks(
+    spec: ModelSpec, model: StagedModel, source: SafetensorsSource, mapping: Mapping[str, tuple[TensorSlice, ...]]
+) -> dict[str, str]:
+    """Formats in which the blocks' matrices can stay as a file has them, by layer.
+
+    Args:
+        model: The model, on `meta`.
+        mapping: Parts of the file's tensors by our name, from `match`.
+    """
+    layers = [name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")]
+    return stored_formats(model, source, mapping, layers=layers)
+
+
+def formats_of_file(spec: ModelSpec, arch: Any, source: SafetensorsSource, precision: Precision) -> dict[str, str]:
+    """The same for a model that is not built.
+
+    Raises:
+        UserError: If the file does not fit the architecture.
+    """
+    if not (num_scaled(source) or num_packed(source)):
+        return {}
+    model = build_on_meta(spec, arch, precision)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return formats_in_blocks(spec, model, source, match(source, spec.architecture.names, shapes))
 
 
 def _advice(source: SafetensorsSource) -> Advice:

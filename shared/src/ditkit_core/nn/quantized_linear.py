@@ -1,15 +1,12 @@
 """Frozen matrices in 8 or 4 bits, converted to the input's dtype for each product, or multiplied as they are stored (`base.compute`).
 
-The values are bitwise identical to torchao's weight-only quantization (`Int8WeightOnlyConfig`, `Float8WeightOnlyConfig`, NF4 with doubly
-quantized scales), but its tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are missing) nor be
-views into one buffer, which block swap needs. Their own forward also has autograd keep each dequantized weight: 1.5 times the dense
-model. Here weight and scales are plain parameters, and nothing is kept.
+torchao's tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are missing) nor be views into one
+buffer, which block swap needs. Their own forward also has autograd keep each dequantized weight: 1.5 times the dense model. Here weight and
+scales are plain parameters, and nothing is kept.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,46 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.context import device_kind
-from ditkit_core.nn.eight_bit_products import LARGEST_CODE, compiled_product, divided, product, transposed_product
+from ditkit_core.nn.eight_bit_products import compiled_product, product, transposed_product
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
-from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
+from ditkit_core.nn.lora import KeepsOnlyItsInput
 from ditkit_core.nn.parameters import by_weight, switched
-
-_FP8 = torch.float8_e4m3fn
-BLOCK, _GROUP = 64, 256
-"""NF4: the number of weights that share a scale, and of scales that share a scale of their own. torchao's defaults."""
-# Quantiles of a normal distribution, chosen by QLoRA's authors, as torchao rounds them. Seven below zero and eight above, so that zero
-# itself is a level.
-_NEGATIVE_LEVELS = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911)
-_LEVELS = (*_NEGATIVE_LEVELS, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
-
-About = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of parameters, by name."""
-
-Gather = Callable[[Tensor], Tensor]
-"""From the magnitudes of blocks of some rows to the magnitudes of all blocks of the matrix."""
-
-
-def of_all_rows(magnitudes: Tensor) -> Tensor:
-    """The `Gather` of a matrix that is quantized whole."""
-    return magnitudes
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a quantized matrix [out, in] is stored."""
-
-    about: Callable[[int, int], About]
-    """(out, in) to shapes and dtypes of its parameters."""
-    quantize: Callable[[Tensor, Gather], dict[str, Tensor]]
-    """An fp32 matrix, which is overwritten, or some of its rows, to the parameters' values: codes and scales of these rows, and whole what
-    belongs to no row."""
-    dequantize: Callable[[Mapping[str, Tensor], Tensor], None]
-    """Writes the matrix of the parameters' values into one of any floating dtype. The arithmetic is in fp32, or in that dtype if it is wider."""
-    fits: Callable[[int, int], bool] = lambda num_out, num_in: True
-    """(out, in) to whether such a matrix can be stored so."""
+from ditkit_core.nn.quantized_layouts import layout_of, of_all_rows, rotated
 
 
 class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
@@ -69,22 +32,22 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
     """
 
     def __init__(self, num_in: int, num_out: int, kind: str, *, bias: bool):
-        """Build a layer without values; `kind` is one of `LAYOUTS`. A bias is not quantized."""
+        """Build a layer without values; `kind` is a format of `quantized_layouts.py`. A bias is not quantized."""
         # Not nn.Linear's: it would allocate and initialise a dense weight.
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = num_in, num_out, kind
         self.in_8_bits = False
-        for name, (shape, dtype) in LAYOUTS[kind].about(num_out, num_in).items():
+        for name, (shape, dtype) in layout_of(kind).about(num_out, num_in).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_out), requires_grad=False) if bias else None)
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantize a weight [out, in] in fp32, which is overwritten, on its own device."""
-        self.set_values(LAYOUTS[self.kind].quantize(weight, of_all_rows))
+        self.set_values(layout_of(self.kind).quantize(weight, of_all_rows))
 
     def set_values(self, values: Mapping[str, Tensor]) -> None:
         """Set the parameters' values, without a copy."""
-        for name, (shape, dtype) in LAYOUTS[self.kind].about(self.out_features, self.in_features).items():
+        for name, (shape, dtype) in layout_of(self.kind).about(self.out_features, self.in_features).items():
             assert values[name].shape == shape and values[name].dtype == dtype, name
             self._parameters[name] = nn.Parameter(values[name], requires_grad=False)
 
@@ -108,14 +71,16 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         """Whether its format and its size allow products of 8-bit codes."""
         sizes = self.in_features, self.out_features
         # Tensor cores take multiples of 16, and a sum of 2**17 products of int8 codes fits int32.
-        return self.kind in LARGEST_CODE and all(size % 16 == 0 and size <= 2**17 for size in sizes)
+        return bool(layout_of(self.kind).product) and all(size % 16 == 0 and size <= 2**17 for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
         # The compiler decides by itself what it keeps for the backward, so compiled code gets operations with plain inputs.
         if torch.compiler.is_compiling():
             if self.in_8_bits:
-                of_codes: Tensor = compiled_product(x, self.bias, self.weight, self.weight_scale)
+                of_codes: Tensor = compiled_product(
+                    rotated(x, self.values()), self.bias, self.weight, self.weight_scale
+                )
                 return of_codes
             return F.linear(x, self.dequantize(x.dtype), self.bias)
         values = self.values()
@@ -145,21 +110,23 @@ class _Stored(NamedTuple):
     def product(self, x: Tensor, bias: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
         """x Wᵀ + b."""
         if self.in_8_bits:
-            return product(x, bias, *self._codes(tensors), fused=self.fused)
+            values = self._values(tensors)
+            return product(rotated(x, values), bias, values["weight"], values["weight_scale"], fused=self.fused)
         return F.linear(x, self._matrix(tensors, x.dtype), bias)
 
     def transposed(self, gradient: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """gradient · W."""
         if self.in_8_bits:
-            return transposed_product(gradient, *self._codes(tensors), fused=self.fused)
+            values = self._values(tensors)
+            turned = transposed_product(gradient, values["weight"], values["weight_scale"], fused=self.fused)
+            return rotated(turned, values)
         return gradient @ self._matrix(tensors, gradient.dtype)
 
-    def _codes(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        values = dict(zip(self.names, tensors, strict=True))
-        return values["weight"], values["weight_scale"]
+    def _values(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.names, tensors, strict=True))
 
     def _matrix(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        return _dequantized(self.kind, dict(zip(self.names, tensors, strict=True)), self.shape, dtype, self.fused)
+        return _dequantized(self.kind, self._values(tensors), self.shape, dtype, self.fused)
 
 
 class _Product(torch.autograd.Function):
@@ -192,7 +159,7 @@ def _dequantized(
         return matrix
     out = torch.empty(shape, dtype=dtype, device=values["weight"].device)
     with torch.no_grad():
-        LAYOUTS[kind].dequantize(values, out)
+        layout_of(kind).dequantize(values, out)
     return out
 
 
@@ -235,121 +202,3 @@ def final_dtype(module: nn.Module, leaf: str, default: torch.dtype) -> torch.dty
     """The dtype of a module's parameter once it is loaded: codes and scales have their own, all others the default."""
     parameter = module.values().get(leaf) if isinstance(module, QuantizedLinear) else None
     return default if parameter is None else parameter.dtype
-
-
-# int8 and fp8: one scale per row
-
-
-def _about_rows(dtype: torch.dtype) -> Callable[[int, int], About]:
-    return lambda num_out, num_in: {"weight": ((num_out, num_in), dtype), "weight_scale": ((num_out, 1), torch.float32)}
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """The largest magnitude of each row, [rows, 1], without a copy of the rows."""
-    return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
-
-
-def _quantize_int8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
-    # 127.5 and the product with the reciprocal are torchao's: a division would round some codes the other way.
-    scale = divided(_largest(weight), 127.5).clamp_(min=torch.finfo(torch.float32).eps)
-    codes = weight.mul_(1.0 / scale).round_().clamp_(-128, 127).to(torch.int8)
-    return {"weight": codes, "weight_scale": scale}
-
-
-def _quantize_fp8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
-    limit = torch.finfo(_FP8).max
-    scale = _nonzero(divided(_largest(weight), limit))
-    return {"weight": weight.div_(scale).clamp_(-limit, limit).to(_FP8), "weight_scale": scale}
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    """The scales, with ones for zeros: a row or block of zeros divided by zero is NaN, as in torchao."""
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
-
-
-def _dequantize_rows(values: Mapping[str, Tensor], out: Tensor) -> None:
-    codes, scale = values["weight"], values["weight_scale"]
-    # Every code is exact in 16 bits. A GPU multiplies in fp32 without a copy; the CPU makes an fp32 copy, so it gets a part at a time.
-    at_once = max(1, AT_ONCE["cpu"] // out.shape[1]) if device_kind(out) == "cpu" else len(out)
-    for start in range(0, len(out), at_once):
-        rows = slice(start, start + at_once)
-        out[rows].copy_(codes[rows]).mul_(scale[rows])
-
-
-# NF4: two codes per byte; 64 weights share a scale, which is itself quantized
-
-
-def _about_nf4(num_out: int, num_in: int) -> About:
-    num_blocks = num_out * num_in // BLOCK
-    return {
-        "weight": ((num_out, num_in // 2), torch.uint8),
-        "weight_scale": ((num_blocks,), torch.int8),
-        "weight_scale_factor": ((math.ceil(num_blocks / _GROUP),), torch.float32),
-        "weight_scale_mean": ((1,), torch.float32),
-        # The two levels of each byte. A parameter, because a constant would be copied to the device for every product.
-        "weight_levels": ((256, 2), torch.float32),
-    }
-
-
-def _quantize_nf4(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
-    shape, blocks = weight.shape, weight.view(-1, BLOCK)
-    largest = _largest(blocks)
-    of_all = gather(largest)
-    mean = of_all.cpu().mean().to(of_all.device)  # a GPU sums in another order
-    num_blocks = len(of_all)
-    groups = F.pad(of_all.flatten() - mean, (0, -num_blocks % _GROUP)).view(-1, _GROUP)
-    # Scales are stored as int8 differences from their mean, with one factor per group of 256.
-    factor = 256 / (2 * _nonzero(groups.abs().amax(1)))
-    scale = (groups * factor[:, None]).round_().clamp_(-128, 127).to(torch.int8).flatten()[:num_blocks].clone()
-    blocks.div_(_nonzero(largest))
-    levels = torch.tensor(_LEVELS, device="cpu").to(weight.device)
-    codes = torch.empty(len(blocks), BLOCK // 2, dtype=torch.uint8, device=weight.device)
-    at_once = AT_ONCE[device_kind(weight)] // BLOCK
-    for start in range(0, len(blocks), at_once):
-        part = slice(start, start + at_once)
-        nearest = _nearest(blocks[part], levels)
-        # torchao's order: the first weight of a pair is in the upper half of the byte.
-        codes[part] = nearest[:, ::2] << 4 | nearest[:, 1::2]
-    pairs = torch.cartesian_prod(levels, levels)
-    return {
-        "weight": codes.view(shape[0], shape[1] // 2),
-        "weight_scale": scale,
-        "weight_scale_factor": factor,
-        "weight_scale_mean": mean[None],
-        "weight_levels": pairs,
-    }
-
-
-def _nearest(values: Tensor, levels: Tensor) -> Tensor:
-    """The index of the nearest level, uint8; of two that are equally near, the lower.
-
-    Only the two levels around a value are compared with it. torchao compares all sixteen, with the same result.
-    """
-    low = torch.bucketize(values, levels[1:-1], out_int32=True)
-    nearer_high = levels[low + 1].sub_(values).abs_() < levels[low].sub_(values).abs_()
-    return low.add_(nearer_high).to(torch.uint8)
-
-
-def _dequantize_nf4(values: Mapping[str, Tensor], out: Tensor) -> None:
-    codes, blocks = values["weight"].view(-1), out.view(-1, BLOCK)
-    factor = values["weight_scale_factor"].repeat_interleave(_GROUP)[: len(blocks)]
-    scale = (values["weight_scale"] / factor + values["weight_scale_mean"])[:, None]
-    at_once = AT_ONCE[device_kind(out)] // BLOCK
-    for start in range(0, len(blocks), at_once):
-        part = slice(start, start + at_once)
-        # index_select takes int32 at least, and one look-up gives both weights of a byte.
-        some = codes[start * BLOCK // 2 : (start + at_once) * BLOCK // 2].int()
-        wide = values["weight_levels"].index_select(0, some).view(-1, BLOCK)
-        blocks[part].copy_(wide.mul_(scale[part]))
-
-
-LAYOUTS = {
-    "int8": Layout(_about_rows(torch.int8), _quantize_int8, _dequantize_rows),
-    "fp8": Layout(_about_rows(_FP8), _quantize_fp8, _dequantize_rows),
-    "nf4": Layout(
-        _about_nf4,
-        _quantize_nf4,
-        _dequantize_nf4,
-        fits=lambda num_out, num_in: num_in % 2 == 0 and num_out * num_in % BLOCK == 0,
-    ),
-}

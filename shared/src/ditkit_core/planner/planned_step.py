@@ -1,5 +1,6 @@
 """A training step as a value, without its weights: what a plan is made for."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,6 +33,8 @@ class StepJob:
     """One micro-batch: training items on `meta`. Empty where nothing is profiled."""
     execution: Execution = field(default_factory=Execution)
     """How the step runs; its schedule names no devices where it is profiled."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Formats in which frozen matrices stay as their file has them, by layer, where `execution.quantize` is `none`."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
@@ -70,8 +73,10 @@ class StepJob:
 
     @property
     def quantize(self) -> str:
-        """Format of the frozen matrices."""
-        return self.execution.quantize
+        """Format of the frozen matrices; of most of them, if they stay as they are stored."""
+        if self.execution.quantize != "none" or not self.stored:
+            return self.execution.quantize
+        return Counter(self.stored.values()).most_common(1)[0][0]
 
     @property
     def compute(self) -> str:
@@ -96,7 +101,7 @@ class StepJob:
             micro_batches=self.micro_batches,
             pipelined=execution.pipelined,
             fp32=matmul == torch.float32,
-            quantize=execution.quantize,
+            quantize=self.quantize,
             compute=execution.compute,
             kernels=execution.kernels,
             attention=execution.attention,

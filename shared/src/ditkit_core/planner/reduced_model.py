@@ -24,7 +24,7 @@ from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.training.optim.optimizer import check_rates
-from ditkit_core.weights.quantize import check_quantize, compute_in_8_bits, convert
+from ditkit_core.weights.quantize import check_quantize, compute_in_8_bits, convert, hold_as_stored
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,10 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     spec, adapter = job.spec, job.adapter
     model = build_on_meta(spec, job.arch, job.precision)
     check_quantize(job.quantize, adapter.method)
-    if job.quantize != "none":
-        convert(model, job.quantize, spec.precision.keep_fp32)
+    if job.execution.quantize != "none":
+        convert(model, job.execution.quantize, spec.precision.keep_fp32)
+    else:
+        hold_as_stored(model, job.stored)
     if job.compute != "dtype":
         compute_in_8_bits(model, job.compute)
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)

@@ -229,9 +229,10 @@ def _check_sharded(run: RunContext) -> None:
             f"{shard} with trained weights in bf16: this torch, {torch.__version__}, rounds gradients that it has summed over ranks to bf16; update "
             "it, or set model.dtype = fp32"
         )
-    if config.base.quantize in ("int8", "nf4") and not shards_integers():
+    stored = run.stored_as if config.base.quantize == "none" else config.base.quantize
+    if stored not in ("none", "fp8") and not shards_integers():
         raise UserError(
-            f"{shard} with base.quantize = {config.base.quantize}: this torch, {torch.__version__}, cannot divide parameters of integers; update it, "
+            f"{shard} with a base in {stored}: this torch, {torch.__version__}, cannot divide parameters of integers; update it, "
             "or set base.quantize to fp8 or none"
         )
     if not config.optim.kind.by_element:

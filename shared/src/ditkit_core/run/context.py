@@ -1,6 +1,7 @@
 """A run's context: its configuration, completed with the values of its model family and architecture."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,13 +15,14 @@ from ditkit_core.api.dataset import completed
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.architecture import arch_here
+from ditkit_core.loading.meta_model import formats_of_file
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.auxiliary import device_names, training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.run.experts import restrict_to_expert
-from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
+from ditkit_core.weights.fp8_scaled import open_weights
 
 
 class RunRequest(NamedTuple):
@@ -63,17 +65,23 @@ class RunContext:
         return "transformer" if self.expert is None else self.expert.part
 
     @cached_property
-    def stored_as(self) -> str:
-        """Format of the blocks' matrices in a local file: `fp8` for scaled 8 bits, else `none`; `none` if the file is not local."""
+    def stored_formats(self) -> Mapping[str, str]:
+        """Format in which the blocks' matrices of a local file are held, by layer; none for those that are dense, or if the file is not local."""
         path = self.config.model.here(self.component)
         # The format of files that are still to be downloaded is unknown.
-        if path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
-            return "none"
+        if self.arch is None or path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
+            return {}
         try:
-            return "fp8" if num_scaled(open_weights(path)) else "none"
+            return formats_of_file(self.spec, self.arch, open_weights(path), self.precision)
         # Raised again where the file is needed; a plan by model.preset or a config.json does not need it.
         except UserError:
-            return "none"
+            return {}
+
+    @property
+    def stored_as(self) -> str:
+        """Format of most of these matrices; `none` if they are dense."""
+        counted = Counter(self.stored_formats.values()).most_common(1)
+        return counted[0][0] if counted else "none"
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:

@@ -21,7 +21,7 @@ from ditkit_core.engine import activation_offload as offload
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.nn.quantized_linear import LAYOUTS
+from ditkit_core.nn.quantized_layouts import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, divided, numbers
 from ditkit_core.testing.conformance_levers import LEVERS

@@ -15,9 +15,9 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.nn.lora import ASSISTANT
-from ditkit_core.nn.quantized_linear import LAYOUTS
+from ditkit_core.nn.quantized_layouts import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
-from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
+from ditkit_core.testing.conformance_quantized import COMPUTED, OF_FILES, make_quantized
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import Watched, stream
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
@@ -25,7 +25,7 @@ from ditkit_core.testing.world import ADAPTERS, ModelChecks, differing, train_sh
 
 LEVERS: Mapping[str, Sequence[Any]] = {
     "policy": POLICIES,
-    "quantize": ("none", *LAYOUTS, *COMPUTED),
+    "quantize": ("none", *LAYOUTS, *COMPUTED, *OF_FILES),
     "adapter": [*(name for name in ADAPTERS if name != "full"), "dora next to an assistant"],
     "layout": ("ends alone", "three", "uneven"),
     "one_of": (0, 1, 2),

@@ -21,7 +21,8 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import quantized_linear
-from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, quantized_weights
+from ditkit_core.nn.quantized_layouts import LAYOUTS, layout_of
+from ditkit_core.nn.quantized_linear import QuantizedLinear, quantized_weights
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
@@ -48,12 +49,15 @@ _ONE, _TWO = torch.device("cpu:1"), torch.device("cpu:2")
 
 COMPUTED = ("int8 computed", "fp8 computed")
 """Formats whose codes are also multiplied as they are, as `base.compute` has it."""
+OF_FILES = ("nvfp4", "int8_rotated_16 computed")
+"""Formats that only files have, one of them multiplied as it is: with scales by blocks, and with a rotation."""
 
 
 def make_quantized(
     spec: ModelSpec, arch: Any, kind: str, *, dtype: torch.dtype = torch.float32, adapter: AdapterConfig | None = None
 ) -> Any:
-    """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something. `kind` may be one of `COMPUTED`.
+    """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something. `kind` may be one of `COMPUTED`
+    or `OF_FILES`.
 
     `none` is `make_model` itself."""
     if kind == "none":
@@ -67,7 +71,7 @@ def make_quantized(
         if layer.bias is not None:
             layer.bias = values[f"{name}.bias"]
     if computed:
-        compute_in_8_bits(model, kind)
+        compute_in_8_bits(model, layout_of(kind).product)
         computing = [layer for layer in quantized_weights(model).values() if layer.in_8_bits]
         assert computing, "no layer of `arch` takes products of 8-bit codes: make its sizes multiples of 16"
     if adapter is not None:

@@ -19,7 +19,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn.quantized_linear import LAYOUTS
+from ditkit_core.nn.quantized_layouts import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
 from ditkit_core.testing.gpu import GPUS, gpu_of

@@ -92,6 +92,8 @@ SHARDED = {
     "lora on int8, multiplied in 8 bits": Case("lora", quantize="int8 computed"),
     "lora on nf4": Case("lora", quantize="nf4", dtype=torch.bfloat16),
     "loha on nf4": Case("loha", quantize="nf4", dtype=torch.bfloat16),
+    "lora on nvfp4": Case("lora", quantize="nvfp4", dtype=torch.bfloat16),
+    "lora on rotated int8, multiplied in 8 bits": Case("lora", quantize="int8_rotated_16 computed"),
 }
 """Runs whose weights ranks divide; sums over ranks are taken in another order than in one process."""
 
@@ -116,7 +118,7 @@ def can_divide(name: str) -> bool:
     no integers."""
     case = _KNOWN[name]
     rounds = case.trained == "full" and case.dtype == torch.bfloat16 and not keeps_wide_gradients()
-    return not rounds and (shards_integers() or not case.quantize.startswith(("int8", "nf4")))
+    return not rounds and (shards_integers() or not case.quantize.startswith(("int8", "nf4", "nvfp4")))
 
 
 class _Data:

@@ -24,7 +24,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import Advice, load_into, match
-from ditkit_core.weights.quantize import hold_as_stored
+from ditkit_core.weights.quantize import hold_as_stored, stored_formats
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -155,7 +155,7 @@ def load_frozen(
     tied: Mapping[str, str] | None = None,
     ignore: frozenset[str] = frozenset(),
 ) -> None:
-    """Load every parameter of a module on `meta`, and freeze it. Matrices that are 8-bit codes with a scale stay so.
+    """Load every parameter of a module on `meta`, and freeze it. Matrices in 8 or 4 bits stay so.
 
     Args:
         model: The module; in eval mode afterwards.
@@ -169,7 +169,7 @@ def load_frozen(
     tied = tied or {}
     mapping = locate_frozen(model, source, names, key=key, tied=tied, ignore=ignore)
     # After matching, because the mapping tells which of the module's layers are codes in the file.
-    hold_as_stored(model, source, mapping)
+    hold_as_stored(model, stored_formats(model, source, mapping))
     load_into(model, source, mapping, device_of=lambda name: device, dtype_of=dtype_of)
     for name, other in tied.items():
         model.get_submodule(name).weight = model.get_submodule(other).weight

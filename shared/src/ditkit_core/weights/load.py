@@ -18,7 +18,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
-from ditkit_core.nn.quantized_linear import BLOCK, LAYOUTS, QuantizedLinear, of_all_rows
+from ditkit_core.nn.quantized_layouts import BLOCK, layout_of, of_all_rows
+from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_core.weights.rows import RowReader
 
@@ -241,16 +242,26 @@ def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
         module._buffers[name] = tensor
 
 
-def _takes_codes(
+def _stored_codes(
     layer: QuantizedLinear,
     reader: "ParameterReader",
     parts: tuple[TensorSlice, ...],
+    device: torch.device,
     edit: Callable[[Tensor], None] | None,
-) -> bool:
-    """Whether a layer takes the 8 bits of the file as they are."""
-    stored = {reader.source.tensors[part.name].dtype for part in parts}
-    # Only without an edit: a merge changes the values, and they have to be quantized anew.
-    return layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None
+    rows: range | None = None,
+) -> Mapping[str, Tensor] | None:
+    """Codes and scales of a layer, or of some of its rows, as the file has them; None if its values have to be quantized."""
+    # A merge changes the values.
+    if edit is not None:
+        return None
+    if layer.kind == "fp8" and {reader.source.tensors[part.name].dtype for part in parts} == {torch.float8_e4m3fn}:
+        num_rows = layer.out_features if rows is None else len(rows)
+        codes = torch.empty((num_rows, layer.in_features), device=device, dtype=torch.float8_e4m3fn)
+        reader.fill(codes, parts, codes=True, rows=rows, num_rows=layer.out_features)
+        return {"weight": codes, "weight_scale": reader.scales(parts, layer.out_features).to(device)}
+    if {reader.kind_of(part) for part in parts} == {layer.kind}:
+        return {name: value.to(device) for name, value in reader.packed(parts, layer.out_features, rows).items()}
+    return None
 
 
 def _quantize_into(
@@ -262,10 +273,9 @@ def _quantize_into(
 ) -> None:
     """Give a quantized layer the codes and scales of a file's tensors."""
     shape = torch.Size((layer.out_features, layer.in_features))
-    if _takes_codes(layer, reader, parts, edit):
-        codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
-        reader.fill(codes, parts, codes=True)  # unchanged: another scale would round them a second time
-        layer.set_values({"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)})
+    # Unchanged if they can be: other scales would round them a second time.
+    if (codes := _stored_codes(layer, reader, parts, device, edit)) is not None:
+        layer.set_values(codes)
     else:
         layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
 
@@ -285,11 +295,8 @@ def _quantize_rows_into(
     """The same for a layer whose parameters are divided: bitwise the rows that a whole layer would have."""
     shape, rows = torch.Size((layer.out_features, layer.in_features)), division.rows(layer.weight)
     assert rows is not None
-    if _takes_codes(layer, reader, parts, edit):
-        codes = torch.empty((len(rows), shape[1]), device=device, dtype=torch.float8_e4m3fn)
-        reader.fill(codes, parts, codes=True, rows=rows, num_rows=shape[0])
-        values = {"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)}
-    else:
+    values = _stored_codes(layer, reader, parts, device, edit, rows)
+    if values is None:
         # A block of weights that share a scale may begin in one rank's rows and end in another's.
         needs_all_rows = layer.kind == "nf4" and division.rows_each(layer.weight) * shape[1] % BLOCK != 0
         weight = reader.in_fp32(parts, shape, edit, None if needs_all_rows or edit is not None else rows).to(device)
@@ -299,7 +306,7 @@ def _quantize_rows_into(
             weight = weight if len(weight) == len(rows) else _part(weight, rows)
             first, count = rows.start * shape[1] // BLOCK, shape.numel() // BLOCK
             gather = lambda magnitudes: division.gather(magnitudes, first, count)
-        values = LAYOUTS[layer.kind].quantize(weight, gather)
+        values = layout_of(layer.kind).quantize(weight, gather)
     for name, parameter in layer.values().items():
         value = values[name]
         division.put(
@@ -343,6 +350,33 @@ class ParameterReader:
             if (scale := self.source.scale_of(part.name, index=part.index, of=part.of)) is not None:
                 rows.copy_(scale)
         return scales.view(num_rows, 1)
+
+    def kind_of(self, part: TensorSlice) -> str:
+        """Format in which a layer can hold a part of a packed tensor as it is stored; empty if there is none."""
+        packing = self.source.tensors[part.name].packing
+        return "" if packing is None else packing.kind
+
+    def packed(self, parts: tuple[TensorSlice, ...], num_rows: int, rows: range | None) -> dict[str, Tensor]:
+        """Codes and scales of packed parts that make up a matrix of so many rows, or of some of its rows, on the CPU."""
+        rows = range(num_rows) if rows is None else rows
+        pieces: list[Mapping[str, Tensor]] = []
+        for part, _, some in _spans(torch.empty(len(rows), 1, device="meta"), parts, rows, num_rows):
+            stored = self.source.tensors[part.name]
+            assert stored.packing is not None and stored.packing.codes is not None and some is not None
+            first = part.index * (stored.shape[0] // part.of)
+            pieces.append(stored.packing.codes(range(first + some.start, first + some.stop)))
+        if not pieces:  # a rank without rows
+            packing = self.source.tensors[parts[0].name].packing
+            assert packing is not None and packing.codes is not None
+            pieces.append(packing.codes(range(0)))
+        if len(pieces) == 1:
+            return dict(pieces[0])
+        # What belongs to no row is the same in each.
+        shared = layout_of(self.kind_of(parts[0])).shared
+        return {
+            name: value if name in shared else torch.cat([piece[name] for piece in pieces])
+            for name, value in pieces[0].items()
+        }
 
     def fill(
         self,

@@ -3,18 +3,20 @@
 With `base.compute`, those in 8 bits are also multiplied in 8 bits, forward and for the gradient of their input.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ditkit_core.errors import UserError, argument
-from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.attention.support import capability_text
-from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtype, quantized_weights
+from ditkit_core.nn.quantized_layouts import layout_of
+from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype, quantized_weights
 
 
 class Converted(NamedTuple):
@@ -77,7 +79,7 @@ def check_compute(compute: str, stored: str, method: str) -> None:
             f"{argument('base.compute')} = {compute} is for products with a frozen base, and {argument('adapter.method')} = full trains the base; "
             f"leave {argument('base.compute')} out, or set {argument('adapter.method')} = lora"
         )
-    if compute != stored:
+    if stored == "none" or layout_of(stored).product != compute:
         storage = "in model.dtype" if stored == "none" else f"in {stored}"
         raise UserError(
             f"{argument('base.compute')} = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {storage}; "
@@ -120,7 +122,9 @@ def compute_in_8_bits(model: StagedModel, kind: str) -> str:
         One line for the log: how many are, and which are not.
     """
     layers = {
-        name.removesuffix(".weight"): layer for name, layer in quantized_weights(model).items() if layer.kind == kind
+        name.removesuffix(".weight"): layer
+        for name, layer in quantized_weights(model).items()
+        if layout_of(layer.kind).product == kind
     }
     for layer in layers.values():
         layer.in_8_bits = layer.computes_in_8_bits
@@ -138,13 +142,13 @@ def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> 
 
     Args:
         model: The staged model, on `meta`, without adapters.
-        kind: One of `LAYOUTS`.
+        kind: A format of `nn/quantized_layouts.py`.
         keep_fp32: Whether a parameter stays in fp32, by its name.
 
     Returns:
         The layers that were quantized, and those that do not fit.
     """
-    layout, converted = LAYOUTS[kind], Converted([], [])
+    layout, converted = layout_of(kind), Converted([], [])
     for name in linears_of_blocks(model):
         if keep_fp32(f"{name}.weight"):
             continue
@@ -165,40 +169,66 @@ def linears_of_blocks(model: StagedModel) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) is nn.Linear and id(module) in inside]
 
 
-def hold_as_stored(
+def hold_as_stored(model: nn.Module | StagedModel, formats: Mapping[str, str]) -> None:
+    """Replace Linear layers, on `meta`, by quantized ones, which will take a file's codes as they are.
+
+    Args:
+        formats: The layers' formats by name, from `stored_formats`.
+    """
+    for name, kind in formats.items():
+        replace_layer(model, name, kind)
+
+
+def stored_formats(
     model: nn.Module | StagedModel,
     source: SafetensorsSource,
     mapping: Mapping[str, tuple[TensorSlice, ...]],
     *,
     layers: Collection[str] | None = None,
-) -> list[str]:
-    """Replace the Linear layers that `scaled_layers` finds by quantized ones, which will take the file's codes as they are.
+) -> dict[str, str]:
+    """Formats in which plain Linear layers can hold their matrices as a file has them, by the layer's name.
 
     Args:
         model: The model, on `meta`.
         mapping: Parts of the file's tensors by our name, from `match`.
-        layers: Names of layers that may be replaced; by default all.
-
-    Returns:
-        Names of the replaced layers.
+        layers: Names of the layers to look at; by default all.
     """
-    stored_layers = [name for name in scaled_layers(model, source, mapping) if layers is None or name in layers]
-    for name in stored_layers:
-        replace_layer(model, name, "fp8")
-    return stored_layers
+    linears = {
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and (layers is None or name in layers)
+    }
+    kinds = {
+        name.removesuffix(".weight"): _kind_of([source.tensors[part.name] for part in parts])
+        for name, parts in mapping.items()
+        if name.removesuffix(".weight") in linears
+    }
+    return {name: kind for name, kind in kinds.items() if kind}
 
 
-def scaled_layers(
-    model: nn.Module | StagedModel, source: SafetensorsSource, mapping: Mapping[str, tuple[TensorSlice, ...]]
-) -> list[str]:
-    """Names of the plain Linear layers whose weights are 8-bit codes with one or several scales in a file."""
+def stored_bytes(tensors: Mapping[str, Tensor], formats: Mapping[str, str], dtype: torch.dtype) -> int:
+    """Bytes of tensors in a dtype, where matrices of some layers are held as they are stored.
 
-    # Every part has to be codes: a tensor that is fused from codes and full-precision parts is dequantized instead.
-    def is_scaled(name: str) -> bool:
-        stored = [source.tensors[part.name] for part in mapping.get(f"{name}.weight", ())]
-        return any(tensor.scale for tensor in stored) and all(tensor.dtype == torch.float8_e4m3fn for tensor in stored)
+    Args:
+        tensors: By name, of any dtype; they may be on `meta`.
+        formats: The layers' formats by name, from `stored_formats`.
+        dtype: Of all others.
+    """
+    total = 0
+    for name, tensor in tensors.items():
+        kind = formats.get(name.removesuffix(".weight"))
+        about = {"": (tensor.shape, dtype)} if kind is None else layout_of(kind).about(*tensor.shape)
+        total += sum(math.prod(shape) * stored.itemsize for shape, stored in about.values())
+    return total
 
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and is_scaled(name)]
+
+def _kind_of(parts: Sequence[StoredTensor]) -> str:
+    """The format that the parts of a matrix share; empty if they have several, or values."""
+    # A tensor that is fused from codes and full-precision parts is dequantized instead.
+    if any(part.scale for part in parts) and all(part.dtype == torch.float8_e4m3fn for part in parts):
+        return "fp8"
+    kinds = {"" if part.packing is None else part.packing.kind for part in parts}
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:

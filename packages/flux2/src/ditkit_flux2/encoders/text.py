@@ -22,7 +22,7 @@ from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.frozen import fingerprint
 from ditkit_core.weights.layer_streaming import LayerStreamer, below, decide, give_back_large_blocks
 from ditkit_core.weights.load import load_into
-from ditkit_core.weights.quantize import hold_as_stored, scaled_layers
+from ditkit_core.weights.quantize import hold_as_stored, stored_bytes, stored_formats
 from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_flux2.encoders.prompt import TEXT_TOKENS, Prompter, TextFamily
 from ditkit_flux2.encoders.text_model import ATTENTION, build, describe, locate_weights
@@ -73,11 +73,8 @@ class TextEncoder:
 
     @cached_property
     def _decision(self) -> tuple[bool, str]:
-        scaled = {f"{name}.weight" for name in scaled_layers(self._model, self._source, self._located)}
-        num_bytes = sum(
-            tensor.numel() * (1 if name in scaled else self._dtype.itemsize)
-            for name, tensor in self._model.state_dict().items()
-        )
+        formats = stored_formats(self._model, self._source, self._located)
+        num_bytes = stored_bytes(self._model.state_dict(), formats, self._dtype)
         return decide(self._streaming, num_bytes, self._device)
 
     @cached_property
@@ -113,7 +110,7 @@ class TextEncoder:
             say(f"text encoder: read layer by layer for {self.items_at_once} captions at a time ({why})")
         else:
             say(f"text encoder: loaded into memory as a whole ({why})")
-            hold_as_stored(self._model, self._source, mapping)
+            hold_as_stored(self._model, stored_formats(self._model, self._source, mapping))
             load_into(
                 self._model,
                 self._source,

@@ -23,7 +23,7 @@ from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen, locate_frozen
 from ditkit_core.weights.layer_streaming import LayerStreamer, below, decide, give_back_large_blocks
-from ditkit_core.weights.quantize import scaled_layers
+from ditkit_core.weights.quantize import stored_bytes, stored_formats
 from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
@@ -107,12 +107,8 @@ class TextEncoder:
     @cached_property
     def _decision(self) -> tuple[bool, str]:
         model, located = self._located()
-        scaled = {f"{name}.weight" for name in scaled_layers(model, self._source, located)}
-        num_bytes = sum(
-            weight.numel() * (1 if name in scaled else self._dtype.itemsize)
-            for name, weight in model.state_dict().items()
-            if name in located  # tied weights once
-        )
+        once = {name: weight for name, weight in model.state_dict().items() if name in located}  # tied weights
+        num_bytes = stored_bytes(once, stored_formats(model, self._source, located), self._dtype)
         return decide(self._streaming, num_bytes, self._device)
 
     def _located(self) -> tuple[Any, dict[str, tuple[TensorSlice, ...]]]:

@@ -98,44 +98,37 @@ class Candidate:
         return self.weights_on_host + sum(plan.host for plan in self.plan)
 
 
-def formats_of(job: StepJob, *, configured: str | None = None, stored: str = "none") -> tuple[str, ...]:
-    """The formats of the frozen weights that a search may choose, from exact to coarse.
-
-    Args:
-        job: The step.
-        configured: Format that is asked for; None for the step's.
-        stored: Format of the file, which counts as exact.
-    """
-    quantize = job.quantize if configured is None else configured
+def formats_of(job: StepJob) -> tuple[str, ...]:
+    """The formats of the frozen weights that a search may choose, from exact to coarse; the file's counts as exact."""
+    quantize = job.execution.quantize
     if job.compute != "dtype":  # products in 8 bits need that format
         return (quantize,)
     if job.trains_all:
         return ("none",)
     # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
-    eight_bits = () if stored != "none" else ("fp8",) if quantize == "fp8" else ("int8",)
+    eight_bits = () if job.stored else ("fp8",) if quantize == "fp8" else ("int8",)
     return ("none", *eight_bits, "nf4")
 
 
-def task_of(job: StepJob, gpus: tuple[GPU, ...], formats: Sequence[str], stored: str = "none") -> FitTask:
+def task_of(job: StepJob, gpus: tuple[GPU, ...], formats: Sequence[str]) -> FitTask:
     """The search problem of a step on these GPUs.
 
     Args:
         job: The step.
         gpus: To choose among.
         formats: Of the frozen weights, from exact to coarse; `none` is the format of the file.
-        stored: That format.
     """
     profiles: list[Profile] = []
 
     @cache  # a profile takes seconds, and the search asks for the same one for every split and swap
     def profile_of(policy: str, quantize: str) -> Profile:
         doing(f"planning a training step, checkpointing {policy}, {weights_in_words(quantize)}")
-        step = job.with_execution(checkpointing=policy, quantize=stored if quantize == "none" else quantize)
+        step = job.with_execution(checkpointing=policy, quantize=quantize)
         profiles.append(profile(step, like=profiles[0] if profiles else None))
         return profiles[-1]
 
     def accepts(policy: str, quantize: str) -> bool:
-        quantized = job.execution.compute == "dtype" and quantize != "none"
+        quantized = job.execution.compute == "dtype" and (quantize != "none" or bool(job.stored))
         backend = backend_of(job.execution.compile)
         return _passes(lambda: check_compiled(backend, [parse_policy(policy)], quantized=quantized))
 

@@ -16,7 +16,7 @@ from ditkit_core.run.checks import check_ranks, check_run, check_settings, check
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
-from ditkit_core.run.plans.planned_step import PlannedStep, stored_execution
+from ditkit_core.run.plans.planned_step import PlannedStep
 from ditkit_core.run.read_at_use import bytes_at_use
 
 ALONE = PlannedLaunch()
@@ -52,7 +52,7 @@ def report_of(
     """
     configured, jobs = run, jobs_of(run)
     run = jobs.largest
-    execution, routes = stored_execution(run), _routes(run, gpus, launch)
+    execution, routes = run.execution, _routes(run, gpus, launch)
     layout = routes[0].layout if routes else None
     targets = targets_of(execution, gpus, host, layout)
     # Notes are about the run as configured.
@@ -172,5 +172,6 @@ def _notes(run: RunContext, gpus: Sequence[GPU]) -> Iterator[str]:
         yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
     if config.train.compile:
         yield f"train.compile = {config.train.compile}: this plan is for eager blocks with the memory of compiled adapters; compiled blocks need other memory and time"
-    if config.base.quantize == "none" and run.stored_as == "fp8":
-        yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
+    if config.base.quantize == "none" and run.stored_formats:
+        formats = " and ".join(sorted(set(run.stored_formats.values())))
+        yield f"{config.model.here(run.component)} is in {formats}: planned as it is stored"

@@ -3,7 +3,7 @@
 A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the configuration.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.engine.placement import Placement
-from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.meta_model import MetaModel
@@ -125,7 +124,8 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
         spec=run.spec,
         arch=arch,
         batch=() if bucket is None else bucket.items,
-        execution=stored_execution(run),
+        execution=run.execution,
+        stored=_stored_formats(run),
         adapter=adapter,
         optim=config.optim,
         ema=config.ema,
@@ -148,18 +148,15 @@ def num_kinds(run: RunContext, bucket: Bucket) -> int:
     return max(1, min(MOST, len(shapes)))
 
 
-def stored_execution(run: RunContext) -> Execution:
-    """How a run's model runs, in the format of its file: matrices stored in scaled 8 bits stay in them unless configured otherwise.
+def _stored_formats(run: RunContext) -> Mapping[str, str]:
+    """Formats in which matrices stay as the file has them, by layer.
 
     Raises:
         UserError: If the run trains such weights.
     """
-    execution = run.execution
-    # A configured format wins over the file's: the weights are converted when they are loaded.
-    if execution.quantize != "none" or run.stored_as == "none":
-        return execution
-    check_scaled(str(run.config.model.here(run.component)), run.config.adapter.method)
-    return replace(execution, quantize="fp8")
+    if run.stored_formats:
+        check_scaled(str(run.config.model.here(run.component)), run.config.adapter.method)
+    return run.stored_formats
 
 
 def _assistant(run: RunContext, arch: Any, adapter: AdapterConfig) -> dict[str, int]:
