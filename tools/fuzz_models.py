@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import tiny_vae, write_qwen
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.text import LanguageModelEncoder
+from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.weights.fp8_scaled import open_weights
-from ditkit_flux2.encoders.text import TextEncoder as Flux2TextEncoder
-from ditkit_flux2.encoders.vae import VaeEncoder as Flux2VaeEncoder
+from ditkit_flux2.encoders import TEXT, VAE
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.encoders.clip import ImageEncoder
@@ -96,7 +97,7 @@ class Encoders:
             (self.wan, "vae", ("config.json",), lambda model: VaeEncoder(model, CPU), clip),
             (self.flux2, "tokenizer", ("tokenizer.json",), self._flux2_text, "a red circle"),
             (self.flux2, "text_encoder", ("config.json",), self._flux2_text, "a red circle"),
-            (self.flux2, "vae", ("config.json",), lambda model: Flux2VaeEncoder(model, CPU), clip),
+            (self.flux2, "vae", ("config.json",), lambda model: DiffusersVae(VAE, model, CPU), clip),
         ]
         if (self.wan / "image_encoder").is_dir():
             self.uses.append(
@@ -114,8 +115,8 @@ class Encoders:
         return TextEncoder(model, CPU, torch.float32)
 
     @staticmethod
-    def _flux2_text(model: ModelPaths) -> Flux2TextEncoder:
-        return Flux2TextEncoder(model, CPU, torch.float32, "never")
+    def _flux2_text(model: ModelPaths) -> LanguageModelEncoder:
+        return LanguageModelEncoder(TEXT, model, CPU, torch.float32, "never")
 
     def use(self, draw: random.Random, folder: Path) -> None:
         base, part, names, make, item = draw.choice(self.uses)

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ditkit_core.data.media.synthetic import COLOURS, SHAPES
+from ditkit_core.families.text import LanguageModelEncoder
+from ditkit_core.families.vae import patchify
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.training.flow_matching import shift_sigma
 from ditkit_flux2.demo import write as demo
 from ditkit_flux2.demo.media import KNOWN, PLACES, DemoImage, paint_shapes, render
-from ditkit_flux2.encoders.prompt import TEXT_TOKENS
-from ditkit_flux2.encoders.text import TextEncoder
-from ditkit_flux2.encoders.vae import decode_image, encode_image, patchify
+from ditkit_flux2.encoders import TEXT, VAE
 from ditkit_flux2.model.rope import token_positions
 from ditkit_flux2.schedule import sigmas
 from measure_demo_flux2 import HEADINGS, Look, judge, row
@@ -160,7 +160,9 @@ def encode_images(vae: Any) -> list[Tensor]:
                 for shift in shifts
             ]
             latents = torch.cat([vae.encode(part).latent_dist.mode() for part in pixels_of(images).split(16)])
-            places.append(torch.stack([patchify(each) for each in latents]).unflatten(0, (len(LOOKS), -1)))
+            places.append(
+                torch.stack([patchify(each[:, None], 2)[:, 0] for each in latents]).unflatten(0, (len(LOOKS), -1))
+            )
         found.append(torch.stack(places, 1))
     return found
 
@@ -173,7 +175,7 @@ def make_corpus(vae: Any, work: Path) -> Corpus:
     vae.bn.running_var.copy_(values.var(1))
     mean, deviation = (each[:, None, None] for each in (values.mean(1), (values.var(1) + vae.bn.eps).sqrt()))
     demo.write_text(work / "text")
-    encoder = TextEncoder(ModelPaths(base=str(work / "text")), torch.device("cpu"), torch.float32)
+    encoder = LanguageModelEncoder(TEXT, ModelPaths(base=str(work / "text")), torch.device("cpu"), torch.float32)
     encoder.load()
     captions = {caption for look, place in product(LOOKS, PLACES) for caption in describe(look, place).captions}
     captions |= {"", *(instruction for look in LOOKS for _, instruction in edits(look))}
@@ -205,17 +207,17 @@ def velocity(
         padding_at: Positions of the rows that stand for the padding; None takes all rows.
     """
     grid, (rows, padding) = noised.shape[2:], text
-    positions = token_positions(TEXT_TOKENS, grid, [grid] * len(references), torch.device("cpu"))
+    positions = token_positions(TEXT.num_tokens, grid, [grid] * len(references), torch.device("cpu"))
     rows_at = torch.arange(ROWS)
-    padding_at = torch.arange(ROWS, TEXT_TOKENS) if padding_at is None else padding_at
+    padding_at = torch.arange(ROWS, TEXT.num_tokens) if padding_at is None else padding_at
     images = torch.cat([each.flatten(2).transpose(1, 2) for each in (noised, *references)], 1)
     bias = torch.zeros(ROWS + len(padding_at) + images.shape[1])
-    bias[ROWS : ROWS + len(padding_at)] = math.log((TEXT_TOKENS - ROWS) / len(padding_at))
+    bias[ROWS : ROWS + len(padding_at)] = math.log((TEXT.num_tokens - ROWS) / len(padding_at))
     result = model(
         images,
         torch.cat([rows, padding.expand(len(rows), len(padding_at), -1)], 1),
         sigma,
-        positions[TEXT_TOKENS:],
+        positions[TEXT.num_tokens :],
         positions[torch.cat([rows_at, padding_at])],
         joint_attention_kwargs={"attention_mask": bias.expand(len(rows), 1, 1, -1)},
     ).sample
@@ -231,7 +233,7 @@ def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
         for name, weight in model.named_parameters():
             if "modulation" in name or name.startswith(("proj_out", "norm_out")):
                 weight.mul_(0.1)  # start close to the residual stream
-    edges = torch.linspace(ROWS, TEXT_TOKENS, PADDING_ROWS + 1)
+    edges = torch.linspace(ROWS, TEXT.num_tokens, PADDING_ROWS + 1)
 
     def losses() -> Iterator[Tensor]:
         while True:
@@ -253,7 +255,7 @@ def train_transformer(corpus: Corpus, steps: int) -> dict[str, Tensor]:
             clean, level = latents[looks, places, numbers], sigma[:, None, None, None]
             noise = torch.randn_like(clean)
             spread = torch.from_numpy(random.random(PADDING_ROWS)).float()
-            padding_at = (edges[:-1] + spread * edges.diff()).long().clamp(max=TEXT_TOKENS - 1)
+            padding_at = (edges[:-1] + spread * edges.diff()).long().clamp(max=TEXT.num_tokens - 1)
             text = torch.stack([corpus.text[caption] for caption in captions]), corpus.padding
             found = velocity(model, clean.lerp(noise, level), sigma, text, references, padding_at)
             yield (found - (noise - clean)).square().mean()
@@ -279,7 +281,9 @@ def measure_vae(vae: Any) -> str:
         ]
         wrong = []
         for pixels in pixels_of(images):
-            decoded = decode_image(vae, encode_image(vae, pixels[:, None], torch.device("cpu")), torch.device("cpu"))
+            decoded = VAE.decode_clip(
+                vae, VAE.encode_clip(vae, pixels[:, None], torch.device("cpu")), torch.device("cpu")
+            )
             wrong.append((decoded[:, 0] - (pixels + 1) / 2).square().mean())
         cells.append(f"{-10 * torch.stack(wrong).mean().log10():.1f} dB at {height} x {width}")
     return f"VAE, {len(images)} held-out images of each size: {', '.join(cells)}"
@@ -303,7 +307,7 @@ def measure_transformer(model: nn.Module, vae: Any, corpus: Corpus) -> str:
     wanted = [Look(*look, place) for look, place in product(LOOKS, KNOWN)]
     captions = [describe((look.colour, look.shape), look.place).captions[0] for look in wanted]
     shown = [
-        judge(255 * decode_image(vae, each[:, None], torch.device("cpu"))[:, 0].permute(1, 2, 0))
+        judge(255 * VAE.decode_clip(vae, each[:, None], torch.device("cpu"))[:, 0].permute(1, 2, 0))
         for each in sample(model, corpus, captions, _SEED)
     ]
     return row("base", "known", "-", wanted, shown)

@@ -10,15 +10,15 @@ from tiny_encoders import tiny_vae, write_mistral
 from tiny_flux2 import ARCHS
 
 from ditkit_core.config.sizes import GIB
+from ditkit_core.families import text
+from ditkit_core.families.text_model import build_layers
+from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.models.encoders import AuxiliaryModel, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.auxiliary_models import check_tiles, live, num_parameters
-from ditkit_flux2.encoders import text
-from ditkit_flux2.encoders.prompt import MISTRAL, QWEN
-from ditkit_flux2.encoders.text_model import _PUBLISHED, build_layers
-from ditkit_flux2.encoders.vae import VaeEncoder
+from ditkit_flux2.encoders import MISTRAL, QWEN, TEXT, VAE
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
 
@@ -41,7 +41,7 @@ def auxiliary_model(name: str, preset: str = "dev", **where: str) -> AuxiliaryMo
 def test_the_built_in_sizes_are_those_of_the_published_language_models(
     name: str, family: Any, tied: bool, published: int
 ) -> None:
-    config = _PUBLISHED[name]
+    config = family.published[name]
     of_head = 0 if tied else config["vocab_size"] * config["hidden_size"]
     assert num_parameters(build_layers(family, config)) + of_head + config["hidden_size"] == published
 
@@ -51,7 +51,7 @@ def test_the_built_in_sizes_are_those_of_the_published_language_models(
 )
 def test_each_preset_has_its_encoder_up_to_the_last_layer_that_is_read(preset: str, name: str) -> None:
     built = auxiliary_model("text encoder", preset).build(torch.bfloat16)
-    config = _PUBLISHED[name]
+    config = {**MISTRAL.published, **QWEN.published}[name]
     assert built.get_parameter("embed_tokens.weight").shape == (config["vocab_size"], config["hidden_size"])
     assert len(built.get_submodule("layers")) == {"dev": 30}.get(preset, 27)
     assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
@@ -82,7 +82,7 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("height", "dtype"), [(48, torch.float32), (128, torch.float32), (128, torch.bfloat16)])
 def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int, dtype: torch.dtype) -> None:
-    encoder = VaeEncoder(ModelPaths(vae=str(vae_folder)), CPU, mode=VaeMode(dtype))
+    encoder = DiffusersVae(VAE, ModelPaths(vae=str(vae_folder)), CPU, mode=VaeMode(dtype))
     encoder.load()
     encode, _, decode = FLUX2.auxiliary.models(replace(ARCHS["dev"], in_channels=16), ModelPaths(vae=str(vae_folder)))
     size = (1, height, 64)
@@ -98,7 +98,7 @@ def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int, d
 
 def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = ModelPaths(vae=str(vae_folder))
-    whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, mode=VaeMode(tiled=True))
+    whole, tiled = DiffusersVae(VAE, where, CPU), DiffusersVae(VAE, where, CPU, mode=VaeMode(tiled=True))
     assert whole.identity != tiled.identity == FLUX2.auxiliary.media_encoder(where, CPU, VaeMode(tiled=True)).identity
     whole.load()
     tiled.load()
@@ -115,7 +115,7 @@ def test_a_streamed_text_encoder_holds_what_was_planned(tmp_path: Path, monkeypa
     where = ModelPaths(base=str(tmp_path))
     _, planner, _ = FLUX2.auxiliary.models(ARCHS["dev"], where)
     for streaming in ("always", "never"):
-        encoder = text.TextEncoder(where, CPU, torch.float32, streaming)
+        encoder = text.LanguageModelEncoder(TEXT, where, CPU, torch.float32, streaming)
         encoder.load()
         mode: Any = "layer by layer" if encoder.streams else "whole"
         with MemoryTracker() as ledger:

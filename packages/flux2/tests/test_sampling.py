@@ -1,7 +1,7 @@
 """Our sampler over our model against diffusers' pipelines with the same weights."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +16,12 @@ from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.inject import adapter_layers, initialise, inject
+from ditkit_core.families.euler import EulerSampler
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import GenerationRequest, VaeMode, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.testing.sampling import generate_latents
-from ditkit_flux2.encoders import vae
-from ditkit_flux2.sampling import Flux2Sampler
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.verify import DIFFUSERS
 
@@ -47,9 +46,13 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def euler(paths: ModelPaths, decodings: Sequence[VaeMode]) -> EulerSampler:
+    return FLUX2.auxiliary.sampler(paths, CPU, torch.float32, decodings)
+
+
 @pytest.fixture
-def sampler(vae_folder: Path) -> Flux2Sampler:
-    return Flux2Sampler(ModelPaths(vae=str(vae_folder)), CPU)
+def sampler(vae_folder: Path) -> EulerSampler:
+    return euler(ModelPaths(vae=str(vae_folder)), ())
 
 
 def job(references: int = 0, **changes: Any) -> GenerationRequest:
@@ -124,7 +127,7 @@ def pipeline_latents(
 
 @pytest.mark.parametrize("references", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["dev", "klein base", "klein"])
-def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path, kind: str, references: int) -> None:
+def test_every_step_is_that_of_diffusers(sampler: EulerSampler, vae_folder: Path, kind: str, references: int) -> None:
     model, wanted = tiny_model(kind), job(references)
     seen: list[Tensor] = []
 
@@ -152,7 +155,7 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning")  # two adapters are what is asked for
 @pytest.mark.parametrize(("added_kind", "strength"), [("lora", 0.7), ("dora", 1.0)])
 def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
-    sampler: Flux2Sampler, vae_folder: Path, tmp_path: Path, added_kind: str, strength: float
+    sampler: EulerSampler, vae_folder: Path, tmp_path: Path, added_kind: str, strength: float
 ) -> None:
     written, kind = ExportConfig(dtype="fp32", forms=("diffusers",)), "klein base"
     files, model = [], tiny_model(kind)
@@ -178,7 +181,7 @@ def test_an_added_adapter_over_a_trained_one_is_what_diffusers_makes_of_both(
     assert (latents - alone).abs().max() / expected[-1].std() > 0.05
 
 
-def test_a_constant_shift_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path) -> None:
+def test_a_constant_shift_is_that_of_diffusers(sampler: EulerSampler, vae_folder: Path) -> None:
     model, wanted = tiny_model("klein"), job(shift=2.0)
     latents = generate_latents(sampler, wanted, model, run_plain)
     expected, _ = pipeline_latents("klein", model, vae_folder, wanted)
@@ -187,7 +190,7 @@ def test_a_constant_shift_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("dev", 1), ("klein base", 2), ("klein", 1)])
-def test_guidance_is_what_the_architecture_makes_of_it(sampler: Flux2Sampler, kind: str, calls: int) -> None:
+def test_guidance_is_what_the_architecture_makes_of_it(sampler: EulerSampler, kind: str, calls: int) -> None:
     model, given = tiny_model(kind), []
 
     def run(model: Any, inputs: Any) -> Any:
@@ -207,7 +210,7 @@ def test_guidance_is_what_the_architecture_makes_of_it(sampler: Flux2Sampler, ki
     assert len(given) == STEPS and torch.equal(alone, strong if kind != "klein base" else weak)
 
 
-def test_seed_and_references_decide_the_image(sampler: Flux2Sampler) -> None:
+def test_seed_and_references_decide_the_image(sampler: EulerSampler) -> None:
     model = tiny_model("klein")
 
     def sampled(references: int = 0, **changes: Any) -> Tensor:
@@ -225,19 +228,18 @@ def test_bf16_decodes_almost_what_fp32_does_and_takes_over_where_memory_lacks(
 ) -> None:
     paths, latents = ModelPaths(vae=str(vae_folder)), torch.randn(16, 1, 8, 8, generator=generator("latents"))
     exact, rounded = (
-        Flux2Sampler(paths, CPU, decodings=[VaeMode(dtype)]).decoder.decode(latents)
-        for dtype in (torch.float32, torch.bfloat16)
+        euler(paths, [VaeMode(dtype)]).decoder.decode(latents) for dtype in (torch.float32, torch.bfloat16)
     )
     error = (exact - rounded).abs()
     # measured: 0.03 and 50 dB, of random weights; 8 bits are rounded in each of some thirty layers
     assert 0 < error.max() < 0.1 and -10 * torch.log10(error.square().mean()) > 43
-    work, failures = vae.decode_image, [torch.OutOfMemoryError("CUDA out of memory")]
+    sampler = euler(paths, decodings_of("auto", tiled=False))
+    work, failures = sampler.decoder.decode_clip, [torch.OutOfMemoryError("CUDA out of memory")]
 
     def decode(*given: Any) -> Tensor:
         if failures:
             raise failures.pop()
         return work(*given)
 
-    monkeypatch.setattr(vae, "decode_image", decode)
-    sampler = Flux2Sampler(paths, CPU, decodings=decodings_of("auto", tiled=False))
+    monkeypatch.setattr(sampler.decoder, "decode_clip", decode)
     assert torch.equal(sampler.decoder.decode(latents), rounded) and not failures

@@ -1,27 +1,17 @@
 """FLUX.2 as plain values and functions: everything the core needs to train it."""
 
 from dataclasses import replace
-from pathlib import Path
 
-from ditkit_core.models.spec import (
-    AdapterSpec,
-    ArchitectureSpec,
-    AuxiliarySpec,
-    DataSpec,
-    DemoSpec,
-    ModelSpec,
-    PrecisionSpec,
-    TrainingSpec,
-    lazy,
-    op_groups_by_name,
-)
+from ditkit_core.families.spec import family_spec
+from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, PrecisionSpec, op_groups_by_name
 from ditkit_flux2.adapters import RULES, check_adapter
 from ditkit_flux2.conditioning.references import reference_size
+from ditkit_flux2.encoders import TEXT, VAE
 from ditkit_flux2.model.carry import TOKEN_STREAMS
-from ditkit_flux2.model.inputs import empty_item, make_inputs, num_tokens
+from ditkit_flux2.model.inputs import make_inputs
 from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import HUB_PRESETS, PRESETS, Flux2Arch, arch_from_config
-from ditkit_flux2.schedule import sample_defaults, training_shift
+from ditkit_flux2.schedule import sample_defaults, sigmas, training_shift
 from ditkit_flux2.state_dict import NAMES
 
 # The operation group that a parameter computes in, by the start of its name, then by the end; all others compute in the matmuls' group.
@@ -61,10 +51,9 @@ def _training_advice(arch: Flux2Arch) -> str:
     )
 
 
-_SAMPLER = lazy("ditkit_flux2.sampling:Flux2Sampler")
-
-FLUX2 = ModelSpec(
+FLUX2 = family_spec(
     name="flux2",
+    import_path=f"{__name__}:FLUX2",
     architecture=ArchitectureSpec(
         presets=PRESETS,
         hub_presets=HUB_PRESETS,
@@ -74,21 +63,15 @@ FLUX2 = ModelSpec(
         token_streams=lambda arch: TOKEN_STREAMS,
     ),
     precision=PrecisionSpec(op_group_of=op_groups_by_name(_STARTS, _ENDS), reference=_REFERENCE),
-    training=TrainingSpec(
-        make_inputs=make_inputs,
-        empty_item=empty_item,
-        num_tokens=num_tokens,
-        shift=training_shift,
-        advice=_training_advice,
-    ),
-    data=DataSpec(frame_step=0, size_step=16, fps=1.0, size=(1, 1024, 1024), reference_size=reference_size),
-    auxiliary=AuxiliarySpec(
-        media_encoder=lazy("ditkit_flux2.encoders.vae:VaeEncoder"),
-        text_encoder=lazy("ditkit_flux2.encoders.text:TextEncoder"),
-        sampler=lambda components, device, dtype, decodings: _SAMPLER(components, device, decodings=decodings),
-        sample_defaults=sample_defaults,
-        models=lazy("ditkit_flux2.auxiliary:auxiliary_models"),
-    ),
+    make_inputs=make_inputs,
+    vae=VAE,
+    text=TEXT,
+    text_shape=lambda arch: (arch.text_tokens, arch.text_dim),
+    reference_size=reference_size,
+    shift=training_shift,
+    levels=sigmas,
+    sample_defaults=sample_defaults,
+    advice=_training_advice,
     adapters=AdapterSpec(
         targets={
             "blocks": (*_ATTENTION, *_MLP, *_SINGLE),
@@ -97,11 +80,6 @@ FLUX2 = ModelSpec(
         },
         check=check_adapter,
         rules=RULES,
-        verify=lazy("ditkit_flux2.verify:DIFFUSERS.verify"),
-        verify_whole=lazy("ditkit_flux2.verify:DIFFUSERS.verify_whole"),
     ),
-    demo=DemoSpec(
-        write=lazy("ditkit_flux2.demo.write:write_demo"), config=Path(__file__).parent / "demo" / "demo.toml"
-    ),
-    import_path=f"{__name__}:FLUX2",
+    verifier="ditkit_flux2.verify:DIFFUSERS",
 )

@@ -1,78 +1,49 @@
 """diffusers' transformer of FLUX.2, which verifies what is exported."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel
-from ditkit_core.io.rng import generator
-from ditkit_flux2.model.inputs import Flux2Inputs
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.models.spec import lazy
+from ditkit_flux2.model.inputs import Flux2Inputs, make_inputs
 from ditkit_flux2.model.rope import token_positions
 from ditkit_flux2.presets import Flux2Arch
+from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.state_dict import NAMES
 
-_TARGET, _REFERENCE = (2, 3), (3, 2)
-"""Rows and columns of latents of the two images: tiny, and of different shapes, so that swapped axes show."""
+_TARGET, _REFERENCE = (1, 32, 48), (48, 32)
+"""Sizes of the two images in pixels: tiny, and of different shapes, so that swapped axes show."""
 _SIGMA, _GUIDANCE = 0.5, 1.0
 """diffusers multiplies both by 1000 in 16 bits; the products of these values are exact there."""
 
 
 def _inputs(model: Any) -> Flux2Inputs:
     """Inputs of noise at a middle noise level, with text and a reference image, on the model's device."""
-    arch: Flux2Arch = model.embed.arch
     device = model.embed.img_in.weight.device
-    random = generator("verify export")
-
-    def noise(*size: int) -> Tensor:
-        return torch.randn(size, generator=random).to(device)
-
-    return Flux2Inputs(
-        latents=[noise(arch.in_channels, 1, *_TARGET)],
-        sigma=torch.tensor([_SIGMA], device=device),
-        guidance=torch.tensor([_GUIDANCE], device=device),
-        text=[noise(arch.text_tokens, arch.text_dim)],
-        references=[[noise(arch.in_channels, 1, *_REFERENCE)]],
-    )
+    item = noise_item(FLUX2.training.empty_item(model.embed.arch, _TARGET, [_REFERENCE]), device)
+    return make_inputs([item["latents"]], torch.tensor([_SIGMA], device=device), [item], _GUIDANCE)
 
 
-def _pipeline(transformer: Any) -> Any:
-    from diffusers import Flux2KleinPipeline, Flux2Pipeline
-
-    kind = Flux2Pipeline if transformer.config.guidance_embeds else Flux2KleinPipeline
-    return kind(tokenizer=None, text_encoder=None, vae=None, scheduler=None, transformer=transformer)
-
-
-def _to_diffusers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
-
-    converted: dict[str, Tensor] = convert_flux2_transformer_checkpoint_to_diffusers(state)
-    return converted
-
-
-def _empty_transformer(model: Any) -> Any:
-    """diffusers' transformer of our architecture, with parameters on `meta`."""
-    from diffusers import Flux2Transformer2DModel
-
-    arch: Flux2Arch = model.embed.arch
-    with torch.device("meta"):
-        transformer = Flux2Transformer2DModel(
-            in_channels=arch.in_channels,
-            out_channels=arch.out_channels,
-            num_layers=arch.double_layers,
-            num_single_layers=arch.single_layers,
-            num_attention_heads=arch.heads,
-            attention_head_dim=arch.head_dim,
-            joint_attention_dim=arch.text_dim,
-            timestep_guidance_channels=arch.freq_dim,
-            mlp_ratio=arch.mlp_ratio,
-            axes_dims_rope=arch.axes,
-            rope_theta=arch.theta,
-            eps=arch.eps,
-            guidance_embeds=arch.guidance,
-        )
-    return transformer.eval()
+def _config(arch: Flux2Arch) -> Mapping[str, Any]:
+    return {
+        "in_channels": arch.in_channels,
+        "out_channels": arch.out_channels,
+        "num_layers": arch.double_layers,
+        "num_single_layers": arch.single_layers,
+        "num_attention_heads": arch.heads,
+        "attention_head_dim": arch.head_dim,
+        "joint_attention_dim": arch.text_dim,
+        "timestep_guidance_channels": arch.freq_dim,
+        "mlp_ratio": arch.mlp_ratio,
+        "axes_dims_rope": arch.axes,
+        "rope_theta": arch.theta,
+        "eps": arch.eps,
+        "guidance_embeds": arch.guidance,
+    }
 
 
 def _run_diffusers(transformer: Any, inputs: Flux2Inputs) -> Tensor:
@@ -96,11 +67,11 @@ def _run_diffusers(transformer: Any, inputs: Flux2Inputs) -> Tensor:
 
 DIFFUSERS = DiffusersModel(
     names=NAMES,
+    kind=lambda arch: "Flux2Transformer2DModel",
+    config=_config,
+    pipeline=lambda transformer: "Flux2Pipeline" if transformer.config.guidance_embeds else "Flux2KleinPipeline",
     inputs=_inputs,
-    empty=_empty_transformer,
-    dtype_of=lambda transformer, name, matmul: matmul,  # in which diffusers computes everything
     run=_run_diffusers,
-    pipeline=_pipeline,
-    convert=_to_diffusers,
+    convert=lazy("diffusers.loaders.single_file_utils:convert_flux2_transformer_checkpoint_to_diffusers"),
 )
 """diffusers' transformer of any architecture."""

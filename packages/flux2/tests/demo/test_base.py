@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from ditkit_core.data.media.synthetic import COLOURS, SHAPES
+from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.demo.media import EXAMPLES, HELD_OUT, KNOWN, NEW, PLACES, VALIDATED, DemoImage, render
 from ditkit_flux2.demo.write import WEIGHTS
-from ditkit_flux2.encoders.vae import VaeEncoder
+from ditkit_flux2.encoders import VAE
 
 
 def test_the_files_take_less_than_3_mb():
@@ -19,7 +20,7 @@ def test_the_files_take_less_than_3_mb():
 
 
 def test_the_vae_reproduces_other_images_at_30_db(checkpoint):
-    encoder = VaeEncoder(ModelPaths(base=str(checkpoint)), torch.device("cpu"))
+    encoder = DiffusersVae(VAE, ModelPaths(base=str(checkpoint)), torch.device("cpu"))
     encoder.load()
     shown = {example.image for example in EXAMPLES}
     random, wrong = np.random.default_rng(5), []

@@ -14,13 +14,14 @@ from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.encoding.loader import split_held_out
 from ditkit_core.errors import UserError
+from ditkit_core.families.text import LanguageModelEncoder
+from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.run.config import RunConfig
 from ditkit_flux2.demo.media import EXAMPLES, NEW, VALIDATED, render
 from ditkit_flux2.demo.write import TEXT_DIM, WIDTH, write_demo
-from ditkit_flux2.encoders.text import TextEncoder
-from ditkit_flux2.encoders.vae import VaeEncoder
+from ditkit_flux2.encoders import TEXT, VAE
 from ditkit_flux2.presets import arch_from_config
 from ditkit_flux2.spec import FLUX2
 
@@ -77,7 +78,7 @@ def test_the_text_encoder_gives_what_the_pipeline_gives(checkpoint):
     pipeline = Flux2KleinPipeline.from_pretrained(
         checkpoint, local_files_only=True, transformer=None, vae=None, scheduler=None
     )
-    encoder = TextEncoder(ModelPaths(base=str(checkpoint)), torch.device("cpu"), torch.float32)
+    encoder = LanguageModelEncoder(TEXT, ModelPaths(base=str(checkpoint)), torch.device("cpu"), torch.float32)
     encoder.load()
     caption = "a red circle on a mat"
     (ours,) = encoder.encode([caption])
@@ -141,7 +142,7 @@ def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
 
 
 def test_latents_of_the_images_as_training_reads_them_have_about_unit_variance(inputs, dataset):
-    encoder = VaeEncoder(ModelPaths(base=str(inputs / "checkpoint")), torch.device("cpu"))
+    encoder = DiffusersVae(VAE, ModelPaths(base=str(inputs / "checkpoint")), torch.device("cpu"))
     encoder.load()
     latents = []
     for sample in dataset.samples:

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_encoders import write_mistral, write_qwen
 
+from ditkit_core.families.text import LanguageModelEncoder
 from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights import layer_streaming as streamed_module
-from ditkit_flux2.encoders.text import TextEncoder
+from ditkit_flux2.encoders import TEXT
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -47,18 +48,18 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def loaded(base: Path, kind: str, dtype: torch.dtype, streaming: Streaming) -> TextEncoder:
+def loaded(base: Path, kind: str, dtype: torch.dtype, streaming: Streaming) -> LanguageModelEncoder:
     where = (
         ModelPaths(base=str(base / "exact"), text_encoder=str(base / kind))
         if kind != "exact"
         else ModelPaths(base=str(base / kind))
     )
-    encoder = TextEncoder(where, CPU, dtype, streaming)
+    encoder = LanguageModelEncoder(TEXT, where, CPU, dtype, streaming)
     encoder.load()
     return encoder
 
 
-def features(encoder: TextEncoder) -> torch.Tensor:
+def features(encoder: LanguageModelEncoder) -> torch.Tensor:
     return torch.stack([encoder.encode([caption])[0]["text"] for caption in CAPTIONS])
 
 

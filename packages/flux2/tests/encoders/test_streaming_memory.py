@@ -20,10 +20,11 @@ import sys
 import torch
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.io.memory import process_peak_bytes
-from ditkit_flux2.encoders.text import TextEncoder
+from ditkit_core.families.text import LanguageModelEncoder
+from ditkit_flux2.encoders import TEXT
 
 def loaded(base, streaming):
-    encoder = TextEncoder(ModelPaths(base=base), torch.device("cpu"), torch.float32, streaming)
+    encoder = LanguageModelEncoder(TEXT, ModelPaths(base=base), torch.device("cpu"), torch.float32, streaming)
     encoder.load()
     return encoder
 

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_encoders import WIDTH, write_mistral, write_qwen
 
+from ditkit_core.families import text as text_module
+from ditkit_core.families.language_models import TextFamily
+from ditkit_core.families.prompter import Prompter
+from ditkit_core.families.text import LanguageModelEncoder, attention_mask
 from ditkit_core.models.paths import ModelPaths
-from ditkit_flux2.encoders import text as text_module
-from ditkit_flux2.encoders.prompt import MISTRAL, QWEN, TEXT_TOKENS, Prompter, TextFamily
-from ditkit_flux2.encoders.text import TextEncoder, attention_mask
+from ditkit_flux2.encoders import MISTRAL, QWEN, TEXT
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle on a dark background"
@@ -74,11 +76,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return _qwen(tmp_path_factory.mktemp("qwen") / "base")
 
 
-def made(dtype: torch.dtype = torch.float32, streaming: Any = "never", **where: Any) -> TextEncoder:
-    return TextEncoder(ModelPaths(**where), CPU, dtype, streaming)
+def made(dtype: torch.dtype = torch.float32, streaming: Any = "never", **where: Any) -> LanguageModelEncoder:
+    return LanguageModelEncoder(TEXT, ModelPaths(**where), CPU, dtype, streaming)
 
 
-def loaded(*args: Any, **where: Any) -> TextEncoder:
+def loaded(*args: Any, **where: Any) -> LanguageModelEncoder:
     encoder = made(*args, **where)
     encoder.load()
     return encoder
@@ -88,7 +90,7 @@ def loaded(*args: Any, **where: Any) -> TextEncoder:
 def test_features_are_those_of_diffusers_bitwise(tiny: Tiny, caption: str) -> None:
     encoder = loaded(base=str(tiny.base))
     text = encoder.encode([caption])[0]["text"]
-    assert text.shape == (TEXT_TOKENS, 3 * WIDTH) and encoder.width == 3 * WIDTH
+    assert text.shape == (TEXT.num_tokens, 3 * WIDTH) and encoder.width == 3 * WIDTH
     assert torch.equal(text, tiny.reference(caption))
 
 
@@ -103,7 +105,7 @@ def test_streamed_features_are_the_resident_ones_bitwise(tiny: Tiny) -> None:
 
 
 def test_layers_are_the_hidden_states_of_transformers_side_by_side(tiny: Tiny) -> None:
-    prompter = Prompter(tiny.base / "tokenizer", tiny.family)
+    prompter = Prompter(tiny.base / "tokenizer", tiny.family, TEXT)
     prompter.load(10**6)
     ids, real, cut = prompter.tokens(CAPTION)
     with torch.no_grad():
@@ -134,7 +136,7 @@ def test_the_system_message_is_the_one_of_diffusers_pipeline() -> None:
 def test_tokens_are_those_of_the_tokenizers_own_template(tiny: Tiny) -> None:
     from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
-    prompter = Prompter(tiny.base / "tokenizer", tiny.family)
+    prompter = Prompter(tiny.base / "tokenizer", tiny.family, TEXT)
     prompter.load(10**6)
     for caption in [*CAPTIONS, "red " * 300]:
         if tiny.family is MISTRAL:
@@ -144,7 +146,7 @@ def test_tokens_are_those_of_the_tokenizers_own_template(tiny: Tiny) -> None:
             how = {"add_generation_prompt": True, "enable_thinking": False}
         assert tiny.tokenizer.apply_chat_template(messages, tokenize=False, **how) == tiny.family.render(caption)
         expected = tiny.tokenizer.apply_chat_template(
-            messages, padding="max_length", truncation=True, max_length=TEXT_TOKENS, return_dict=True, return_tensors="pt",
+            messages, padding="max_length", truncation=True, max_length=TEXT.num_tokens, return_dict=True, return_tensors="pt",
             **how,
         )  # fmt: skip
         ids, real, cut = prompter.tokens(caption)
@@ -154,7 +156,7 @@ def test_tokens_are_those_of_the_tokenizers_own_template(tiny: Tiny) -> None:
 
 
 def test_padding_stands_on_the_side_of_the_family(tiny: Tiny) -> None:
-    prompter = Prompter(tiny.base / "tokenizer", tiny.family)
+    prompter = Prompter(tiny.base / "tokenizer", tiny.family, TEXT)
     prompter.load(10**6)
     ids, real, _ = prompter.tokens("red")
     padding = tiny.tokenizer.convert_tokens_to_ids(tiny.family.padding)
@@ -176,7 +178,7 @@ def test_a_long_caption_is_cut_and_said(tiny: Tiny, capsys: pytest.CaptureFixtur
     assert torch.equal(encoder.encode([caption])[0]["text"], tiny.reference(caption))
     length = len(tiny.tokenizer(tiny.family.render(caption), add_special_tokens=False).input_ids)
     assert len(encoder.truncated) == 1 and f"is {length} tokens long" in encoder.truncated[0]
-    assert f"{length - TEXT_TOKENS} were cut" in encoder.truncated[0]
+    assert f"{length - TEXT.num_tokens} were cut" in encoder.truncated[0]
     assert encoder.truncated[0] in capsys.readouterr().err
     encoder.encode(["red"])
     assert len(encoder.truncated) == 1
@@ -193,7 +195,7 @@ def test_where_a_caption_is_cut_is_known_without_weights(tiny: Tiny) -> None:
     assert f"{cut[0]} were cut" in cut_said(encoder, caption)
 
 
-def cut_said(encoder: TextEncoder, caption: str) -> str:
+def cut_said(encoder: LanguageModelEncoder, caption: str) -> str:
     encoder.encode([caption])
     return encoder.truncated[0]
 
@@ -287,10 +289,13 @@ def test_identity_follows_what_changes_features_and_nothing_else(
     assert first == identity(streaming="always") == identity(tokenizer=str(tmp_path / "tokenizer"))
     vocabulary.write_text(vocabulary.read_text().replace('"Ā"', '"Ȁ"'))
     others = [identity(torch.bfloat16), identity(tokenizer=str(tmp_path / "tokenizer"))]
-    for name, value in (("TEXT_TOKENS", 256), ("ATTENTION", "eager")):
-        with monkeypatch.context() as patch:
-            patch.setattr(text_module, name, value)
-            others.append(identity())
+    with monkeypatch.context() as patch:
+        patch.setattr(text_module, "ATTENTION", "eager")
+        others.append(identity())
+    for change in ({"num_tokens": 256}, {"keeps_padding": False}):
+        encoder = made(base=str(tiny.base))
+        encoder.encoding = dataclasses.replace(TEXT, **change)
+        others.append(encoder.identity)
     for change in ({"before": "[INST]"}, {"layers": (8, 16, 24)}, {"pads_left": not tiny.family.pads_left}):
         encoder = made(base=str(tiny.base))
         encoder.family = dataclasses.replace(tiny.family, **change)

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import write_mistral, write_qwen
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.text import LanguageModelEncoder
 from ditkit_core.models.paths import ModelPaths
-from ditkit_flux2.encoders.text import TextEncoder
+from ditkit_flux2.encoders import TEXT
 
 CPU = torch.device("cpu")
 
@@ -33,8 +34,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def made(**where: Any) -> TextEncoder:
-    return TextEncoder(ModelPaths(**where), CPU, torch.float32, "never")
+def made(**where: Any) -> LanguageModelEncoder:
+    return LanguageModelEncoder(TEXT, ModelPaths(**where), CPU, torch.float32, "never")
 
 
 def refused(make: Callable[..., Any], said: str, **where: Any) -> None:

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import tiny_vae
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.vae import DiffusersVae, diffusers_name, patchify, unpatchify
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
-from ditkit_flux2.encoders.vae import VaeEncoder, patchify, to_diffusers, unpatchify
+from ditkit_flux2.encoders import VAE
 
 CPU = torch.device("cpu")
 
@@ -52,8 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(path: Path) -> VaeEncoder:
-    encoder = VaeEncoder(ModelPaths(vae=str(path)), CPU)
+def loaded(path: Path) -> DiffusersVae:
+    encoder = DiffusersVae(VAE, ModelPaths(vae=str(path)), CPU)
     encoder.load()
     return encoder
 
@@ -76,8 +77,8 @@ def test_every_parameter_has_an_official_name_and_finds_back() -> None:
         "decoder.mid.block_2.conv1.weight", "decoder.up.1.block.0.nin_shortcut.bias", "encoder.mid.attn_1.norm.weight",
     ):  # fmt: skip
         assert known in official, known
-    assert [to_diffusers(name) for name in official] == names
-    assert [to_diffusers(name) for name in names] == names
+    assert [diffusers_name(name) for name in official] == names
+    assert [diffusers_name(name) for name in names] == names
 
 
 def test_latents_are_those_of_diffusers_pipeline(folder: Path) -> None:
@@ -104,13 +105,13 @@ def test_decoding_undoes_normalisation_and_patches(folder: Path) -> None:
 
 
 def test_a_patch_becomes_channels_in_the_order_channel_row_column() -> None:
-    probe = torch.arange(3 * 4 * 6).view(3, 4, 6).float()
-    patches = patchify(probe)
-    assert patches.shape == (12, 2, 3)
+    probe = torch.arange(3 * 2 * 4 * 6).view(3, 2, 4, 6).float()
+    patches = patchify(probe, 2)
+    assert patches.shape == (12, 2, 2, 3)
     for channel, row, column in ((0, 0, 1), (1, 1, 0), (2, 1, 1)):
-        expected = probe[channel, row::2, column::2]
+        expected = probe[channel, :, row::2, column::2]
         assert torch.equal(patches[channel * 4 + row * 2 + column], expected)
-    assert torch.equal(unpatchify(patches), probe)
+    assert torch.equal(unpatchify(patches, 2), probe)
 
 
 def test_a_number_of_groups_that_is_none_is_found_when_loading(folder: Path, tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_truncated_file_is_one_line(folder: Path, tmp_path: Path) -> None:
     save_file(official_state(folder), file)
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="ae.safetensors is truncated") as caught:
-        VaeEncoder(ModelPaths(vae=str(file)), CPU)
+        DiffusersVae(VAE, ModelPaths(vae=str(file)), CPU)
     assert "\n" not in str(caught.value)
 
 
@@ -180,7 +181,7 @@ def test_a_file_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Path, nam
     state = official_state(folder)
     del state[name]
     save_file(state, tmp_path / "ae.safetensors")
-    with pytest.raises(UserError, match=f"1 missing: {re.escape(to_diffusers(name))}") as caught:
+    with pytest.raises(UserError, match=f"1 missing: {re.escape(diffusers_name(name))}") as caught:
         loaded(tmp_path / "ae.safetensors")
     assert "set model.vae to" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -202,11 +203,11 @@ def test_the_vae_of_flux_1_is_refused_by_name(folder: Path, tmp_path: Path) -> N
     }
     save_file(state, tmp_path / "ae.safetensors")
     with pytest.raises(UserError, match="FLUX.1's file has the same name.*FLUX.2-dev"):
-        VaeEncoder(ModelPaths(vae=str(tmp_path / "ae.safetensors")), CPU)
+        DiffusersVae(VAE, ModelPaths(vae=str(tmp_path / "ae.safetensors")), CPU)
     shutil.copytree(folder, tmp_path / "vae")
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     with pytest.raises(UserError, match="contains AutoencoderKL, not AutoencoderKLFlux2; get ae"):
-        VaeEncoder(ModelPaths(vae=str(tmp_path / "vae")), CPU)
+        DiffusersVae(VAE, ModelPaths(vae=str(tmp_path / "vae")), CPU)
 
 
 @pytest.mark.parametrize("wrong", [{"block_out_channels": "wide"}, {"latent_channels": None}, {"layers_per_block": []}])
@@ -224,20 +225,20 @@ def test_a_single_file_of_widths_that_it_cannot_have_is_refused(folder: Path, tm
     state["encoder.down.0.block.0.conv1.weight"] = torch.zeros(8, 32, 3, 3)
     save_file(state, tmp_path / "ae.safetensors")
     with pytest.raises(UserError, match="8 channels are not 32 equal groups"):
-        VaeEncoder(ModelPaths(vae=str(tmp_path / "ae.safetensors")), CPU)
+        DiffusersVae(VAE, ModelPaths(vae=str(tmp_path / "ae.safetensors")), CPU)
 
 
 def test_a_folder_without_weights_is_found_at_once(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "vae")
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(UserError, match="contains no .safetensors file"):
-        VaeEncoder(ModelPaths(base=str(tmp_path)), CPU)
+        DiffusersVae(VAE, ModelPaths(base=str(tmp_path)), CPU)
 
 
 def test_identity_follows_the_weights_and_needs_no_loading(folder: Path, tmp_path: Path) -> None:
     def identity(name: str, **changed: torch.Tensor) -> str:
         save_file(official_state(folder) | changed, tmp_path / name)
-        return VaeEncoder(ModelPaths(vae=str(tmp_path / name)), CPU).identity
+        return DiffusersVae(VAE, ModelPaths(vae=str(tmp_path / name)), CPU).identity
 
     statistics = {"bn.running_mean": torch.zeros(16)}
     first, same, other = (
@@ -250,7 +251,7 @@ def test_identity_follows_the_weights_and_needs_no_loading(folder: Path, tmp_pat
 
 def test_bf16_encodes_almost_what_fp32_does_with_its_statistics(folder: Path) -> None:
     where = ModelPaths(vae=str(folder))
-    exact, rounded = (VaeEncoder(where, CPU, mode=VaeMode(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (DiffusersVae(VAE, where, CPU, mode=VaeMode(dtype)) for dtype in (torch.float32, torch.bfloat16))
     assert exact.identity != rounded.identity
     exact.load()
     rounded.load()

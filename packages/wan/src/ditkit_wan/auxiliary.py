@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.families.vae import vae_models
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders import clip as image_encoder
-from ditkit_wan.encoders import text, vae, vae_kinds
+from ditkit_wan.encoders import text, vae
 from ditkit_wan.presets import WanArch
 
 
@@ -18,35 +19,12 @@ def auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[Auxiliar
     Raises:
         UserError: If local files are damaged, or belong to another model.
     """
-    encoder, decoder = _vae(arch, components)
+    channels = arch.out_channels
+    if components.here("vae"):
+        vae.VaeEncoder(components, torch.device("cpu"), channels=channels)  # refuses another model's
+    encoder, decoder = vae_models(vae.vae_family(channels), components, channels=channels)
     image_encoders = [_clip(components)] if arch.image_dim else []
     return [encoder, _text(components), *image_encoders, decoder]
-
-
-def _vae(arch: WanArch, components: ModelPaths) -> tuple[AuxiliaryModel, AuxiliaryModel]:
-    channels = arch.out_channels
-    config = vae_kinds.WAN_2_2 if channels == vae_kinds.WAN_2_2["z_dim"] else vae_kinds.WAN_2_1
-    if components.here("vae"):
-        config = vae.VaeEncoder(components, torch.device("cpu"), channels=channels).config
-    stride = config.get("scale_factor_spatial", 8)
-
-    def build(dtype: torch.dtype) -> nn.Module:
-        with torch.device("meta"):
-            # Not diffusers' own `to`, which warns of a change of dtype.
-            return nn.Module.to(vae.build(config), dtype).requires_grad_(False).eval()
-
-    def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
-        return vae.encode_clip(module, torch.empty(3, *size), device)
-
-    def decode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
-        frames, height, width = size
-        latents = torch.empty(channels, 1 + (frames - 1) // 4, height // stride, width // stride, device=device)
-        return vae.decode_clip(module, latents, device)
-
-    return (
-        AuxiliaryModel(name="VAE encoder", stage="encode", build=build, run=encode, tiles=vae.TILES),
-        AuxiliaryModel(name="VAE decoder", stage="sample", build=build, run=decode, tiles=vae.TILES),
-    )
 
 
 def _text(components: ModelPaths) -> AuxiliaryModel:

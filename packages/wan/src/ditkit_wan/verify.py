@@ -1,12 +1,13 @@
 """diffusers' transformer of Wan, which verifies what is exported."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ditkit_core.adapters.diffusers_model import DiffusersModel
-from ditkit_core.io.rng import generator
+from ditkit_core.adapters.diffusers_model import DiffusersModel, noise_item
+from ditkit_core.models.spec import lazy
 from ditkit_wan.model.inputs import WanInputs, empty_item, make_inputs
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
@@ -16,11 +17,10 @@ def _inputs(model: Any) -> WanInputs:
     """Inputs of a tiny clip of noise at a middle noise level, with a short text and noise for all other conditions, on the model's device."""
     arch: WanArch = model.embed.arch
     device = model.embed.patch_embedding.weight.device
-    random = generator("verify export")
     side = 4 * arch.latent_stride
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in empty_item(arch, (5, side, side)).items()}
-    item = {name: torch.randn(shape, generator=random).to(device) for name, shape in shapes.items()}
+        empty = empty_item(arch, (5, side, side))
+    item = noise_item(empty, device)
     item["text"][8:] = 0  # padding, which both models attend to
     return make_inputs([item["latents"]], torch.tensor([0.6], device=device), [item], 1.0)
 
@@ -30,53 +30,31 @@ def _dtype_of(transformer: Any, name: str, matmul: torch.dtype) -> torch.dtype:
     return torch.float32 if keep and matmul != torch.float64 else matmul
 
 
-def _pipeline(transformer: Any) -> Any:
-    from diffusers import WanPipeline
-
-    return WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=None, transformer=transformer)
-
-
-def _to_diffusers(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-
-    converted: dict[str, Tensor] = convert_wan_transformer_to_diffusers(state)
-    return converted
-
-
-def _empty_transformer(model: Any) -> Any:
-    """diffusers' transformer of our architecture, with parameters on `meta`."""
-    from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
-
-    arch: WanArch = model.embed.arch
-    kind, more = WanTransformer3DModel, {}
+def _config(arch: WanArch) -> Mapping[str, Any]:
+    config: dict[str, Any] = {
+        "patch_size": arch.patch,
+        "num_attention_heads": arch.heads,
+        "attention_head_dim": arch.head_dim,
+        "in_channels": arch.in_channels,
+        "out_channels": arch.out_channels,
+        "text_dim": arch.text_dim,
+        "freq_dim": arch.freq_dim,
+        "ffn_dim": arch.ffn_dim,
+        "num_layers": arch.layers,
+        "eps": arch.eps,
+    }
     if arch.vace_layers:
-        kind, more = (
-            WanVACETransformer3DModel,
-            {"vace_layers": arch.vace_layers, "vace_in_channels": arch.vace_channels},
-        )
+        config |= {"vace_layers": arch.vace_layers, "vace_in_channels": arch.vace_channels}
     if arch.image_dim:
-        more |= {"image_dim": arch.image_dim, "added_kv_proj_dim": arch.dim}
+        config |= {"image_dim": arch.image_dim, "added_kv_proj_dim": arch.dim}
     if arch.image_positions:
-        more["pos_embed_seq_len"] = arch.image_positions
-    with torch.device("meta"):
-        transformer = kind(
-            patch_size=arch.patch,
-            num_attention_heads=arch.heads,
-            attention_head_dim=arch.head_dim,
-            in_channels=arch.in_channels,
-            out_channels=arch.out_channels,
-            text_dim=arch.text_dim,
-            freq_dim=arch.freq_dim,
-            ffn_dim=arch.ffn_dim,
-            num_layers=arch.layers,
-            eps=arch.eps,
-            **more,
-        )
-    device = model.embed.patch_embedding.weight.device
-    transformer.rope = type(transformer.rope)(arch.head_dim, arch.patch, 1024).to(
-        device
-    )  # built anew: its tables are no parameters, and are on `meta`
-    return transformer.eval()
+        config["pos_embed_seq_len"] = arch.image_positions
+    return config
+
+
+def _make_tables(transformer: Any, device: torch.device) -> None:
+    config = transformer.config
+    transformer.rope = type(transformer.rope)(config.attention_head_dim, config.patch_size, 1024).to(device)
 
 
 def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
@@ -99,11 +77,13 @@ def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
 
 DIFFUSERS = DiffusersModel(
     names=NAMES,
+    kind=lambda arch: "WanVACETransformer3DModel" if arch.vace_layers else "WanTransformer3DModel",
+    config=_config,
+    pipeline=lambda transformer: "WanPipeline",
     inputs=_inputs,
-    empty=_empty_transformer,
-    dtype_of=_dtype_of,
     run=_run_diffusers,
-    pipeline=_pipeline,
-    convert=_to_diffusers,
+    dtype_of=_dtype_of,
+    prepare=_make_tables,
+    convert=lazy("diffusers.loaders.single_file_utils:convert_wan_transformer_to_diffusers"),
 )
 """diffusers' transformer of any architecture that it has."""

@@ -12,6 +12,7 @@ from narrow_vae import clip, narrow, official_within_blocks
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.vae import VaeFamily
 from ditkit_core.models.encoders import VaeMode, decodings_of
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.tiling import Tiles
@@ -214,18 +215,18 @@ def test_decoding_goes_on_where_memory_lacks(
     expected = {
         way.label: VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=(way,)).decode(latents) for way in ways
     }
-    work, tried = vae.decode_clip, list[torch.dtype]()
+    work, tried = VaeFamily.decode_clip, list[torch.dtype]()
 
     def lacking(failures: int) -> VaeEncoder:
         tried.clear()
 
-        def decode(module: Any, part: torch.Tensor, device: torch.device) -> torch.Tensor:
+        def decode(family: VaeFamily, module: Any, part: torch.Tensor, device: torch.device) -> torch.Tensor:
             tried.append(module.dtype)
             if len(tried) <= failures:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return work(module, part, device)
+            return work(family, module, part, device)
 
-        monkeypatch.setattr(vae, "decode_clip", decode)
+        monkeypatch.setattr(VaeFamily, "decode_clip", decode)
         return VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=ways)
 
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -246,7 +247,7 @@ def test_decoding_goes_on_where_memory_lacks(
     on_host = encoder.decode(latents)
     assert tried[:3] == [fp32, bf16, bf16] and set(tried[3:]) == {fp32}
     in_tiles = VaeEncoder(ModelPaths(vae=str(narrow_vae)), CPU, decodings=(VaeMode(tiled=True),))
-    monkeypatch.setattr(vae, "decode_clip", work)
+    monkeypatch.setattr(VaeFamily, "decode_clip", work)
     assert torch.equal(on_host, in_tiles.decode(latents)) and not torch.equal(on_host, expected["whole"])
     assert "decoding it on the CPU" not in capfd.readouterr().err, "which the device of this test is"
     with pytest.raises(torch.OutOfMemoryError):

@@ -1,8 +1,10 @@
 """Verifies a family's exports with diffusers' transformer; what differs between families is in `DiffusersModel`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.adapters.verify_whole import Conversion, compare_whole, load_whole
+from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.state_dict import StateDictNames
@@ -21,18 +24,38 @@ class DiffusersModel:
 
     names: StateDictNames
     """Our names, with `diffusers` among the forms."""
+    kind: Callable[[Any], str]
+    """From architecture to diffusers' class of its transformer."""
+    config: Callable[[Any], Mapping[str, Any]]
+    """From architecture to the arguments of that class."""
+    pipeline: Callable[[Any], str]
+    """From diffusers' transformer to the class of its pipeline."""
     inputs: Callable[[Any], Any]
-    """From our model to inputs of noise for one tiny sample with all its conditions, on the model's device."""
-    empty: Callable[[Any], Any]
-    """From our model to diffusers' transformer of its architecture, with parameters on `meta`."""
-    dtype_of: Callable[[Any, str, torch.dtype], torch.dtype]
-    """From diffusers' transformer, a parameter's name there, and the dtype of our matmuls, to the parameter's dtype there."""
+    """From our model to inputs of noise for one tiny sample with all its conditions, on the model's device; see `noise_item`."""
     run: Callable[[Any, Any], Tensor]
     """From diffusers' transformer and inputs to the velocity of the one sample, in fp32 and in our layout."""
-    pipeline: Callable[[Any], Any]
-    """From diffusers' transformer to a pipeline that has nothing else."""
-    convert: Conversion
-    """diffusers' conversion of a file with official names."""
+    dtype_of: Callable[[Any, str, torch.dtype], torch.dtype] = lambda transformer, name, matmul: matmul
+    """From diffusers' transformer, a parameter's name there, and the dtype of our matmuls, to the parameter's dtype there. By default
+    everything is computed in one."""
+    prepare: Callable[[Any, torch.device], object] = lambda transformer, device: None
+    """Called with diffusers' transformer and our model's device: makes its tables anew that are no parameters, and were made on `meta`."""
+    convert: Conversion | None = None
+    """diffusers' conversion of a file with official names, `lazy("diffusers.loaders.single_file_utils:…")`; None if it needs none."""
+
+    def empty(self, model: Any) -> Any:
+        """diffusers' transformer of our model's architecture, with parameters on `meta`."""
+        arch = model.embed.arch
+        make = resolve_name(f"diffusers:{self.kind(arch)}")
+        with torch.device("meta"):
+            transformer = make(**self.config(arch))
+        self.prepare(transformer, next(model.embed.parameters()).device)
+        return transformer.eval()
+
+    def bare_pipeline(self, transformer: Any) -> Any:
+        """A pipeline that has nothing but the transformer."""
+        make = resolve_name(f"diffusers:{self.pipeline(transformer)}")
+        parts = list(signature(make).parameters.values())
+        return make(**{part.name: None for part in parts if part.default is part.empty} | {"transformer": transformer})
 
     def transformer(self, model: Any) -> Any:
         """diffusers' transformer over the tensors of our base, without its adapter.
@@ -57,7 +80,7 @@ class DiffusersModel:
             components,
             model,
             self.names,
-            pipeline=self.pipeline(theirs),
+            pipeline=self.bare_pipeline(theirs),
             ours=lambda: engine(model, inputs)[0].float(),
             theirs=lambda: self.run(theirs, inputs),
         )
@@ -76,3 +99,14 @@ class DiffusersModel:
             ours=lambda: engine(model, inputs)[0].float(),
             theirs=lambda: self.run(theirs, inputs),
         )
+
+
+def noise_item(empty: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """A training item of fixed noise for `DiffusersModel.inputs`.
+
+    Args:
+        empty: An item that says the shapes, as `TrainingSpec.empty_item` makes it; tiny, with sides that differ, so that swapped axes show.
+        device: Where the noise goes.
+    """
+    random = generator("verify export")
+    return {name: torch.randn(tensor.shape, generator=random).to(device) for name, tensor in empty.items()}

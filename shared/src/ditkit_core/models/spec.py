@@ -32,9 +32,9 @@ def lazy(import_path: str) -> Callable[..., Any]:
 class SampleDefaults:
     """The sampling settings of an architecture's authors."""
 
-    steps: int
+    steps: int = 50
     """Number of scheduler steps."""
-    guidance: float
+    guidance: float = 4.0
     """Guidance strength."""
     negative: str = ""
     """Negative prompt of classifier-free guidance."""
@@ -101,12 +101,29 @@ def op_groups_by_name(starts: Mapping[str, str], ends: Mapping[str, str]) -> Cal
     return op_group_of
 
 
+USUAL_STARTS = {"head.": "head", "embed.time": "time_mlp"}
+USUAL_ENDS = {
+    **dict.fromkeys((".norm_q.weight", ".norm_k.weight", ".q_norm.weight", ".k_norm.weight"), "qk_norms"),
+    **{f".{norm}.{leaf}": "norms" for norm in ("norm", "norm1", "norm2", "norm3") for leaf in ("weight", "bias")},
+    **{
+        f"{modulation}{leaf}": "modulation"
+        for modulation in (".modulation", ".adaLN_modulation.1")
+        for leaf in ("", ".weight", ".bias")
+    },
+}
+"""The places of parameters whose names start or end so, in most models."""
+
+
+usual_op_group_of = op_groups_by_name(USUAL_STARTS, USUAL_ENDS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
     """The places of `Precision` for a family's parameters."""
 
-    op_group_of: Callable[[str], str]
-    """From the name of a parameter to its place in `Precision`: `matmul`, `time_mlp`, `modulation`, `norms`, `qk_norms` or `head`."""
+    op_group_of: Callable[[str], str] = usual_op_group_of
+    """From the name of a parameter to its place in `Precision`: `matmul`, `time_mlp`, `modulation`, `norms`, `qk_norms` or `head`. By
+    default by usual names."""
 
     reference: Mapping[str, str] = field(default_factory=dict)
     """The preset `reference` of `[precision]`: for each place whose dtype in the official code differs from `default`, the name of that

@@ -8,8 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_flux2.presets import Flux2Arch
-
 
 class Flux2Inputs(NamedTuple):
     """The model's inputs: one entry per sample; samples may differ in size."""
@@ -42,23 +40,7 @@ def make_inputs(
     return Flux2Inputs(
         latents=noised,
         sigma=sigma,
-        guidance=torch.full_like(sigma, guidance),
+        guidance=torch.full_like(sigma, guidance, dtype=torch.float32),
         text=[item["text"].to(device) for item in items],
         references=[[reference.to(device) for reference in _references(item)] for item in items],
     )
-
-
-def num_tokens(item: Mapping[str, Tensor]) -> int:
-    """Number of tokens: rows of text, and one token for each latent pixel of the target and of every reference."""
-    return len(item["text"]) + sum(latents[0].numel() for latents in (item["latents"], *_references(item)))
-
-
-def empty_item(arch: Flux2Arch, size: tuple[int, int, int], references: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-    """An empty training item as the cache would have it, on the default device."""
-
-    def latents(height: int, width: int) -> Tensor:
-        return torch.empty(arch.in_channels, 1, height // 16, width // 16)
-
-    text = torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16)
-    cached_references = {f"reference.{index}": latents(*reference) for index, reference in enumerate(references)}
-    return {"latents": latents(*size[1:]), "text": text, **cached_references}

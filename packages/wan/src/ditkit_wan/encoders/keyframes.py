@@ -19,7 +19,10 @@ from ditkit_wan.presets import WanArch
 class KeyframeVae(VaeEncoder):
     """The VAE with each latent frame encoded and decoded as an image of its own."""
 
-    recipe = VaeEncoder.recipe + ", every fourth frame alone"
+    @property
+    def recipe(self) -> str:
+        """How latents are made, for the identity of caches."""
+        return f"{self.family.recipe}, every fourth frame alone"
 
     def encode(
         self,

@@ -1,4 +1,4 @@
-"""Captions to features: the Mistral 3 of FLUX.2-dev or the Qwen3 of FLUX.2-klein, from a folder or a single file.
+"""Captions to features: hidden states of a language model, from a folder or a single file.
 
 One loop over the layers serves two modes: all layers on the device, or streamed, where each layer is read from its file, used for
 every caption of the call, and freed. The results are bitwise identical, because a layer takes one caption at a time in both.
@@ -6,16 +6,28 @@ every caption of the call, and freed. The results are bitwise identical, because
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
+from ditkit_core.families.language_models import TextEncoding, TextFamily
+from ditkit_core.families.prompter import Prompter
+from ditkit_core.families.text_model import (
+    ATTENTION,
+    build,
+    build_layers,
+    describe,
+    locate_weights,
+    published,
+    rotary_of,
+)
 from ditkit_core.io.console import NullProgress, say, warn
 from ditkit_core.io.memory import process_peak_bytes
-from ditkit_core.models.encoders import LayerContext, Streaming
+from ditkit_core.models.encoders import AuxiliaryModel, LayerContext, Streaming
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.weights.fp8_scaled import open_weights
@@ -24,38 +36,51 @@ from ditkit_core.weights.layer_streaming import LayerStreamer, below, decide, gi
 from ditkit_core.weights.load import load_into
 from ditkit_core.weights.quantize import hold_as_stored, stored_bytes, stored_formats
 from ditkit_core.weights.tokenizer import find_tokenizer
-from ditkit_flux2.encoders.prompt import TEXT_TOKENS, Prompter, TextFamily
-from ditkit_flux2.encoders.text_model import ATTENTION, build, describe, locate_weights
 
 _MOST_AT_ONCE = 64
 _BYTES_AT_ONCE = 2**30  # of hidden states and results
 
 
-class TextEncoder:
+class LanguageModelEncoder:
     """Captions to token features; an `Encoder` of the core."""
 
-    def __init__(self, components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming = "auto"):
+    def __init__(
+        self,
+        encoding: TextEncoding,
+        components: ModelPaths,
+        device: torch.device,
+        dtype: torch.dtype,
+        streaming: Streaming = "auto",
+    ):
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
+        Args:
+            encoding: The language models that it may be, and what is read of them.
+            components: Where the model's files are.
+            device: Device of the features' computation.
+            dtype: Dtype of weights and features.
+            streaming: Whether layers are read one by one.
+
         Raises:
-            UserError: If either is missing, damaged, or not of a model that FLUX.2 uses, or the weights are in an unknown form.
+            UserError: If either is missing, damaged, or not of such a language model, or the weights are in an unknown form.
         """
+        self.encoding = encoding
         self._source = open_weights(components.locate("text_encoder"))
-        self.family, self._config = describe(self._source)
-        self._prompter = Prompter(find_tokenizer(components), self.family)
+        self.family, self._config = describe(encoding, self._source)
+        self._prompter = Prompter(find_tokenizer(components), self.family, encoding)
         self._device, self._dtype, self._streaming = device, dtype, streaming
         self._mapping: dict[str, tuple[TensorSlice, ...]] = {}
         self._peak_before = 0
         self.truncated: list[str] = []
-        """Captions longer than 512 tokens, each with the number of tokens that were cut."""
+        """Captions that are too long, each with the number of tokens that were cut."""
 
     @cached_property
     def identity(self) -> str:
         """Digest of weights, tokenizer, template, layers, dtype and attention."""
         tokenizer = fingerprint(self._prompter.file)
-        return fingerprint(
-            self._source.path, tokenizer, repr(self.family), TEXT_TOKENS, str(self._dtype), ATTENTION, "layer-major"
-        )
+        rows = () if self.encoding.keeps_padding else ("without padding",)
+        settings = (repr(self.family), self.encoding.num_tokens, str(self._dtype), ATTENTION, "layer-major")
+        return fingerprint(self._source.path, tokenizer, *settings, *rows)
 
     @property
     def width(self) -> int:
@@ -91,7 +116,7 @@ class TextEncoder:
         """1; when streamed, as many captions as memory allows, up to 64, since each call reads all layers."""
         if not self.streams:
             return 1
-        return captions_at_once(self.width, self._config["hidden_size"], self._dtype)
+        return captions_at_once(self.encoding, self.width, self._config["hidden_size"], self._dtype)
 
     def load(self) -> None:
         """Read the weights onto the device; when streamed, only look up where each is.
@@ -154,14 +179,16 @@ class TextEncoder:
             advance: Called after each layer of a caption, with the fraction of the caption's work.
 
         Returns:
-            For each, `text` [512, width] in the encoder's dtype, on the CPU: the concatenated hidden states after
-            three of the layers, with padding, because the transformer attends to it.
+            For each, `text` [tokens, width] in the encoder's dtype, on the CPU: the concatenated hidden states after the
+            family's layers. A row for each token of the caption, or with padding, where a transformer attends to that.
         """
         tokens = [self._tokens(item) for item in items]
         ids = [caption_ids.to(self._device) for caption_ids, _ in tokens]
         masks = [attention_mask(real.to(self._device)) for _, real in tokens]
         texts = features(self.family, self._built[1], ids, masks, self._passing, advance)
-        return [{"text": text} for text in texts]
+        if self.encoding.keeps_padding:
+            return [{"text": text} for text in texts]
+        return [{"text": text[real]} for text, (_, real) in zip(texts, tokens, strict=True)]
 
     def _passing(self) -> LayerContext:
         """A context that gives a layer its weights: from its file when streamed; otherwise they are already loaded."""
@@ -175,7 +202,7 @@ class TextEncoder:
         ids, real, cut = self._prompter.tokens(item)
         if cut:
             self.truncated.append(
-                f"{item[:60]!r}… is {TEXT_TOKENS + cut} tokens long with its template: {cut} were cut"
+                f"{item[:60]!r}… is {self.encoding.num_tokens + cut} tokens long with its template: {cut} were cut"
             )
             warn(self.truncated[-1])
         return ids, real
@@ -194,7 +221,7 @@ def features(
     Args:
         family: Says after which layers hidden states are taken.
         rotary: Computes the rotary tables.
-        ids: Tokens of each caption, on the device of the weights.
+        ids: Tokens of each caption, equally many, on the device of the weights.
         masks: What each caption's tokens attend to, on the same device.
         passing: Makes a context that loads one layer at a time; each call makes another one with its own memory.
         advance: Called after each layer of a caption, with the fraction of the caption's work.
@@ -204,10 +231,11 @@ def features(
     """
     with passing()("embed_tokens") as embedding:
         hidden = torch.stack([embedding(caption_ids[None]) for caption_ids in ids])
-    positions = torch.arange(TEXT_TOKENS, device=hidden.device)[None]
+    tokens = len(ids[0])
+    positions = torch.arange(tokens, device=hidden.device)[None]
     tables = rotary(hidden[0], positions)
     width = len(family.layers) * hidden.shape[-1]
-    texts = [torch.empty(TEXT_TOKENS, width, dtype=hidden.dtype) for _ in ids]
+    texts = [torch.empty(tokens, width, dtype=hidden.dtype) for _ in ids]
     # A second context: the layers share one buffer of their size, and the embedding's buffer is free again.
     layer_context = passing()
     for index in range(family.layers[-1]):
@@ -222,9 +250,9 @@ def features(
     return texts
 
 
-def captions_at_once(width: int, hidden_size: int, dtype: torch.dtype) -> int:
+def captions_at_once(encoding: TextEncoding, width: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Number of captions per reading of all layers, limited by memory; from the widths of features and hidden states."""
-    bytes_each = TEXT_TOKENS * (width + hidden_size) * dtype.itemsize
+    bytes_each = encoding.num_tokens * (width + hidden_size) * dtype.itemsize
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
 
 
@@ -236,3 +264,50 @@ def attention_mask(real: Bool[Tensor, " tokens"]) -> Bool[Tensor, "1 1 tokens to
     if bool(real.all()):
         return None
     return (real[None, :] & torch.ones(len(real), len(real), dtype=torch.bool, device=real.device).tril())[None, None]
+
+
+def text_model(encoding: TextEncoding, text_dim: int, components: ModelPaths) -> AuxiliaryModel:
+    """The text encoder as plans count it, in the sizes of the local files or of the published one whose features have this width.
+
+    Raises:
+        UserError: If local files are damaged or belong to another model. Building it raises it too, if no published encoder has this
+            width: a model with an unknown text encoder can still plan its VAE.
+    """
+    described = None
+    if components.here("text_encoder"):
+        described = describe(encoding, open_weights(components.locate("text_encoder")))
+
+    def contents() -> tuple[TextFamily, dict[str, Any]]:
+        return described or published(encoding, text_dim)
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        return build_layers(*contents()).to(dtype)
+
+    def read(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> list[Tensor]:
+        family, _ = contents()
+        return _read(encoding, family, module, 1, device, lambda: lambda name: nullcontext(module.get_submodule(name)))
+
+    def read_streamed(module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]) -> list[Tensor]:
+        family, config = contents()
+        hidden_size, dtype = config["hidden_size"], module.get_parameter("embed_tokens.weight").dtype
+        count = captions_at_once(encoding, len(family.layers) * hidden_size, hidden_size, dtype)
+        # One layer is enough: all layers have the same size, and a caption keeps only the hidden state of each.
+        return _read(encoding, replace(family, layers=(1,)), module, count, device, passing)
+
+    return AuxiliaryModel(name="text encoder", stage="encode", build=make, run=read, run_streamed=read_streamed)
+
+
+def _read(
+    encoding: TextEncoding,
+    family: TextFamily,
+    module: Any,
+    count: int,
+    device: torch.device,
+    passing: Callable[[], LayerContext],
+) -> list[Tensor]:
+    """Run padded captions, each with a mask, through the layers."""
+    tokens = encoding.num_tokens
+    ids = [torch.zeros(tokens, dtype=torch.long).to(device) for _ in range(count)]
+    # Most captions are padded and have a mask, so the plan has one for each.
+    masks = [torch.ones((1, 1, tokens, tokens), dtype=torch.bool).to(device) for _ in ids]
+    return features(family, rotary_of(module, device), ids, masks, passing)

@@ -2,21 +2,23 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 
 from ditkit_core.errors import UserError, given_to_library
+from ditkit_core.families.language_models import TextEncoding, TextFamily
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import without_scales
 from ditkit_core.weights.frozen import read_config
 from ditkit_core.weights.load import Advice, match
-from ditkit_flux2.encoders.prompt import MISTRAL, QWEN, TextFamily
 
 ATTENTION = "sdpa"
-"""transformers' name of the attention kernel: features of padded rows depend on it, and the transformer attends to them."""
+"""transformers' name of the attention kernel: features of padded rows depend on it, and a transformer may attend to them."""
 
 _PREFIXES = (
     "model.language_model.model.",
@@ -25,99 +27,79 @@ _PREFIXES = (
     "language_model.",
     "model.",
 )
-_PUBLISHED = {
-    "Mistral Small 3": {
-        "vocab_size": 131072,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_hidden_layers": 40,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e9,
-        "sliding_window": None,
-    },
-    "Qwen3 8B": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-    },
-    "Qwen3 4B": {
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-    },
-}
 _KNOWN = re.compile(r"embed_tokens\.|layers\.(\d+)\.")
 _MOST_FREQUENCIES = 2**16
-_HEAD_DIM = 128  # of the Mistral models in single files; Qwen3's is the width of a norm
-_GET = "set model.text_encoder to the text_encoder folder of FLUX.2, or a bf16 file of its Mistral or Qwen3"
 _REMEDY = "set model.text_encoder to a whole folder or file of it"
 _ADVICE = Advice(
     described_by="the part's configuration", if_unknown=_REMEDY, if_depth_differs=_REMEDY, if_shapes_differ=_REMEDY
 )
 
 
-def describe(source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
-    """The family that some files belong to, and the configuration of its language model up to the last layer that is needed.
+def describe(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
+    """The language model that some files contain, its layers counted from the start, and its configuration up to the last layer that is needed.
 
     Raises:
-        UserError: If they belong to neither family, or have too few layers.
+        UserError: If they are none of the family's language models, or have too few layers.
     """
     if source.path.is_dir():
-        family, config = _of_folder(source, read_config(source.path))
+        family, config = _of_folder(encoding, source, read_config(source.path))
     else:
-        family, config = _of_file(source)
-    depth, needed = config.get("num_hidden_layers"), family.layers[-1]
+        family, config = _of_file(encoding, source)
+    depth = config.get("num_hidden_layers")
     if not isinstance(depth, int) or not isinstance(config.get("hidden_size"), int):
         raise UserError(f"{source.path}: config.json has no num_hidden_layers or no hidden_size; fetch it again")
+    family, needed = _counted(family, depth)
     if depth < needed:
         raise UserError(
-            f"{source.path} has {depth} layers, and FLUX.2 reads the hidden states after layer {needed}; {_GET}"
+            f"{source.path} has {depth} layers, and {encoding.reader} reads the hidden states after layer {needed}; "
+            f"{encoding.remedy}"
         )
     settings = {name: value for name, value in config.items() if name != "layer_types"}  # a list as long as the depth
     return family, settings | {"num_hidden_layers": needed}
 
 
-def published(text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
+def _counted(family: TextFamily, depth: int) -> tuple[TextFamily, int]:
+    """The family with its layers counted from the start, for a model of this depth, and the last of them."""
+    # hidden_states has depth + 1 entries, the first of them the embedding's.
+    layers = tuple(depth + 1 + layer if layer < 0 else layer for layer in family.layers)
+    assert -1 not in family.layers, "the last norm is not run"
+    return family if layers == family.layers else replace(family, layers=layers), max(layers[-1], 1)
+
+
+def published(encoding: TextEncoding, text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
     """The language model whose features are this wide, and its configuration up to the last layer that is needed.
 
     Raises:
         UserError: If there is none: the model was made for another encoder.
     """
-    for name, config in _PUBLISHED.items():
-        family = MISTRAL if name.startswith("Mistral") else QWEN
-        if len(family.layers) * config["hidden_size"] == text_dim:
-            return family, config | {"num_hidden_layers": family.layers[-1]}
+    for family in encoding.models:
+        for config in family.published.values():
+            if len(family.layers) * config["hidden_size"] == text_dim:
+                counted, needed = _counted(family, config["num_hidden_layers"])
+                return counted, {**config, "num_hidden_layers": needed}
     raise UserError(
         f"no published text encoder has features of width {text_dim}; set model.text_encoder to the model's own"
     )
 
 
-def _of_folder(source: SafetensorsSource, config: Mapping[str, Any]) -> tuple[TextFamily, Mapping[str, Any]]:
-    if config.get("model_type") == "mistral3" and isinstance(config.get("text_config"), dict):
-        config = config["text_config"]
-    families = {"mistral": MISTRAL, "qwen3": QWEN}
+def _of_folder(
+    encoding: TextEncoding, source: SafetensorsSource, config: Mapping[str, Any]
+) -> tuple[TextFamily, Mapping[str, Any]]:
+    families = {family.model_type: family for family in encoding.models}
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and nested.get("model_type") in list(families):  # of a model that sees and reads
+        config = nested
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in families:
-        raise UserError(f"{source.path} contains a model of type {kind}, not a Mistral 3 or Qwen3; {_GET}")
+        raise UserError(f"{source.path} contains a model of type {kind}, not a {_choice(encoding)}; {encoding.remedy}")
     return families[kind], config
 
 
-def _of_file(source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
+def _choice(encoding: TextEncoding) -> str:
+    return " or ".join(family.name for family in encoding.models)
+
+
+def _of_file(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
     """Family and configuration of a single file, read from its shapes; other fields are the same for all models of a family."""
     shapes = {_without_prefix(name): stored.shape for name, stored in source.tensors.items()}
     layer = "layers.0.self_attn"
@@ -126,8 +108,12 @@ def _of_file(source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
         (queries, _), (keys, _) = shapes[f"{layer}.q_proj.weight"], shapes[f"{layer}.k_proj.weight"]
         hidden, _ = shapes["layers.0.mlp.gate_proj.weight"]
     except (KeyError, ValueError) as error:
-        raise UserError(f"{source.path} is not a Mistral 3 or Qwen3 text encoder; {_GET}") from error
-    head_dim = shapes.get(f"{layer}.q_norm.weight", (_HEAD_DIM,))[0]
+        raise UserError(f"{source.path} is not a {_choice(encoding)} text encoder; {encoding.remedy}") from error
+    norms_heads = f"{layer}.q_norm.weight" in shapes
+    family = next((family for family in encoding.models if family.norms_heads == norms_heads), None)
+    if family is None:
+        raise UserError(f"{source.path} is not a {_choice(encoding)} text encoder; {encoding.remedy}")
+    head_dim = shapes[f"{layer}.q_norm.weight"][0] if norms_heads else family.unstated["head_dim"]
     config = {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -139,9 +125,7 @@ def _of_file(source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
             {key_match[1] for name in shapes if (key_match := _KNOWN.match(name)) and key_match[1]}
         ),
     }
-    if f"{layer}.q_norm.weight" in shapes:
-        return QWEN, config | {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
-    return MISTRAL, config | {"rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None}
+    return family, {**family.unstated, **config}
 
 
 def _without_prefix(name: str) -> str:
@@ -164,11 +148,8 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
     Raises:
         UserError: If no model can be built from the configuration.
     """
-    from transformers import MistralConfig, MistralModel, Qwen3Config, Qwen3Model
-
-    kinds = {MISTRAL.name: (MistralConfig, MistralModel), QWEN.name: (Qwen3Config, Qwen3Model)}
-    make_config, make_model = kinds[family.name]
-    with given_to_library(f"the text encoder's config.json does not describe a {family.name}", _GET):
+    make_config, make_model = (resolve_name(f"transformers:{family.kind}{part}") for part in ("Config", "Model"))
+    with given_to_library(f"the text encoder's config.json does not describe a {family.name}", _REMEDY):
         full = make_config.from_dict(dict(config), attn_implementation=ATTENTION)
         with torch.device("meta"):
             model = make_model(full)
@@ -178,7 +159,7 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
 
 def rotary_of(model: Any, device: torch.device) -> nn.Module:
     """The module that computes a model's rotary tables, on a device: files do not store its frequencies."""
-    with given_to_library("the text encoder's config.json has no valid rotary embedding", _GET):
+    with given_to_library("the text encoder's config.json has no valid rotary embedding", _REMEDY):
         with torch.device("meta"):
             num_frequencies = type(model.rotary_emb)(config=model.config).inv_freq.numel()
         if num_frequencies > _MOST_FREQUENCIES:

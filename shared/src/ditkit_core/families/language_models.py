@@ -1,0 +1,88 @@
+"""Language models that read captions, as plain values: their class in transformers, chat template, and the layers that are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFamily:
+    """A family of language models in transformers, the chat template of its captions, and the layers whose hidden states are the features.
+
+    Its representation is part of the identity of caches, so what changes no feature of a file stays out of it.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    """The numbers of layers after which hidden states are taken; counted from the end if negative, as in transformers' `hidden_states`: -2 is before
+    the last layer. The last norm is never part of them, so -1 is refused."""
+    before: str
+    """The template before the caption."""
+    after: str
+    """The template after the caption."""
+    removed: str = ""
+    """A token that is removed from captions, because it would stand for an image; empty for none."""
+    special: tuple[str, ...]
+    """Tokens of the template that must not be split into pieces."""
+    padding: str
+    pads_left: bool = False
+    """Whether the padding is before the tokens."""
+    kind: str = field(repr=False)
+    """Start of the classes in transformers: `Qwen3` for Qwen3Config and Qwen3Model."""
+    model_type: str = field(repr=False)
+    """The `model_type` of its config.json."""
+    unstated: Mapping[str, Any] = field(repr=False)
+    """Configuration that the shapes in a single file do not give: `rope_theta`, `rms_norm_eps`."""
+    published: Mapping[str, Mapping[str, Any]] = field(repr=False)
+    """Configurations of published models, for plans without files: by name."""
+    norms_heads: bool = field(default=False, repr=False)
+    """Whether its attention normalises the heads of queries and keys, which tells a single file of it from others."""
+
+    def render(self, caption: str) -> str:
+        """The prompt of a caption: the caption in its template."""
+        return self.before + (caption.replace(self.removed, "") if self.removed else caption) + self.after
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoding:
+    """How a model family reads captions: with which language models, and what of them."""
+
+    models: tuple[TextFamily, ...]
+    """The language models; the files say which of them it is."""
+
+    reader: str
+    """Name of the model family in messages: `FLUX.2`."""
+
+    remedy: str
+    """Where to get the text encoder, for messages."""
+
+    num_tokens: int = 512
+    """Tokens of a caption, with its template and padding; longer captions are cut."""
+
+    keeps_padding: bool = False
+    """Whether features of padding belong to the result, because the transformer attends to them. Otherwise a caption has a row for each of its
+    tokens."""
+
+
+_QWEN3 = {
+    "vocab_size": 151936, "num_hidden_layers": 36, "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+}  # fmt: skip
+
+QWEN3 = TextFamily(
+    name="Qwen3",
+    layers=(-2,),
+    before="<|im_start|>user\n",
+    after="<|im_end|>\n<|im_start|>assistant\n",
+    special=("<|im_start|>", "<|im_end|>"),
+    padding="<|endoftext|>",
+    kind="Qwen3",
+    model_type="qwen3",
+    unstated={"rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    published={
+        "Qwen3 8B": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288},
+        "Qwen3 4B": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728},
+    },
+    norms_heads=True,
+)
+"""Qwen3 as its own template asks it; its padding has id 151643. A family replaces layers and template where it has others."""

@@ -1,0 +1,207 @@
+"""A spec of few required fields: what model families share is made of their VAE, their text encoder and their transformer's inputs."""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
+from ditkit_core.families.language_models import TextEncoding
+from ditkit_core.families.text import LanguageModelEncoder, text_model
+from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.spec import (
+    AdapterSpec,
+    ArchitectureSpec,
+    AuxiliarySpec,
+    DataSpec,
+    DemoSpec,
+    ModelSpec,
+    PrecisionSpec,
+    SampleDefaults,
+    TrainingSpec,
+    lazy,
+)
+
+GUIDE = "CONTRIBUTING.md, Adding a model"
+STEPS = {
+    "import_path": ("spec.py", 5),
+    "architecture": ("presets.py, model/ and state_dict.py", 3),
+    "make_inputs": ("model/inputs.py", 3),
+    "vae": ("encoders.py", 7),
+    "text": ("encoders.py", 7),
+    "adapters": ("spec.py", 4),
+    "levels": ("schedule.py", 8),
+}
+"""Where each required argument of `family_spec` is written: the file of the package, and the step of the guide."""
+
+
+def family_spec(
+    *,
+    name: str,
+    import_path: str = "",
+    architecture: ArchitectureSpec | None = None,
+    make_inputs: Callable[..., Any] | None = None,
+    vae: VaeFamily | None = None,
+    text: TextEncoding | None = None,
+    adapters: AdapterSpec | None = None,
+    verifier: str = "",
+    patch: tuple[int, int, int] = (1, 1, 1),
+    size: tuple[int, int, int] = (1, 1024, 1024),
+    fps: float = 1.0,
+    shift: float | Callable[[Tensor], float] = 1.0,
+    levels: Callable[[int, int, float], Tensor] | None = None,
+    sample_defaults: Callable[[Any], SampleDefaults] = lambda arch: SampleDefaults(),
+    guide: Callable[[Tensor, Tensor, float], Tensor] = classifier_free,
+    latent_channels: Callable[[Any], int] = lambda arch: arch.in_channels,
+    text_shape: Callable[[Any], tuple[int, int]] | None = None,
+    reference_size: Callable[[int, int, int], tuple[int, int]] | None = None,
+    advice: Callable[[Any], str] = lambda arch: "",
+    precision: PrecisionSpec | None = None,
+) -> ModelSpec:
+    """The spec of a family whose VAE and text encoder are libraries'. What it makes can be replaced with `dataclasses.replace`.
+
+    The first seven arguments are required; an author who leaves one out is told where it is written.
+
+    Args:
+        name: Name of the family, and prefix of its commands.
+        import_path: `ditkit_name.spec:NAME`: where another process finds this spec. Its package has the folder `demo`.
+        architecture: Sizes, the transformer, and names in files.
+        make_inputs: As `TrainingSpec.make_inputs`, in training and in sampling.
+        vae: The VAE in diffusers.
+        text: The text encoder in transformers.
+        adapters: Targets and rules.
+        verifier: Import path of the package's `DiffusersModel`, which then verifies exports: `ditkit_name.verify:DIFFUSERS`.
+        patch: Latent frames, rows and columns that become one token.
+        size: Default frames, height and width.
+        fps: Frame rate that the model was trained at.
+        shift: Shift of noise levels in training, a constant or from the latents. A constant is the shift in sampling too.
+        levels: Noise levels in sampling, from (latent pixels, steps, shift or 0 for the authors'). None: equal steps with the constant shift.
+        sample_defaults: From architecture to the authors' sampling settings.
+        guide: Combines the velocities of the prompt and of the negative prompt.
+        latent_channels: From architecture to the channels of its latents.
+        text_shape: From architecture to rows and columns of a caption's features as plans count them. None: the encoding's number of tokens,
+            and `text_dim` of the architecture.
+        reference_size: As `DataSpec.reference_size`.
+        advice: As `TrainingSpec.advice`.
+        precision: Operation groups of parameters; None: by their usual names.
+
+    Raises:
+        UserError: If a required argument is missing; it names the file and the step of the guide.
+    """
+    required = {
+        "import_path": import_path,
+        "architecture": architecture,
+        "make_inputs": make_inputs,
+        "vae": vae,
+        "text": text,
+        "adapters": adapters,
+    }
+    for argument, value in required.items():
+        if not value:
+            raise missing(name, argument)
+    assert architecture and make_inputs and vae and text and adapters
+    _, frame_stride, pixel_stride = vae.latent_size({})
+    constant = shift if isinstance(shift, float | int) else None
+    if levels is None and constant is None:
+        raise missing(name, "levels")
+
+    def noise_levels(pixels: int, steps: int, shift: float) -> Tensor:
+        return shifted_levels(steps, shift or constant or 1.0)
+
+    def rows_and_columns(arch: Any) -> tuple[int, int]:
+        return (text.num_tokens, arch.text_dim) if text_shape is None else text_shape(arch)
+
+    def item_shapes(
+        arch: Any, clip: tuple[int, int, int], references: Sequence[tuple[int, int]] = ()
+    ) -> dict[str, Tensor]:
+        def latents(frames: int, height: int, width: int) -> Tensor:
+            rows, columns = height // pixel_stride, width // pixel_stride
+            return torch.empty(latent_channels(arch), 1 + (frames - 1) // frame_stride, rows, columns)
+
+        others = {f"reference.{index}": latents(1, *sides) for index, sides in enumerate(references)}
+        features = torch.empty(rows_and_columns(arch), dtype=torch.bfloat16)
+        return {"latents": latents(*clip), "text": features, **others}
+
+    def num_tokens(item: Mapping[str, Tensor]) -> int:
+        images = [latents for key, latents in item.items() if key == "latents" or key.startswith("reference.")]
+        return len(item["text"]) + sum(prod(latents.shape[1:]) // prod(patch) for latents in images)
+
+    def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Encoder:
+        return DiffusersVae(vae, components, device, mode)
+
+    def text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
+        return LanguageModelEncoder(text, components, device, dtype, streaming)
+
+    def sampler(
+        components: ModelPaths, device: torch.device, dtype: torch.dtype, decodings: Sequence[VaeMode]
+    ) -> Sampler:
+        return EulerSampler(
+            DiffusersVae(vae, components, device, decodings=decodings),
+            device,
+            make_inputs=make_inputs,
+            sample_defaults=sample_defaults,
+            levels=levels or noise_levels,
+            guide=guide,
+        )
+
+    def models(arch: Any, components: ModelPaths) -> Sequence[AuxiliaryModel]:
+        encoder, decoder = vae_models(vae, components, channels=latent_channels(arch))
+        return encoder, text_model(text, rows_and_columns(arch)[1], components), decoder
+
+    package = import_path.partition(".")[0]
+    if verifier and adapters.verify is None:
+        adapters = replace(adapters, verify=lazy(f"{verifier}.verify"), verify_whole=lazy(f"{verifier}.verify_whole"))
+    return ModelSpec(
+        name=name,
+        architecture=architecture,
+        precision=precision or PrecisionSpec(),
+        training=TrainingSpec(
+            make_inputs=make_inputs,
+            empty_item=item_shapes,
+            num_tokens=num_tokens,
+            shift=shift if constant is None else lambda latents: constant,
+            advice=advice,
+        ),
+        data=DataSpec(
+            frame_step=frame_stride if vae.is_video else 0,
+            size_step=pixel_stride * patch[1],
+            fps=fps,
+            size=size,
+            reference_size=reference_size,
+        ),
+        auxiliary=AuxiliarySpec(
+            media_encoder=media_encoder,
+            text_encoder=text_encoder,
+            sampler=sampler,
+            sample_defaults=sample_defaults,
+            models=models,
+        ),
+        adapters=adapters,
+        demo=DemoSpec(
+            write=lazy(f"{package}.demo.write:write_demo"), config=package_folder(package) / "demo" / "demo.toml"
+        ),
+        import_path=import_path,
+    )
+
+
+def missing(name: str, argument: str) -> UserError:
+    """What an author reads who left out a required argument of `family_spec`."""
+    file, step = STEPS[argument]
+    return UserError(
+        f"the spec of {name} has no `{argument}`: write it in {file} and give it to family_spec in spec.py ({GUIDE}, step {step})"
+    )
+
+
+def package_folder(package: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    found = importlib.util.find_spec(package)
+    assert found is not None and found.origin is not None, package
+    return Path(found.origin).parent

@@ -1,0 +1,332 @@
+"""A VAE of diffusers by the name of its class: from a diffusers folder or a single file to normalised latents and back.
+
+Latents are the posterior's mode in fp32. A latent that is sampled from the posterior would add the encoder's noise to the training data.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import WHOLE, AuxiliaryModel, VaeMode
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.models.tiling import Tiles
+from ditkit_core.weights.frozen import find_weights
+from ditkit_core.weights.frozen_vae import FrozenVae
+
+_STAGES = 4
+_NORM_GROUPS = 32
+"""Values that the shapes in a single file do not give."""
+
+# Names of the latent diffusion code to diffusers', applied in order; diffusers' own names pass unchanged. Source: `AutoEncoder` in
+# black-forest-labs/flux and flux2, autoencoder.py. The two differ in where quant_conv is.
+_RENAMES = (
+    (r"^(model\.)?(vae|first_stage_model)\.", ""),
+    (r"^encoder\.quant_conv\.", "quant_conv."),
+    (r"^decoder\.post_quant_conv\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out."),
+    (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
+    (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
+    (r"\.mid\.attn_1\.norm\.", ".mid_block.attentions.0.group_norm."),
+    (r"\.mid\.attn_1\.([qkv])\.", r".mid_block.attentions.0.to_\1."),
+    (r"\.mid\.attn_1\.proj_out\.", ".mid_block.attentions.0.to_out.0."),
+    (r"^encoder\.down\.(\d)\.block\.", r"encoder.down_blocks.\1.resnets."),
+    (r"^encoder\.down\.(\d)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
+    (r"\.nin_shortcut\.", ".conv_shortcut."),
+)
+_UP = re.compile(r"^decoder\.up\.(\d)\.(block\.|upsample\.)")
+
+
+def diffusers_name(name: str) -> str:
+    """The diffusers name of a parameter of a KL autoencoder, given in that form or as the latent diffusion code names it."""
+
+    def stage_name(match: re.Match[str]) -> str:
+        # The latent diffusion code counts the decoder's stages from the pixels, diffusers from the latents.
+        inside = "resnets." if match[2] == "block." else "upsamplers.0."
+        return f"decoder.up_blocks.{_STAGES - 1 - int(match[1])}.{inside}"
+
+    name = _UP.sub(stage_name, name)
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+KL_NAMES = StateDictNames.renaming(to_native=diffusers_name)
+KL_TILES = Tiles(side=512, overlap=128)
+"""diffusers' tiles are as large as the most common training image and would save no memory there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeFamily:
+    """The VAE of a model family: diffusers' class, and how its latents become the transformer's."""
+
+    published: Mapping[str, Any]
+    """Configuration of the published VAE: for plans, and for a single file, whose shapes replace its widths. Empty fields are the class's."""
+
+    kind: str = "AutoencoderKL"
+    """The class in diffusers. For a class of videos, see `is_video`."""
+
+    label: str = "the VAE of this model"
+    """Its name in messages."""
+
+    remedy: str = "set model.vae to a diffusers vae folder"
+    """Where to get it, for messages."""
+
+    patch: int = 1
+    """Side of the square of the VAE's latent pixels that is one pixel of the transformer's latents: its pixels become channels, in the order
+    channel, row, column."""
+
+    statistics: Callable[[Any], tuple[Tensor, Tensor]] | None = None
+    """From the VAE to mean and standard deviation of its latents by channel (after patches), in fp32. None takes `shift_factor` and
+    `scaling_factor` of its configuration, as of the VAEs of Stable Diffusion, FLUX.1 and Z-Image."""
+
+    recipe: str = ""
+    """How latents are made, for the identity of caches; `{}` stands for the dtype. Empty: made of the fields above."""
+
+    is_video: bool = False
+    """Whether the class takes [batch, channels, frames, height, width]; others take images, and a clip is one."""
+
+    channels: Callable[[Mapping[str, Any]], int] = lambda config: config["latent_channels"]
+    """From the configuration to the VAE's latent channels, before patches."""
+
+    strides: Callable[[Mapping[str, Any]], tuple[int, int]] = lambda config: (
+        1,
+        2 ** (len(config["block_out_channels"]) - 1),
+    )
+    """From the configuration to pixel frames per latent frame after the first, and pixels per latent pixel, before patches."""
+
+    names: StateDictNames = KL_NAMES
+    """From names in files to diffusers'."""
+
+    config_of_file: Callable[[SafetensorsSource], dict[str, Any]] | None = None
+    """Reads the configuration off the shapes of a single file; None: `config_of_kl_file`. Raises UserError for another VAE's file."""
+
+    tiles: Tiles = KL_TILES
+    """For modes that work tile by tile."""
+
+    ignore: frozenset[str] = frozenset()
+    """Names in files that may be left over."""
+
+    in_fp32: frozenset[str] = frozenset()
+    """Names of values that are fp32 in any dtype."""
+
+    prepare: Callable[[Any], object] = lambda vae: None
+    """Called with a new VAE on `meta`: removes what files do not have."""
+
+    finish: Callable[[Any], object] = lambda vae: None
+    """Called with the loaded VAE: tries values of the configuration that the library only reads in use; raises for damaged ones."""
+
+    safe_names: Mapping[str, str] = field(default_factory=dict)
+    """Files that are pickles, and the files with the same weights as safetensors; see `ModelPaths.locate`."""
+
+    def build(self, config: Mapping[str, Any]) -> Any:
+        """The VAE of a configuration, on the default device."""
+        vae = resolve_name(f"diffusers:{self.kind}").from_config(dict(config))
+        self.prepare(vae)
+        return vae
+
+    def normalise(self, vae: Any, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "channels f h w"]:
+        """Latents of about unit variance, in fp32, of the VAE's own, after patches."""
+        if self.statistics is None:
+            return (latents - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
+        mean, deviation = self._statistics(vae, latents.device)
+        return (latents - mean) / deviation
+
+    def denormalise(self, vae: Any, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "channels f h w"]:
+        """The inverse of `normalise`."""
+        if self.statistics is None:
+            return latents / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+        mean, deviation = self._statistics(vae, latents.device)
+        return latents * deviation + mean
+
+    def _statistics(self, vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        assert self.statistics is not None
+        mean, deviation = (value.to(device) for value in self.statistics(vae))
+        return mean.view(-1, 1, 1, 1), deviation.view(-1, 1, 1, 1)
+
+    def encode_clip(
+        self, vae: Any, pixels: Float[Tensor, "3 frames height width"], device: torch.device
+    ) -> Float[Tensor, "channels f h w"]:
+        """Normalised latents of one clip, in fp32, on the device of the VAE's weights and computed in their dtype."""
+        batch = pixels[None] if self.is_video else pixels.transpose(0, 1)
+        mode = vae.encode(batch.to(device, vae.dtype)).latent_dist.mode()[0].float()
+        return self.normalise(vae, patchify(mode if self.is_video else mode[:, None], self.patch))
+
+    def decode_clip(
+        self, vae: Any, latents: Float[Tensor, "channels f h w"], device: torch.device
+    ) -> Float[Tensor, "3 frames height width"]:
+        """Pixels in [0, 1] of normalised latents, in fp32, on the device of the VAE's weights and computed in their dtype."""
+        batch = unpatchify(self.denormalise(vae, latents.to(device, torch.float32)).to(vae.dtype), self.patch)
+        pixels = vae.decode(batch[None] if self.is_video else batch.transpose(0, 1)).sample.float()
+        pixels = ((pixels + 1) / 2).clamp(0, 1)
+        return pixels[0] if self.is_video else pixels.transpose(0, 1)
+
+    def latent_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Channels of the transformer's latents, pixel frames per latent frame after the first, and pixels on a side of a latent pixel."""
+        config = self.published | dict(config)
+        frames, pixels = self.strides(config)
+        return self.channels(config) * self.patch**2, frames, self.patch * pixels
+
+
+class DiffusersVae(FrozenVae):
+    """Pixels to normalised latents and back; an `Encoder` and a `Decoder` of the core."""
+
+    def __init__(
+        self,
+        family: VaeFamily,
+        components: ModelPaths,
+        device: torch.device,
+        mode: VaeMode = WHOLE,
+        *,
+        decodings: Sequence[VaeMode] = (),
+    ):
+        """Find the weights and read their headers; nothing is loaded.
+
+        Args:
+            family: Which VAE it is, and how its latents are made.
+            components: Where the model's files are.
+            device: Device of the VAE.
+            mode: How it encodes. bf16 and tiles take less memory and give other results.
+            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it encodes.
+
+        Raises:
+            UserError: If there are none, a file is damaged, or they belong to another VAE.
+        """
+        read = family.config_of_file or partial(config_of_kl_file, family)
+        remedy, safe_names = family.remedy, family.safe_names
+        source, config = find_weights(components, "vae", read, kind=family.kind, remedy=remedy, safe_names=safe_names)
+        super().__init__(
+            family.build,
+            config,
+            source,
+            family.names,
+            device,
+            mode.dtype,
+            key="model.vae",
+            ignore=family.ignore,
+            in_fp32=family.in_fp32,
+            finish=self._finish,
+            mode=mode,
+            decodings=decodings,
+            tiles=family.tiles,
+            encode_clip=family.encode_clip,
+            decode_clip=family.decode_clip,
+        )
+        self.family = family
+
+    @property
+    def recipe(self) -> str:  # type: ignore[override]  # a constant of other classes
+        """How latents are made, for the identity of caches."""
+        return self.family.recipe or _recipe(self.family, self.config)
+
+    @property
+    def channels(self) -> int:
+        """Channels of a latent pixel."""
+        return self.family.latent_size(self.config)[0]
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Pixel frames per latent frame after the first, and pixels on a side of the square that becomes one latent pixel."""
+        return self.family.latent_size(self.config)[1:]
+
+    def _finish(self, vae: Any) -> None:
+        """Try what is read only in use, so that a damaged value is found when the VAE is loaded."""
+        channels, *strides = self.family.latent_size(self.config)
+        self.family.normalise(vae, torch.zeros(channels, 1, 1, 1, device=self.device))
+        for size in strides:
+            Fraction(1, size)
+        for norm in vae.modules():
+            if isinstance(norm, nn.GroupNorm) and type(norm.num_groups) is not int:
+                raise ValueError(f"norm_num_groups is {norm.num_groups}")
+        self.family.finish(vae)
+
+
+def _recipe(family: VaeFamily, config: Mapping[str, Any]) -> str:
+    shift, scale = (config.get(name, family.published.get(name)) for name in ("shift_factor", "scaling_factor"))
+    patches = f", {family.patch}x{family.patch} patches as channel, row, column" if family.patch > 1 else ""
+    return f"posterior mode, minus {shift}, times {scale}{patches}, {{}}"
+
+
+def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str, Any]:
+    """The configuration of a KL autoencoder in a single file: as published, with the widths that the shapes have.
+
+    Raises:
+        UserError: If it is none.
+    """
+    shapes = {diffusers_name(name): stored.shape for name, stored in source.tensors.items()}
+    try:
+        latent_channels = shapes["decoder.conv_in.weight"][1]
+        down, up = (
+            [shapes[f"{blocks}.{stage}.resnets.0.conv1.weight"][0] for stage in range(_STAGES)]
+            for blocks in ("encoder.down_blocks", "decoder.up_blocks")
+        )
+    except (KeyError, IndexError) as error:
+        raise UserError(f"{source.path} is not {family.label}; {family.remedy}") from error
+    if odd := [width for width in (*down, *up) if width % _NORM_GROUPS]:
+        raise UserError(
+            f"{source.path} is not {family.label}: {odd[0]} channels are not {_NORM_GROUPS} equal groups; {family.remedy}"
+        )
+    config = {**family.published, "latent_channels": latent_channels, "block_out_channels": down}
+    return config if up == down[::-1] else config | {"decoder_block_out_channels": up[::-1]}
+
+
+def vae_models(
+    family: VaeFamily, components: ModelPaths, *, channels: int, published: Mapping[str, Any] | None = None
+) -> tuple[AuxiliaryModel, AuxiliaryModel]:
+    """The VAE as plans count it while encoding and while sampling, in the sizes of the local files or the published ones.
+
+    Args:
+        channels: Channels of the transformer's latents.
+        published: The configuration if there are no files, where the family has several.
+
+    Raises:
+        UserError: If local files are damaged, or belong to another model.
+    """
+    config = family.published if published is None else published
+    if components.here("vae"):
+        config = DiffusersVae(family, components, torch.device("cpu")).config
+    _, frames_per_latent, stride = family.latent_size(config)
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            # Not diffusers' own `to`, which warns of a change of dtype.
+            return nn.Module.to(family.build(config), dtype).requires_grad_(False).eval()
+
+    def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        return family.encode_clip(module, torch.empty(3, *size), device)
+
+    def decode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        frames, height, width = size
+        shape = (channels, 1 + (frames - 1) // frames_per_latent, height // stride, width // stride)
+        return family.decode_clip(module, torch.empty(shape, device=device), device)
+
+    return (
+        AuxiliaryModel(name="VAE encoder", stage="encode", build=build, run=encode, tiles=family.tiles),
+        AuxiliaryModel(name="VAE decoder", stage="sample", build=build, run=decode, tiles=family.tiles),
+    )
+
+
+def patchify(latents: Float[Tensor, "c f height width"], side: int) -> Float[Tensor, "patch_channels f h w"]:
+    """Squares of pixels to channels: with a side of 2, channel c, row i and column j of a square become channel 4c + 2i + j."""
+    if side == 1:
+        return latents
+    squares = latents.unflatten(3, (-1, side)).unflatten(2, (-1, side))  # c f h side w side
+    return squares.permute(0, 3, 5, 1, 2, 4).flatten(0, 2)
+
+
+def unpatchify(patches: Float[Tensor, "patch_channels f h w"], side: int) -> Float[Tensor, "c f height width"]:
+    """The inverse of `patchify`."""
+    if side == 1:
+        return patches
+    squares = patches.unflatten(0, (-1, side, side))  # c side side f h w
+    return squares.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)

@@ -1,0 +1,283 @@
+"""What families share, against diffusers' pipelines of a model that no package here has: Z-Image."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3Model
+
+from ditkit_core.errors import UserError
+from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
+from ditkit_core.families.language_models import QWEN3, TextEncoding
+from ditkit_core.families.spec import family_spec
+from ditkit_core.families.text import LanguageModelEncoder, text_model
+from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
+from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.spec import AdapterSpec, ArchitectureSpec, SampleDefaults
+from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.planner.auxiliary import measure_model
+from ditkit_core.testing.sampling import generate_latents
+
+CPU = torch.device("cpu")
+WIDTHS = [32, 32, 32, 64]
+BLOCKS: dict[str, Any] = {
+    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": WIDTHS, "layers_per_block": 2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "16 channels, shifted": {
+        "latent_channels": 16, "shift_factor": 0.1159, "scaling_factor": 0.3611, "use_quant_conv": False, "use_post_quant_conv": False,
+    },
+    "4 channels": {"latent_channels": 4, "scaling_factor": 0.18215},
+}  # fmt: skip
+
+
+def family(kind: str, **changes: Any) -> VaeFamily:
+    return VaeFamily(published=BLOCKS | KINDS[kind], **changes)
+
+
+def written_vae(folder: Path, kind: str) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKL(**BLOCKS, **KINDS[kind]).eval()
+    vae.save_pretrained(folder / "vae")
+    return vae
+
+
+def loaded(vae_family: VaeFamily, /, **paths: Path) -> DiffusersVae:
+    encoder = DiffusersVae(vae_family, ModelPaths(**{name: str(path) for name, path in paths.items()}), CPU)
+    encoder.load()
+    return encoder
+
+
+def image() -> Tensor:
+    return torch.rand(3, 1, 48, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_are_moved_and_scaled_as_pipelines_do(tmp_path: Path, kind: str) -> None:
+    vae = written_vae(tmp_path, kind)
+    encoder = loaded(family(kind), base=tmp_path)
+    (latents,) = (item["latents"] for item in encoder.encode([image()]))
+    assert encoder.strides == (1, 8) and latents.shape == (encoder.channels, 1, 6, 4)
+    assert encoder.channels == KINDS[kind]["latent_channels"]
+    with torch.no_grad():
+        mode = vae.encode(image().transpose(0, 1)).latent_dist.mode()
+        expected = (mode - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
+        # the line of ZImagePipeline.__call__ before it decodes
+        back = (expected / vae.config.scaling_factor) + (vae.config.shift_factor or 0)
+        pixels = vae.decode(back).sample
+    assert torch.equal(latents[:, 0], expected[0])
+    assert torch.equal(encoder.decode(latents), (pixels / 2 + 0.5).clamp(0, 1).transpose(0, 1))
+
+
+def test_squares_of_latents_become_channels(tmp_path: Path) -> None:
+    written_vae(tmp_path, "4 channels")
+    plain, folded = (loaded(family("4 channels", patch=patch), base=tmp_path) for patch in (1, 2))
+    assert (folded.channels, folded.strides) == (16, (1, 16)) and plain.identity != folded.identity
+    one, other = (encoder.encode([image()])[0]["latents"] for encoder in (plain, folded))
+    assert torch.equal(other[4 * 3 + 2 * 1 + 0], one[3, :, 1::2, 0::2])
+    assert torch.equal(plain.decode(one), folded.decode(other))
+
+
+def latent_diffusion_name(name: str) -> str:
+    """The name of a parameter in a single file, written the other way round than the code under test."""
+    for ours, theirs in (
+        ("conv_norm_out", "norm_out"), ("conv_shortcut", "nin_shortcut"), ("mid_block.resnets.0", "mid.block_1"),
+        ("mid_block.resnets.1", "mid.block_2"), ("mid_block.attentions.0", "mid.attn_1"), ("group_norm", "norm"),
+        ("to_out.0", "proj_out"), (".to_", "."), ("downsamplers.0", "downsample"), ("upsamplers.0", "upsample"),
+        (".resnets.", ".block."), ("down_blocks", "down"), *((f"up_blocks.{stage}", f"up.{3 - stage}") for stage in range(4)),
+    ):  # fmt: skip
+        name = name.replace(ours, theirs)
+    return name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_file_gives_what_the_folder_gives(tmp_path: Path, kind: str) -> None:
+    written_vae(tmp_path, kind)
+    state = load_file(tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
+    renamed = {latent_diffusion_name(name): tensor for name, tensor in state.items()}
+    assert "decoder.up.3.block.0.conv1.weight" in renamed
+    save_file(renamed, tmp_path / "ae.safetensors")
+    folder, file = loaded(family(kind), base=tmp_path), loaded(family(kind), vae=tmp_path / "ae.safetensors")
+    assert torch.equal(folder.encode([image()])[0]["latents"], file.encode([image()])[0]["latents"])
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match="is not the VAE of this model; set model.vae"):
+        loaded(family(kind), vae=tmp_path / "other.safetensors")
+
+
+def test_plans_count_the_vae_as_it_is(tmp_path: Path) -> None:
+    vae = written_vae(tmp_path, "4 channels")
+    for model in vae_models(family("4 channels"), ModelPaths(base=str(tmp_path)), channels=4):
+        weights, peak = measure_model(model, (1, 64, 64), dtype=torch.float32)
+        # allocators round each tensor up
+        assert (
+            weights == pytest.approx(sum(parameter.nbytes for parameter in vae.parameters()), rel=0.02)
+            and weights < peak
+        )
+
+
+ENCODING = TextEncoding(models=(QWEN3,), reader="Z-Image", remedy="set model.text_encoder to a Qwen3", num_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder with a tiny Qwen3 and its tokenizer, and both as transformers has them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    pieces = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side="right",
+        # What Qwen3's own template says of one user's turn that is answered after thinking.
+        chat_template="{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    )  # fmt: skip
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=5, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, rope_theta=1e6,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3Model(config).eval()
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn(parameter.shape) * 0.2)
+    folder = tmp_path_factory.mktemp("qwen")
+    model.save_pretrained(folder / "text_encoder")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return folder, model, tokenizer
+
+
+@pytest.mark.parametrize("caption", ["", "a fox", "too long " * 9])
+@pytest.mark.parametrize("streaming", ["always", "never"])
+def test_features_are_rows_of_the_hidden_states_before_the_last_layer(
+    qwen: tuple[Path, Any, Any], caption: str, streaming: Any
+) -> None:
+    folder, model, tokenizer = qwen
+    encoder = LanguageModelEncoder(ENCODING, ModelPaths(base=str(folder)), CPU, torch.float32, streaming)
+    encoder.load()
+    (features,) = (item["text"] for item in encoder.encode([caption]))
+    pipeline = ZImagePipeline(scheduler=None, vae=None, text_encoder=model, tokenizer=tokenizer, transformer=None)
+    with torch.no_grad():
+        (expected,) = pipeline._encode_prompt(caption, device=CPU, max_sequence_length=ENCODING.num_tokens)
+    assert torch.equal(features, expected)
+    assert (len(features) == ENCODING.num_tokens) == (len(caption) > 9) == bool(encoder.truncated)
+    assert encoder.family.layers == (4,)
+
+
+def test_plans_of_a_text_encoder_follow_what_is_published_and_what_is_there(qwen: tuple[Path, Any, Any]) -> None:
+    there = text_model(ENCODING, 16, ModelPaths(base=str(qwen[0]))).build(torch.float32)
+    assert len(there.get_submodule("layers")) == 4
+    published = text_model(ENCODING, 2560, ModelPaths()).build(torch.bfloat16)
+    assert len(published.get_submodule("layers")) == 35, "hidden_states[-2] of 36 layers"
+    with pytest.raises(UserError, match="no published text encoder has features of width 7"):
+        text_model(ENCODING, 7, ModelPaths()).build(torch.float32)
+
+
+class Scripted(torch.nn.Module):
+    """A model whose velocity depends on latents, text and noise level by known sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Identity()
+        self.embed.arch = "small"
+        self.calls: list[float] = []
+
+    def forward(self, inputs: Any, engine: Any) -> list[Tensor]:
+        noised, sigma, items, guidance = inputs
+        self.calls.append(guidance)
+        return [(noised[0] * float(sigma) + items[0]["text"].mean()).float()]
+
+
+@pytest.mark.parametrize(("guidance", "calls"), [(1.0, 1), (3.0, 2)])
+def test_euler_steps_are_those_of_diffusers_scheduler(tmp_path: Path, guidance: float, calls: int) -> None:
+    written_vae(tmp_path, "4 channels")
+    sampler = EulerSampler(
+        DiffusersVae(family("4 channels"), ModelPaths(base=str(tmp_path)), CPU),
+        CPU,
+        make_inputs=lambda *parts: parts,
+        sample_defaults=lambda arch: SampleDefaults(),
+        levels=lambda pixels, steps, shift: shifted_levels(steps, shift or 3.0),
+    )
+    text, without = (torch.full((2, 3), value) for value in (0.5, -0.25))
+    job = GenerationRequest(
+        conditions={"text": text}, negative={"text": without}, frames=1, height=48, width=32, steps=5, guidance=guidance,
+        shift=0.0, seed=3,
+    )  # fmt: skip
+    model = Scripted()
+    latents = generate_latents(sampler, job, model, lambda *_: None)
+    assert len(model.calls) == 5 * calls
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / 5, 5).tolist())  # as ZImagePipeline has them
+    expected = torch.randn((4, 1, 6, 4), generator=generator(3, "sample"))
+    for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
+        velocity = expected * float(sigma) + text.mean()
+        if calls == 2:
+            velocity = classifier_free(velocity, expected * float(sigma) + without.mean(), guidance)
+        expected = scheduler.step(velocity, t, expected, return_dict=False)[0]
+    # diffusers' noise levels are fp32
+    torch.testing.assert_close(latents, expected, rtol=1e-5, atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    in_channels: int = 16
+    text_dim: int = 2560
+
+
+SPEC: dict[str, Any] = {
+    "name": "toy",
+    "import_path": "ditkit_flux2.spec:TOY",
+    "architecture": ArchitectureSpec(
+        presets={"toy": Arch()}, build=lambda *_: None, names=StateDictNames.renaming(to_native=str)
+    ),
+    "make_inputs": lambda *parts: parts,
+    "vae": family("16 channels, shifted"),
+    "text": ENCODING,
+    "adapters": AdapterSpec(targets={"all": ("q",)}),
+}
+
+
+def test_a_family_of_the_required_fields_is_a_whole_spec() -> None:
+    spec = family_spec(**SPEC, patch=(1, 2, 2), shift=3.0, verifier="ditkit_flux2.verify:DIFFUSERS")
+    item = spec.training.empty_item(Arch(), (1, 64, 96), [(32, 32)])
+    shapes = {name: tuple(tensor.shape) for name, tensor in item.items()}
+    assert shapes == {"latents": (16, 1, 8, 12), "text": (64, 2560), "reference.0": (16, 1, 4, 4)}
+    assert spec.training.num_tokens(item) == 64 + 8 * 12 // 4 + 4
+    assert (spec.data.size_step, spec.data.frame_step) == (16, 0) and spec.training.shift(item["latents"]) == 3.0
+    assert spec.adapters.verify is not None and spec.demo.config.name == "demo.toml"
+    assert [model.name for model in spec.auxiliary.models(Arch(), ModelPaths())] == [
+        "VAE encoder",
+        "text encoder",
+        "VAE decoder",
+    ]
+    usual = {
+        "head.linear.weight": "head", "blocks.0.norm_q.weight": "qk_norms", "blocks.1.norm1.bias": "norms",
+        "blocks.0.adaLN_modulation.1.weight": "modulation", "embed.time_in.0.weight": "time_mlp", "blocks.0.q.weight": "matmul",
+    }  # fmt: skip
+    assert {name: spec.precision.op_group_of(name) for name in usual} == usual
+
+
+@pytest.mark.parametrize(
+    "argument", ["import_path", "architecture", "make_inputs", "vae", "text", "adapters", "levels"]
+)
+def test_a_missing_piece_is_named_with_its_file_and_the_step_of_the_guide(argument: str) -> None:
+    given = {name: value for name, value in SPEC.items() if name != argument}
+    if argument == "levels":
+        given["shift"] = lambda latents: 2.0
+    with pytest.raises(
+        UserError, match=rf"the spec of toy has no `{argument}`: write it in .+\.py .*Adding a model, step \d+\)"
+    ):
+        family_spec(**given)
