@@ -19,7 +19,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.quantized_layouts import layout_of, of_all_rows
+from ditkit_core.nn.quantized_layouts import of_all_rows, quantized_layout
 from ditkit_core.nn.quantized_linear import quantized_weights
 from ditkit_core.planner.profiler import profile
 from ditkit_core.run.config import RunConfig
@@ -284,7 +284,7 @@ def test_an_adapter_is_merged_into_the_values_and_rounded_once_more(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["int8_rotated_16", "mxfp8", "nvfp4"])
 def test_rounding_to_a_format_keeps_its_numbers_and_is_near_to_others(kind: str) -> None:
     """What the format has stays bitwise; the error of normal numbers is one of 8 or 4 bits."""
-    layout, random = layout_of(kind), torch.Generator().manual_seed(0)
+    layout, random = quantized_layout(kind), torch.Generator().manual_seed(0)
     weight, again = torch.randn(48, 64, generator=random), torch.empty(48, 64)
     weight[3], weight[5, :32] = 0, 0
     layout.dequantize(layout.quantize(weight.clone(), of_all_rows), again)

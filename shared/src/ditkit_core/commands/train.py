@@ -1,6 +1,6 @@
 """The train command: encode → train → export → verify → sample.
 
-A run is a list of jobs, each of which trains one transformer (`run/jobs.py`). The folder of an ordinary run is the folder of its only job. Where there
+A run is a list of jobs that train one transformer each (`run/jobs.py`). The folder of an ordinary run is the folder of its only job. Where there
 are several, each job has a folder for its saves, metrics and exports inside the run's folder, which contains what belongs to all of them: the
 configuration, the adapters, the samples.
 

@@ -202,6 +202,6 @@ def missing(name: str, argument: str) -> UserError:
 
 def package_folder(package: str) -> Path:
     """The folder of an installed package, which is not imported."""
-    found = importlib.util.find_spec(package)
-    assert found is not None and found.origin is not None, package
-    return Path(found.origin).parent
+    module = importlib.util.find_spec(package)
+    assert module is not None and module.origin is not None, package
+    return Path(module.origin).parent

@@ -309,6 +309,6 @@ STORED_LAYOUTS = {
 """What else a file may have, and is held as it is stored."""
 
 
-def layout_of(kind: str) -> Layout:
+def quantized_layout(kind: str) -> Layout:
     """The layout of a format."""
     return LAYOUTS.get(kind) or STORED_LAYOUTS[kind]

@@ -19,7 +19,7 @@ from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import kernels_in_force
 from ditkit_core.nn.lora import KeepsOnlyItsInput
 from ditkit_core.nn.parameters import by_weight, switched
-from ditkit_core.nn.quantized_layouts import layout_of, of_all_rows, rotated
+from ditkit_core.nn.quantized_layouts import of_all_rows, quantized_layout, rotated
 
 
 class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
@@ -37,17 +37,17 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = num_in, num_out, kind
         self.in_8_bits = False
-        for name, (shape, dtype) in layout_of(kind).about(num_out, num_in).items():
+        for name, (shape, dtype) in quantized_layout(kind).about(num_out, num_in).items():
             setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_out), requires_grad=False) if bias else None)
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantize a weight [out, in] in fp32, which is overwritten, on its own device."""
-        self.set_values(layout_of(self.kind).quantize(weight, of_all_rows))
+        self.set_values(quantized_layout(self.kind).quantize(weight, of_all_rows))
 
     def set_values(self, values: Mapping[str, Tensor]) -> None:
         """Set the parameters' values, without a copy."""
-        for name, (shape, dtype) in layout_of(self.kind).about(self.out_features, self.in_features).items():
+        for name, (shape, dtype) in quantized_layout(self.kind).about(self.out_features, self.in_features).items():
             assert values[name].shape == shape and values[name].dtype == dtype, name
             self._parameters[name] = nn.Parameter(values[name], requires_grad=False)
 
@@ -71,7 +71,7 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         """Whether its format and its size allow products of 8-bit codes."""
         sizes = self.in_features, self.out_features
         # Tensor cores take multiples of 16, and a sum of 2**17 products of int8 codes fits int32.
-        return bool(layout_of(self.kind).product) and all(size % 16 == 0 and size <= 2**17 for size in sizes)
+        return bool(quantized_layout(self.kind).product) and all(size % 16 == 0 and size <= 2**17 for size in sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
@@ -159,7 +159,7 @@ def _dequantized(
         return matrix
     out = torch.empty(shape, dtype=dtype, device=values["weight"].device)
     with torch.no_grad():
-        layout_of(kind).dequantize(values, out)
+        quantized_layout(kind).dequantize(values, out)
     return out
 
 

@@ -21,7 +21,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import quantized_linear
-from ditkit_core.nn.quantized_layouts import LAYOUTS, layout_of
+from ditkit_core.nn.quantized_layouts import LAYOUTS, quantized_layout
 from ditkit_core.nn.quantized_linear import QuantizedLinear, quantized_weights
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
@@ -71,7 +71,7 @@ def make_quantized(
         if layer.bias is not None:
             layer.bias = values[f"{name}.bias"]
     if computed:
-        compute_in_8_bits(model, layout_of(kind).product)
+        compute_in_8_bits(model, quantized_layout(kind).product)
         computing = [layer for layer in quantized_weights(model).values() if layer.in_8_bits]
         assert computing, "no layer of `arch` takes products of 8-bit codes: make its sizes multiples of 16"
     if adapter is not None:

@@ -18,7 +18,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
-from ditkit_core.nn.quantized_layouts import BLOCK, layout_of, of_all_rows
+from ditkit_core.nn.quantized_layouts import BLOCK, of_all_rows, quantized_layout
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights.fused_tensors import FusedTensors
 from ditkit_core.weights.rows import RowReader
@@ -306,7 +306,7 @@ def _quantize_rows_into(
             weight = weight if len(weight) == len(rows) else _part(weight, rows)
             first, count = rows.start * shape[1] // BLOCK, shape.numel() // BLOCK
             gather = lambda magnitudes: division.gather(magnitudes, first, count)
-        values = layout_of(layer.kind).quantize(weight, gather)
+        values = quantized_layout(layer.kind).quantize(weight, gather)
     for name, parameter in layer.values().items():
         value = values[name]
         division.put(
@@ -372,7 +372,7 @@ class ParameterReader:
         if len(pieces) == 1:
             return dict(pieces[0])
         # What belongs to no row is the same in each.
-        shared = layout_of(self.kind_of(parts[0])).shared
+        shared = quantized_layout(self.kind_of(parts[0])).shared
         return {
             name: value if name in shared else torch.cat([piece[name] for piece in pieces])
             for name, value in pieces[0].items()

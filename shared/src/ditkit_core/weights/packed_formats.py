@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import Packing, SafetensorsSource, StoredTensor
-from ditkit_core.nn.quantized_layouts import ROTATED_INT8, layout_of, rotation_signs
+from ditkit_core.nn.quantized_layouts import ROTATED_INT8, quantized_layout, rotation_signs
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 """cuBLAS keeps the scales of 128 rows and 4 blocks of columns together."""
@@ -80,7 +80,7 @@ def packed_weight(layer: str, about: Mapping[str, Any], parts: Parts) -> StoredT
 
 def _unpacked(packed: _Packed, rows: range) -> Tensor:
     values = torch.empty(len(rows), packed.shape[1])
-    layout_of(packed.kind).dequantize(packed.codes(rows), values)
+    quantized_layout(packed.kind).dequantize(packed.codes(rows), values)
     return values
 
 

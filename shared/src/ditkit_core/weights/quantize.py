@@ -15,7 +15,7 @@ from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.attention.support import capability_text
-from ditkit_core.nn.quantized_layouts import layout_of
+from ditkit_core.nn.quantized_layouts import quantized_layout
 from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype, quantized_weights
 
 
@@ -79,7 +79,7 @@ def check_compute(compute: str, stored: str, method: str) -> None:
             f"{argument('base.compute')} = {compute} is for products with a frozen base, and {argument('adapter.method')} = full trains the base; "
             f"leave {argument('base.compute')} out, or set {argument('adapter.method')} = lora"
         )
-    if stored == "none" or layout_of(stored).product != compute:
+    if stored == "none" or quantized_layout(stored).product != compute:
         storage = "in model.dtype" if stored == "none" else f"in {stored}"
         raise UserError(
             f"{argument('base.compute')} = {compute} multiplies the {compute} codes of a quantized base, and this base is stored {storage}; "
@@ -124,7 +124,7 @@ def compute_in_8_bits(model: StagedModel, kind: str) -> str:
     layers = {
         name.removesuffix(".weight"): layer
         for name, layer in quantized_weights(model).items()
-        if layout_of(layer.kind).product == kind
+        if quantized_layout(layer.kind).product == kind
     }
     for layer in layers.values():
         layer.in_8_bits = layer.computes_in_8_bits
@@ -148,7 +148,7 @@ def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> 
     Returns:
         The layers that were quantized, and those that do not fit.
     """
-    layout, converted = layout_of(kind), Converted([], [])
+    layout, converted = quantized_layout(kind), Converted([], [])
     for name in linears_of_blocks(model):
         if keep_fp32(f"{name}.weight"):
             continue
@@ -217,7 +217,7 @@ def stored_bytes(tensors: Mapping[str, Tensor], formats: Mapping[str, str], dtyp
     total = 0
     for name, tensor in tensors.items():
         kind = formats.get(name.removesuffix(".weight"))
-        about = {"": (tensor.shape, dtype)} if kind is None else layout_of(kind).about(*tensor.shape)
+        about = {"": (tensor.shape, dtype)} if kind is None else quantized_layout(kind).about(*tensor.shape)
         total += sum(math.prod(shape) * stored.itemsize for shape, stored in about.values())
     return total
 

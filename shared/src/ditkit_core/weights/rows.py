@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.nn.quantized_layouts import layout_of
+from ditkit_core.nn.quantized_layouts import quantized_layout
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 
 
@@ -41,7 +41,7 @@ def dense_rows(layer: nn.Linear, division: RowReader) -> Tensor:
     """This rank's rows of a frozen layer's weight, in fp32, whether it is quantized or not."""
     if not isinstance(layer, QuantizedLinear):
         return division.local_values(layer.weight).float()
-    rows, quantize = division.rows(layer.weight), layout_of(layer.kind).dequantize
+    rows, quantize = division.rows(layer.weight), quantized_layout(layer.kind).dequantize
     assert rows is not None
     values = layer.values()
     has_scales = all(len(value) == layer.out_features for value in values.values())
