@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ditkit_core.families.vae import DiffusersVae
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
-from ditkit_core.weights.frozen_vae import FrozenVae
 
 
 def shifted_levels(steps: int, shift: float) -> Float64[Tensor, "levels"]:
@@ -36,7 +36,7 @@ class EulerSampler:
 
     def __init__(
         self,
-        decoder: FrozenVae,
+        decoder: DiffusersVae,
         device: torch.device,
         *,
         make_inputs: Callable[..., Any],

@@ -15,7 +15,7 @@ from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_le
 from ditkit_core.families.language_models import TextEncoding
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
-from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming, VaeMode
+from ditkit_core.models.encoders import AuxiliaryModel, Sampler, Streaming, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import (
     AdapterSpec,
@@ -109,12 +109,12 @@ def family_spec(
             raise missing(name, argument)
     assert architecture and make_inputs and vae and text and adapters
     _, frame_stride, pixel_stride = vae.latent_size({})
-    constant = shift if isinstance(shift, float | int) else None
-    if levels is None and constant is None:
+    constant = 0.0 if callable(shift) else float(shift)
+    if levels is None and not constant:
         raise missing(name, "levels")
 
     def noise_levels(pixels: int, steps: int, shift: float) -> Tensor:
-        return shifted_levels(steps, shift or constant or 1.0)
+        return shifted_levels(steps, shift or constant)
 
     def rows_and_columns(arch: Any) -> tuple[int, int]:
         return (text.num_tokens, arch.text_dim) if text_shape is None else text_shape(arch)
@@ -134,10 +134,10 @@ def family_spec(
         images = [latents for key, latents in item.items() if key == "latents" or key.startswith("reference.")]
         return len(item["text"]) + sum(prod(latents.shape[1:]) // prod(patch) for latents in images)
 
-    def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Encoder:
+    def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Any:
         return DiffusersVae(vae, components, device, mode)
 
-    def text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
+    def text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Any:
         return LanguageModelEncoder(text, components, device, dtype, streaming)
 
     def sampler(
@@ -167,7 +167,7 @@ def family_spec(
             make_inputs=make_inputs,
             empty_item=item_shapes,
             num_tokens=num_tokens,
-            shift=shift if constant is None else lambda latents: constant,
+            shift=shift if callable(shift) else lambda latents: constant,
             advice=advice,
         ),
         data=DataSpec(

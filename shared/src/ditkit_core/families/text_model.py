@@ -164,7 +164,7 @@ def rotary_of(model: Any, device: torch.device) -> nn.Module:
             num_frequencies = type(model.rotary_emb)(config=model.config).inv_freq.numel()
         if num_frequencies > _MOST_FREQUENCIES:
             raise ValueError(f"{num_frequencies} frequencies")
-        return type(model.rotary_emb)(config=model.config).to(device)  # type: ignore[no-any-return]
+        return type(model.rotary_emb)(config=model.config).to(device)
 
 
 def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[TensorSlice, ...]]:
@@ -174,7 +174,7 @@ def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tup
         UserError: If a weight is missing or mis-shaped, or a layer that is used has a weight that the model lacks.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in without_scales(model.state_dict(), model).items()}
-    num_layers = len(model.get_submodule("layers"))
+    num_layers = len([*model.get_submodule("layers").children()])
 
     def used(name: str) -> bool:
         key_match = _KNOWN.match(name)

@@ -173,7 +173,7 @@ class VaeFamily:
 
     def latent_size(self, config: Mapping[str, Any]) -> tuple[int, int, int]:
         """Channels of the transformer's latents, pixel frames per latent frame after the first, and pixels on a side of a latent pixel."""
-        config = self.published | dict(config)
+        config = {**self.published, **config}
         frames, pixels = self.strides(config)
         return self.channels(config) * self.patch**2, frames, self.patch * pixels
 
