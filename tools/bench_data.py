@@ -93,7 +93,7 @@ def child(what: str, base: Path, clips: Path) -> dict[str, float]:
     torch.set_num_threads(1)
 
     def done(run: RunContext) -> int:
-        return len(examine_dataset(run).samples if what == "doctor" else encode_all(run).samples)
+        return len(examine_dataset(run.data).samples if what == "doctor" else encode_all(run.data).samples)
 
     # With a cache of this process: where all is encoded, encoders and the libraries that they need would not be loaded.
     done(run_of(base, clips.parent / FEW, clips.parent / f"{FEW}-{os.getpid()}"))

@@ -86,9 +86,9 @@ def gradients(folder: Path, flags: Mapping[str, Any]) -> dict[str, Tensor]:
     """The gradient of a run's trained adapter over some micro-batches, by parameter, with other settings of the base."""
     run = create_run(WAN, resolve(RunConfig, stored=folder, flags=flags))
     unloaded = build_model(run)
-    prepared = load_model(run, unloaded, place_run(run, unloaded, training=True))
+    prepared = load_model(unloaded, place_run(run, unloaded, training=True), run.config.train.seed)
     load_trained(prepared, RunFolder(folder))
-    data = training_data(run, encode_all(run)[0], [])
+    data = training_data(run.data, encode_all(run.data)[0], [])
     batches = [batch for index in range(MICRO_BATCHES) for batch in data.micro_batches(index)[:1]]
     model = Model(prepared.module.eval(), BlockEngine(), run.spec)
     accumulate_gradients(model, batches, StepContext(step=0, seed=1, flow=run.config.flow))

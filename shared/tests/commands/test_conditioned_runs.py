@@ -190,11 +190,11 @@ def test_a_caption_is_sampled_no_longer_than_its_clip_and_what_goes_with_it(tmp_
 
     def frames(said: list[str], **more: Any) -> list[int]:
         run = run_of(clips, **flags, **more)
-        return [scene.frames for scene in sample_prompts(run, run.data.dataset.samples, said.append)]
+        return [scene.frames for scene in sample_prompts(run.data, run.data.dataset.samples, said.append)]
 
     said: list[str] = []
     own = run_of(clips, **flags, **{"data.frames": 9})
-    assert [scene.frames for scene in sample_prompts(own, own.data.dataset.samples)] == [9, 9, 9]
+    assert [scene.frames for scene in sample_prompts(own.data, own.data.dataset.samples)] == [9, 9, 9]
     assert frames(said) == [5, 5, 5] and not said
     assert frames(said, **{"sample.frames": 9}) == [9, 9, 9] and not said
     assert frames(said, **{"sample.frames": 13}) == [5, 13, 5]
@@ -206,7 +206,7 @@ def test_a_clip_that_was_shortened_is_sampled_as_long_as_it_is_trained(tmp_path:
     numbered_video(tmp_path / "a.mp4", frames=6, fps=16)
     (tmp_path / "a.txt").write_text("a")
     run = run_of(tmp_path, **{"data.frames": 13, "data.short_clips": "shorten"})
-    (scene,) = sample_prompts(run, run.data.dataset.samples)
+    (scene,) = sample_prompts(run.data, run.data.dataset.samples)
     assert scene.frames == 5
 
 
@@ -216,7 +216,7 @@ def test_what_is_in_front_of_a_clip_is_planned(tmp_path: Path) -> None:
         (tmp_path / "clips" / f"{name}.txt").write_text(name)
     picture(tmp_path / "starts" / "b.png")
     run = run_of(tmp_path / "clips", **{"data.controls": (f"start={tmp_path / 'starts'}",)})
-    assert {references for _, references in largest_bucket(run, run.arch).shapes} == {()}
+    assert {references for _, references in largest_bucket(run.data, run.arch).shapes} == {()}
     spec = altered(run.spec, columns=lambda arch: (replace(START, in_front=True),))
     run = create_run(spec, run.request.config)
-    assert {references for _, references in largest_bucket(run, run.arch).shapes} == {(), ((32, 32),)}
+    assert {references for _, references in largest_bucket(run.data, run.arch).shapes} == {(), ((32, 32),)}

@@ -44,7 +44,7 @@ def look(folder: Path, **settings: Any) -> tuple[ExaminedDataset, RunContext]:
         "run.folder": str(folder.parent / "run"), **settings,
     }  # fmt: skip
     run = create_run(controlled(TOY), resolve(RunConfig, flags=flags))
-    return examine_dataset(run), run
+    return examine_dataset(run.data), run
 
 
 def of_outcome(outcome: str) -> list[Any]:

@@ -158,11 +158,14 @@ def test_what_ranks_compare_has_every_file_of_the_model(base, tmp_path):
     merge = tuple(str(path) for path in paths[:2])
     config = RunConfig(base=BaseConfig(merge=merge), adapter=AdapterConfig(init=str(paths[2])))
     run, source = create_run(ONE, config, ToyArch()), SafetensorsSource.open(base / "transformer")
-    before, keys = fingerprints_of(run, source), ["adapter.init", "base", "base.merge[0]", "base.merge[1]"]
+    before, keys = (
+        fingerprints_of(run.config, run.component, source),
+        ["adapter.init", "base", "base.merge[0]", "base.merge[1]"],
+    )
     assert sorted(before) == keys
     for path, key in zip(paths, ("base.merge[0]", "base.merge[1]", "adapter.init"), strict=True):
         lora(path, "blocks.0.qkv", alpha=2.0)
-        after = fingerprints_of(run, source)
+        after = fingerprints_of(run.config, run.component, source)
         assert {name for name in keys if after[name] != before[name]} == {key}
         before = after
 

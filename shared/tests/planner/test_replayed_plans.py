@@ -188,8 +188,10 @@ def test_each_shape_of_data_that_are_here_is_a_kind_of_micro_batch(tmp_path):
         bucket = Bucket(
             size=(1, 64, 64), references=(), items=[], shapes=tuple(shapes), class_shapes=tuple(class_shapes), source=""
         )
-        assert job_of(run, run.arch, run.config.adapter, bucket, "cuda").work.kinds == num_kinds(run, bucket)
-        return num_kinds(run, bucket)
+        assert job_of(run, run.arch, run.config.adapter, bucket, "cuda").work.kinds == num_kinds(
+            run.config.data, bucket
+        )
+        return num_kinds(run.config.data, bucket)
 
     assert kinds(sizes) == 1 == job_of(run, run.arch, run.config.adapter, None, "cuda").work.kinds, (
         "what a configuration may have at most is not what data have"

@@ -77,7 +77,7 @@ def test_a_run_on_gpus_counts_its_own_step_by_their_rates(tmp_path: Path, monkey
     model = ModelPaths(preset="tiny", transformer=str(tmp_path / "toy.safetensors"))
     config = RunConfig(data=data, model=model, encode=EncodeConfig(cache=str(tmp_path / "cache")))
     run = create_run(world.spec, config)
-    samples = encode_samples(run, run.data.dataset.samples, 16.0)
+    samples = encode_samples(run.data, run.data.dataset.samples, 16.0)
     assert utilisation_of_run(run, samples) is None, "the rate of a CPU is unknown"
     monkeypatch.setitem(vars(run), "devices", (torch.device("cuda:0"), torch.device("cuda:1")))
     monkeypatch.setattr("ditkit_core.run.plans.planned_step.gpus_here", lambda devices: parse_gpus("rtx4090,rtx3090"))

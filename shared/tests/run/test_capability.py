@@ -35,7 +35,7 @@ def a_run(**sections):
 
 
 def attention(name, dtype="bf16"):
-    return a_run(model=ModelPaths(dtype=dtype), train=TrainConfig(attention=name))
+    return a_run(model=ModelPaths(dtype=dtype), train=TrainConfig(attention=name)).execution
 
 
 FP32 = a_run(model=ModelPaths(dtype="fp32"))
@@ -47,7 +47,8 @@ def test_a_gpu_without_bf16_is_refused_before_anything_is_loaded(gpu):
         check_run(a_run(train=TrainConfig(device="cuda")))
     check_run(a_run(model=ModelPaths(dtype="fp32"), train=TrainConfig(device="cuda")))
     with pytest.raises(UserError, match=r"set precision.attention = fp32"):
-        check_capability(a_run(model=ModelPaths(dtype="fp32"), precision=PrecisionConfig(attention="bf16")), [GPU])
+        narrow = a_run(model=ModelPaths(dtype="fp32"), precision=PrecisionConfig(attention="bf16"))
+        check_capability(narrow.execution, [GPU])
     gpu(AMPERE)
     check_run(a_run(train=TrainConfig(device="cuda")))
 
@@ -55,8 +56,8 @@ def test_a_gpu_without_bf16_is_refused_before_anything_is_loaded(gpu):
 def test_a_gpu_that_torch_is_not_built_for_is_refused(gpu):
     gpu((7, 0))
     with pytest.raises(UserError, match=r"is built for GPUs of compute capability 7.5 or later, and cuda:0 has 7.0"):
-        check_capability(FP32, [GPU])
-    check_capability(FP32, [torch.device("cpu")])
+        check_capability(FP32.execution, [GPU])
+    check_capability(FP32.execution, [torch.device("cpu")])
 
 
 @pytest.mark.parametrize(

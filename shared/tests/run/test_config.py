@@ -20,7 +20,7 @@ from ditkit_core.config.validation import nearest_key
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.data import RunData
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.toy import TOY
 
 
@@ -407,9 +407,9 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
     values = {"run.folder": "~/runs/cat", "encode.cache": "~/cache", "prior.folder": "~/class"}
     config = resolve(RunConfig, flags=values)
     assert config.run_folder.path == tmp_path / "runs" / "cat"
-    data = RunData(TOY, config, ())
+    data = create_run(TOY, config).data
     assert (data.cache.folder, data.prior_folder) == (tmp_path / "cache", tmp_path / "class")
-    beside = RunData(TOY, resolve(RunConfig, flags={"run.folder": "~/runs/cat"}), ())
+    beside = create_run(TOY, resolve(RunConfig, flags={"run.folder": "~/runs/cat"})).data
     assert (beside.cache.folder, beside.prior_folder.parent) == (tmp_path / "runs" / "cache", config.run_folder.path)
     options = ExportOptions(push="a/b", card="~/card.md")
     assert options.hub.card == str(tmp_path / "card.md") and ExportOptions(push="a/b", card="-").hub.card == "-"

@@ -46,7 +46,7 @@ def look(folder: Path, preset: str, **row: str) -> CheckReport:
     )  # fmt: skip
     flags = {"model.preset": "tiny", "data.folder": str(folder), "data.frames": 9, "data.height": 32, "data.width": 32}
     flags |= {"run.folder": str(folder.parent / "run"), "data.on_bad": "skip"}
-    return examine_dataset(create_run(spec, resolve(RunConfig, flags=flags))).checkup
+    return examine_dataset(create_run(spec, resolve(RunConfig, flags=flags)).data).checkup
 
 
 def assert_refused(found: CheckReport, *says: str) -> None:

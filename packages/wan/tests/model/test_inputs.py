@@ -154,7 +154,7 @@ def test_reference_columns_of_vace_are_tokens_of_the_plan(tmp_path):
     controls = tuple(f"vace_reference_image{number}={tmp_path / f'refs{number}'}" for number in ("", "_2"))
     data = {"data.folder": str(tmp_path / "clips"), "data.frames": 9, "data.height": 64, "data.width": 96}
     run = create_run(WAN, resolve(RunConfig, flags={**data, "model.preset": "vace-1.3b", "data.controls": controls}))
-    bucket = largest_bucket(run, run.arch)
+    bucket = largest_bucket(run.data, run.arch)
     assert bucket.references == ((64, 96), (64, 96))
     assert num_tokens(bucket.items[0]) == 3 * (64 // 16) * (96 // 16), "the picture and two references"
     assert bucket.items[0]["vace"].shape == (96, 3, 8, 12)

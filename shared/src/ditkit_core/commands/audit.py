@@ -68,15 +68,15 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     run = run.with_arch(unloaded.arch)
     placement = place_run(run, unloaded, training=True)
     check_components(run, run.data.dataset.samples)
-    encoded, _ = encode_all(run)
+    encoded, _ = encode_all(run.data)
     check_items(run.spec, unloaded.model, encoded)
-    prepared = load_model(run, unloaded, placement)
+    prepared = load_model(unloaded, placement, run.config.train.seed)
     weights = _weights(prepared, folder, options.init_from)
     kept, _ = split_held_out(
         [sample.id for sample in encoded], run.config.held_out.clips, files_of(run.data.dataset.samples)
     )
     by_id = {sample.id: sample for sample in encoded}
-    batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
+    batch = training_data(run.data, [by_id[id] for id in kept], []).micro_batches(0)[0]
     # Eager: a compiler fuses operations and keeps values between them in a wider dtype than the code says.
     engine = replace(engine_for(prepared, run.execution, placement.checkpointing), compile=False)
     subject = Subject(

@@ -68,13 +68,13 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
 def examine_run(jobs: Jobs) -> CheckReport:
     """Check the dataset, plan the memory and try two steps of each trained transformer."""
     began, run = time.monotonic(), jobs.run
-    examined = examine_dataset(run)
+    examined = examine_dataset(run.data)
     checkup = examined.checkup
     if examined.samples:
         memory, lacking = plan_memory(run, examined.samples, examined.class_images)
         checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
     for job in jobs if examined.samples else ():  # class images alone are no training data
-        step, step_findings = try_step(job.run, examined)
+        step, step_findings = try_step(job, examined)
         findings = [finding for finding in step_findings if finding not in checkup.findings]
         release_memory()  # two experts do not fit at once: free the first before the second is loaded
         steps = () if step is None else (step,)

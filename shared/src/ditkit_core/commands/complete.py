@@ -1,8 +1,10 @@
 """The train command on a run that is complete: nothing is trained, and what was left behind is done."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ditkit_core.commands.export import has_expert_adapters
+from ditkit_core.config.resolve import resolve
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.distributed.torchrun import current_ranks
@@ -11,9 +13,11 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.previews.manager import generate_left
 from ditkit_core.previews.queue import queued
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.jobs import Jobs
 from ditkit_core.run.model import tracked_run
-from ditkit_core.run.train_data import store_moved_data
+from ditkit_core.run.train_data import check_listed, check_samples
 from ditkit_core.training.metrics import log_left_samples
 
 
@@ -46,8 +50,26 @@ def _takes_moved_data(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigCha
     if not changes or not all(change.key.startswith("data.") for change in changes):
         return False
     try:
-        store_moved_data(jobs.run, folder, [job.folder for job in jobs.in_folders])
+        _store_moved_data(jobs, folder)
     except UserError as error:
         warn(str(error))
         return False
     return True
+
+
+def _store_moved_data(jobs: Jobs, folder: RunFolder) -> None:
+    """Store where the data of a complete run is now, after a check that it is the same. What generates its samples later reads that there.
+
+    Raises:
+        UserError: Naming a sample that was added, removed or changed.
+    """
+    data = jobs.run.data
+    for job in jobs:
+        check_listed(job.folder, [sample.id for sample in data.dataset.samples])
+    encoded = encode_all(data)
+    for job in jobs:
+        check_samples(job.folder, [*encoded.samples, *encoded.prior])
+    for run_folder in (folder, *(job.folder for job in jobs.in_folders)):
+        # Only that: whatever else was set anew is for a run that goes on.
+        stored = resolve(RunConfig, stored=run_folder.path)
+        run_folder.store(replace(stored, data=jobs.settings.data))

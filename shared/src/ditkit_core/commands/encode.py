@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ditkit_core.commands.options import EncodeOptions
 from ditkit_core.diagnostics.report.words import plural
-from ditkit_core.encoding.cache import MediaHashes
+from ditkit_core.encoding.cache import Cache, MediaHashes
 from ditkit_core.encoding.cache_maintenance import Rule, changed_sources, keys_in, parse_rule, prune, verify
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
@@ -16,7 +16,8 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.context import create_run
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.train_data import base_steps
 
@@ -35,42 +36,42 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
     run = create_run(spec, config, fetch=True)
     rule = parse_rule(options.prune_cache) if options.prune_cache else None  # parsed now: encoding may take hours
     if options.dump:
-        _check_dump(run, local_path(options.dump))
+        _check_dump(run.data, local_path(options.dump))
     if options.verify_cache:
-        _verify_cache(run)
-    encoded, prior = encode_all(run)
+        _verify_cache(run.data.cache)
+    encoded, prior = encode_all(run.data)
     count = len(encoded) + len(prior)
     say(f"{plural(count, 'sample')} {'is' if count == 1 else 'are'} encoded in {run.data.cache.folder}")
     if options.dump:
-        _dump_samples(run, local_path(options.dump), encoded)
+        _dump_samples(run.data, local_path(options.dump), encoded)
     if rule is not None:  # last, when it is known which entries this data needs
-        _prune_cache(run, rule, [*encoded, *prior])
+        _prune_cache(run.data, rule, [*encoded, *prior])
 
 
-def _verify_cache(run: RunContext) -> None:
+def _verify_cache(cache: Cache) -> None:
     """Compare every cache entry, and every file that entries were made of, with its digest, and report those that differ."""
-    sources = len(MediaHashes(run.data.cache.folder).files())
+    sources = len(MediaHashes(cache.folder).files())
     with progress("verify files", sources) as bar:
-        changed = changed_sources(run.data.cache, bar.advance)
+        changed = changed_sources(cache, bar.advance)
     for path in changed:
         warn(f"{path} has other content than when it was encoded, with the same size and times: it is encoded again")
     say(f"{plural(sources, 'file')} that entries were made of read, {len(changed)} changed unnoticed")
-    with progress("verify cache", sum(1 for _ in run.data.cache.entries())) as bar:
-        result = verify(run.data.cache, bar.advance)
+    with progress("verify cache", sum(1 for _ in cache.entries())) as bar:
+        result = verify(cache, bar.advance)
     for name in result.damaged:
         warn(f"removed a damaged entry from the cache: {name}")
     without = f", {result.without_digest} of them by length only (written by a version without digests)"
     older = without if result.without_digest else ""
-    say(f"{run.data.cache.folder}: {result.checked} entries read{older}, {len(result.damaged)} damaged")
+    say(f"{cache.folder}: {result.checked} entries read{older}, {len(result.damaged)} damaged")
 
 
-def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
+def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
     """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do the entries of every run in the same parent folder."""
     keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
-    if base := base_steps(run):
+    if base := base_steps(data):
         keep.add(base.text_key)
     if rule.unused:
-        runs = run.config.run_folder.path.absolute().parent
+        runs = data.config.run_folder.path.absolute().parent
         # Two levels: a run of several experts contains a run folder for each.
         keep |= keys_in(
             sorted(
@@ -80,23 +81,23 @@ def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) 
                 ]
             )
         )
-    done = prune(run.data.cache, rule, keep)
+    done = prune(data.cache, rule, keep)
     say(
-        f"{run.data.cache.folder}: removed {done.removed} entries ({done.removed_bytes / 1e9:.2f} GB), "
+        f"{data.cache.folder}: removed {done.removed} entries ({done.removed_bytes / 1e9:.2f} GB), "
         f"{done.remaining} ({done.left_bytes / 1e9:.2f} GB) are left"
     )
 
 
-def _check_dump(run: RunContext, folder: Path) -> None:
+def _check_dump(data: RunData, folder: Path) -> None:
     """Refuse to write samples into the folders of the data, where they would be read as clips or overwrite some.
 
     Raises:
         UserError: If the folder is inside one of these folders, or contains one.
     """
-    target, data = folder.resolve(), run.config.data
-    folders = [*data.folders, data.folder, data.references, data.masks]
-    folders += [item.partition("=")[2] for item in data.controls]
-    folders += [str(run.data.prior_folder)] if run.config.prior.wanted else []
+    target, section = folder.resolve(), data.config.data
+    folders = [*section.folders, section.folder, section.references, section.masks]
+    folders += [item.partition("=")[2] for item in section.controls]
+    folders += [str(data.prior_folder)] if data.config.prior.wanted else []
     for name in folders:
         data_folder = local_path(name.strip()).resolve()
         if name and (target.is_relative_to(data_folder) or data_folder.is_relative_to(target)):
@@ -105,17 +106,17 @@ def _check_dump(run: RunContext, folder: Path) -> None:
             )
 
 
-def _dump_samples(run: RunContext, folder: Path, encoded: Sequence[EncodedSample]) -> None:
+def _dump_samples(data: RunData, folder: Path, encoded: Sequence[EncodedSample]) -> None:
     """Write every encoded sample as the pixels and captions that its encoders received."""
     encoded_ids = {sample.id for sample in encoded}
-    samples = [sample for sample in run.data.dataset.samples if sample.id in encoded_ids]
+    samples = [sample for sample in data.dataset.samples if sample.id in encoded_ids]
     with progress("dump", len(samples)) as bar:
         dump(
             samples,
             folder,
-            fps=run.data.dataset.fps,
-            columns=run.auxiliary.columns,
-            reference_size=run.spec.data.reference_size,
+            fps=data.dataset.fps,
+            columns=data.auxiliary.columns,
+            reference_size=data.spec.data.reference_size,
             advance=bar.advance,
         )
     say(f"{len(samples)} samples as they are encoded: {folder}")

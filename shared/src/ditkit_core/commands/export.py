@@ -117,7 +117,7 @@ def _export(
     if chosen_path is not None:
         check_free(_written(chosen_path, spec, wanted, is_transformer=is_transformer))
     unloaded = build_model(run)
-    prepared = load_model(run, unloaded, place_run(run, unloaded))
+    prepared = load_model(unloaded, place_run(run, unloaded), config.train.seed)
     step = load_trained(prepared, job.folder, options.step)
     out = chosen_path or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     metadata = export_metadata(run, prepared, step, data="")

@@ -55,17 +55,17 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         )
     check_run(run)
     # With prompts the dataset is not opened at all: sampling works on a machine that does not have it.
-    prompts = sample_prompts(run, [] if config.sample.prompts else run.data.dataset.samples, warn)
+    prompts = sample_prompts(run.data, [] if config.sample.prompts else run.data.dataset.samples, warn)
     if not prompts:
         raise UserError("there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions")
-    check_prompts(run, prompts)
+    check_prompts(run.data, prompts)
     # Built on `meta` before anything slow, so that an adapter that does not fit the model is reported now.
     sampling, unloaded = (run, None) if run.experts else build_with_adapter(run, options.adapter)
-    encode_prompts(run, prompts)  # before the transformer is loaded: the GPU need not have room for both
+    encode_prompts(run.data, prompts)  # before the transformer is loaded: the GPU need not have room for both
     if unloaded is None:
         stages, label = _experts(jobs_of(run), options)
     else:
-        prepared = load_model(sampling, unloaded, place_run(sampling, unloaded))
+        prepared = load_model(unloaded, place_run(sampling, unloaded), config.train.seed)
         stages = single_stage(prepared.module, engine_for(prepared, sampling.execution))
         label = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = local_path(options.out) if options.out else folder.samples

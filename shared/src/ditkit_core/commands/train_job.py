@@ -41,7 +41,6 @@ from ditkit_core.run.jobs import Jobs, TrainingJob
 from ditkit_core.run.model import build_model, fingerprints_of
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import check_same_adapter
-from ditkit_core.run.sample_adapters import describe_sample_adapters, recorded_digests
 from ditkit_core.run.train_data import base_steps, check_data, check_items, check_listed, check_samples
 from ditkit_core.run.training import load_for_training, split, trainer_of, validator_of
 from ditkit_core.sampling.denoise import single_stage
@@ -60,7 +59,7 @@ def prepare_jobs(jobs: Jobs, left: Sequence[TrainingJob]) -> None:
     for folder in folders:
         check_listed(folder, [sample.id for sample in run.data.dataset.samples])
     num_images = current_ranks().on_first(
-        lambda: num_missing_class_images(run, started=any(folder.has_save for folder in folders))
+        lambda: num_missing_class_images(run.data, started=any(folder.has_save for folder in folders))
     )
     # On `meta`: a mistake of the second expert must not appear after hours of training the first.
     for job in left:
@@ -96,14 +95,14 @@ def train_job(
     is_started = ranks.broadcast_object(folder.has_save)
     if not is_started:
         check_start(job.init_from, folder)
-    num_images = ranks.on_first(lambda: num_missing_class_images(job.run, started=is_started))
+    num_images = ranks.on_first(lambda: num_missing_class_images(job.run.data, started=is_started))
     unloaded = build_model(job.run)
     job = replace(job, run=job.run.with_arch(unloaded.arch))
     run, config = job.run, job.run.config
     if job.init_from and not is_started:
         check_same_adapter(unloaded.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.merge_key)
     check_ranks(run, ranks.size)
-    for line in describe_sample_adapters(run):
+    for line in run.sample_adapters.described():
         say(line)
     if run.trains_several:
         raise UserError("the weights show that this model has several experts; name it with model.preset")
@@ -114,13 +113,13 @@ def train_job(
     warn_of_base(run, unloaded.arch)
     data = _encode(run, num_images)  # by all ranks at once: each claims what it encodes
     check_items(run.spec, unloaded.model, [*data.samples, *data.prior])
-    summarize_data(run, data.samples)
+    summarize_data(run.data, data.samples)
     if num_images:
-        class_conditions(run)  # encodes them into the cache now, while no transformer is in memory
+        class_conditions(run.data)  # encodes them into the cache now, while no transformer is in memory
 
     _stage(3, "load the model")
     keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
-    ranks.check_same({"data": json_hash(keys), **fingerprints_of(run, unloaded.stored.source)})
+    ranks.check_same({"data": json_hash(keys), **fingerprints_of(config, run.component, unloaded.stored.source)})
     prepared, data = _load(job, unloaded, placement, data, num_images)
     start_from(job.init_from, prepared, folder)
     if not config.train.steps:
@@ -128,13 +127,13 @@ def train_job(
     samples = split(config.held_out.clips, run.data.dataset, data)
     encoded = [*data.samples, *data.prior]
     if ranks.is_first:
-        check_data(folder, encoded, unloaded.stored.source.fingerprint(), base_steps(run))
+        check_data(folder, encoded, unloaded.stored.source.fingerprint(), base_steps(run.data))
         held_out = [sample.id for sample in samples.held_out]
         write_about(
             folder,
             environment=describe_environment(run.devices, describe_precision(run)),
             data=data_summary(run.data.dataset, {sample.id for sample in data.samples}, held_out),
-            model=model_summary(run.spec.name, prepared) | recorded_digests(run, folder, warn),
+            model=model_summary(run.spec.name, prepared) | run.sample_adapters.recorded_digests(folder, warn),
         )
     validator = validator_of(config, samples)
     model = replace(prepared, engine=engine_for(prepared, run.execution, placement.checkpointing, ranks))
@@ -169,10 +168,10 @@ def _encode(run: RunContext, num_images: int) -> Encoded:
     """Encode all data and texts, after a look at what that and the class images that are still to be generated need."""
     check_components(run, run.data.dataset.samples, sampling=num_images > 0)
     if num_images:
-        check_class_prompt(run)
+        check_class_prompt(run.data)
         check_shared(run.data.prior_folder, "prior.folder", current_ranks())
     check_shared(run.data.cache.folder, "encode.cache", current_ranks())
-    return encode_all(run, run.config.prior.prompt if num_images else "")
+    return encode_all(run.data, run.config.prior.prompt if num_images else "")
 
 
 def _load(

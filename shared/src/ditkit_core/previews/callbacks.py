@@ -70,7 +70,7 @@ class SamplesInPlace(Callback):
 
     def _sample(self, step: int, is_stopping: Callable[[], bool] = lambda: False) -> None:
         run, folder, stem = self._sampled, self._job.folder, f"step-{step:06d}"
-        prompts = sample_prompts(run, run.data.dataset.samples)
+        prompts = sample_prompts(run.data, run.data.dataset.samples)
         generate_samples(run, self._stages(), prompts, folder.samples, stem, self._shares, is_stopping)
         if self._shares.ranks.is_first:
             self._on_written(folder.path)

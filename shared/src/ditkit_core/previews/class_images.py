@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import lists_of
 from ditkit_core.data.media.clip import write_image
 from ditkit_core.distributed.torchrun import current_ranks
@@ -19,13 +20,14 @@ from ditkit_core.io.files import json_hash, write_text
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.previews.generate import guided_by, with_adapters
 from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_prior, prompt_encoder
 from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 from ditkit_core.sampling.shares import ALONE, SampleShares
 
 
-def num_missing_class_images(run: RunContext, *, started: bool) -> int:
+def num_missing_class_images(data: RunData, *, started: bool) -> int:
     """Number of class images that are still to be generated.
 
     Args:
@@ -34,7 +36,7 @@ def num_missing_class_images(run: RunContext, *, started: bool) -> int:
     Raises:
         UserError: If some are missing and cannot be generated.
     """
-    config, prior, folder = run.config, run.config.prior, run.data.prior_folder
+    config, prior, folder = data.config, data.config.prior, data.prior_folder
     # Any media counts, not only generated files: people put images of their own into the folder.
     missing = prior.images - count_media(folder) if prior.class_prompt and not started else 0
     if missing <= 0:
@@ -55,16 +57,16 @@ def num_missing_class_images(run: RunContext, *, started: bool) -> int:
     return missing
 
 
-def check_class_prompt(run: RunContext) -> None:
+def check_class_prompt(data: RunData) -> None:
     """Refuse to generate class images with a model that needs more than a text, before anything is loaded.
 
     Raises:
         UserError: If the model needs another condition, which is named.
     """
-    needed = [f"has no {column.name}" for column in run.auxiliary.columns if column.required]
+    needed = [f"has no {column.name}" for column in data.auxiliary.columns if column.required]
     try:
-        for conditioner in run.auxiliary.conditioning.conditioners if run.auxiliary.conditioning else ():
-            conditioner.uses(_class_inputs(run))
+        for conditioner in data.auxiliary.conditioning.conditioners if data.auxiliary.conditioning else ():
+            conditioner.uses(_class_inputs(data.config.data))
     except UserError as error:
         needed.append(str(error))
     if needed:
@@ -82,14 +84,14 @@ def of_base(run: RunContext) -> RunContext:
     return create_run(spec, replace(config, sample=config.sample.without_adapters), run.arch)
 
 
-def class_conditions(run: RunContext) -> Mapping[str, Tensor]:
+def class_conditions(data: RunData) -> Mapping[str, Tensor]:
     """The conditions of a class image besides its text; encoded if the cache does not have them."""
-    conditioning = run.auxiliary.conditioning
-    return {} if conditioning is None else conditioning.tensors(_class_inputs(run), run.data.cache)
+    conditioning = data.auxiliary.conditioning
+    return {} if conditioning is None else conditioning.tensors(_class_inputs(data.config.data), data.cache)
 
 
-def _class_inputs(run: RunContext) -> ClipInputs:
-    return ClipInputs(clip=None, frames=1, height=run.config.data.height, width=run.config.data.width, fps=0.0)
+def _class_inputs(config: DataConfig) -> ClipInputs:
+    return ClipInputs(clip=None, frames=1, height=config.height, width=config.width, fps=0.0)
 
 
 def generate_class_images(
@@ -117,13 +119,13 @@ def generate_class_images(
         UserError: If an image cannot be written, or is not finite.
     """
     config, folder, bare = run.config, run.data.prior_folder, of_base(run)
-    sampling, negative = guided_by(bare, stages)
+    sampling, negative = guided_by(bare.data, stages)
     (job,) = requests_of(
         SamplePrompt(
             prompt=config.prior.prompt, references=(), frames=1, height=config.data.height, width=config.data.width
         ),
         replace(sampling, images=1),
-        conditions={**prompt_encoder(run).text(config.prior.prompt), **extra_conditions},
+        conditions={**prompt_encoder(run.data).text(config.prior.prompt), **extra_conditions},
         negative=None if negative is None else {**negative, **extra_conditions},
         references=(),
     )
@@ -159,8 +161,8 @@ def encoded_class_images(run: RunContext, stages: Sequence[DenoiserStage], count
         UserError: As `generate_class_images`; or if a rank finds other images in the folder.
     """
     ranks = current_ranks()
-    generate_class_images(run, stages, count, class_conditions(run), SampleShares.of(ranks))
-    encoded = encode_prior(run)
+    generate_class_images(run, stages, count, class_conditions(run.data), SampleShares.of(ranks))
+    encoded = encode_prior(run.data)
     # The file system of another machine may list the folder as it was before.
     ranks.check_same({"set of class images": json_hash({sample.id: sample.keys for sample in encoded})})
     return encoded

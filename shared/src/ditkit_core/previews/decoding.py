@@ -7,30 +7,30 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.io.console import say
 from ditkit_core.models.encoders import AuxiliaryModel, Decoder, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.planner.planned_step import Size
-from ditkit_core.run.context import RunContext
 
 
 class FittingDecoder:
     """A `Decoder` that decodes in the first configured way that the GPU has room for when the first sample is done; it prints which."""
 
-    def __init__(self, run: RunContext, sizes: Sequence[Size]):
+    def __init__(self, auxiliary: Auxiliary, sizes: Sequence[Size]):
         """Choose nothing yet: transformers may not be loaded.
 
         Args:
             sizes: Sizes of all samples.
         """
-        self._run, self._sizes = run, sizes
+        self._auxiliary, self._sizes = auxiliary, sizes
         self._chosen: Decoder | None = None
 
     def decode(self, latents: Tensor) -> Tensor:
         """As `Decoder.decode`."""
         if self._chosen is None:
-            auxiliary = self._run.auxiliary
+            auxiliary = self._auxiliary
             index = self._first_that_fits(auxiliary.decodings)
             sampler = auxiliary.sampler if index == 0 else auxiliary.sampler_with(auxiliary.decodings[index:])
             self._chosen = sampler.decoder
@@ -48,7 +48,7 @@ class FittingDecoder:
 
     def _first_that_fits(self, decodings: Sequence[VaeMode]) -> int:
         """Index of the first way that fits; 0 on a CPU, and the last where none does: what is left is tried, and then the host."""
-        device = self._run.devices[0]
+        device = self._auxiliary.device_of_sampler()
         if device.type != "cuda":
             return 0
         # What torch keeps for reuse counts as free.
@@ -63,9 +63,9 @@ class FittingDecoder:
         return index
 
     def _needed(self, decoding: VaeMode) -> int:
-        run = self._run
-        models = run.spec.auxiliary.models
-        return max(_decoding_bytes(models, run.arch, run.config.model, size, decoding) for size in self._sizes)
+        auxiliary = self._auxiliary
+        models, arch, paths = auxiliary.spec.auxiliary.models, auxiliary.arch, auxiliary.paths
+        return max(_decoding_bytes(models, arch, paths, size, decoding) for size in self._sizes)
 
 
 def first_that_fits(decodings: Sequence[VaeMode], needed: Callable[[VaeMode], int], free: int) -> tuple[int, list[int]]:

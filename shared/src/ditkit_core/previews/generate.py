@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter, added
@@ -15,8 +16,8 @@ from ditkit_core.models.encoders import DecodedBy
 from ditkit_core.models.protocol import Engine
 from ditkit_core.previews.decoding import FittingDecoder
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_prompts, prompt_encoder
-from ditkit_core.run.sample_adapters import open_sample_adapters
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.prompts import SamplePrompt
@@ -51,14 +52,14 @@ def generate_samples(
     """
     if not prompts:
         return []
-    encode_prompts(run, prompts)
-    config, negative = guided_by(run, stages)
-    requests, encoder = list[PromptRequest](), prompt_encoder(run)
+    encode_prompts(run.data, prompts)
+    config, negative = guided_by(run.data, stages)
+    requests, encoder = list[PromptRequest](), prompt_encoder(run.data)
     for number, prompt in enumerate(prompts):
         jobs = encoder.requests(prompt, config, negative)
         requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
-    decoder = FittingDecoder(run, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
+    decoder = FittingDecoder(run.auxiliary, [(prompt.frames, prompt.height, prompt.width) for prompt in prompts])
     sampler = DecodedBy(run.auxiliary.sampler.denoise, decoder)
     with progress("denoise", len(shares.local_indices(len(requests))) * config.steps) as bar:
 
@@ -71,28 +72,30 @@ def generate_samples(
 
 def with_adapters(run: RunContext, stages: Sequence[DenoiserStage]) -> list[DenoiserStage]:
     """The stages with the adapters that are for samples alone, and without `base.assistant`, which is for training alone."""
-    adapters = open_sample_adapters(run)
+    dtype_of = loaded_dtype(run.spec, run.precision)
     return [
-        _with(run, stage, stage_adapters) if stage_adapters else stage
-        for stage, stage_adapters in zip(stages, adapters, strict=True)
+        _with(stage, adapters, dtype_of) if adapters else stage
+        for stage, adapters in zip(stages, run.sample_adapters.opened(), strict=True)
     ]
 
 
-def _with(run: RunContext, stage: DenoiserStage, adapters: Sequence[AddedAdapter]) -> DenoiserStage:
+def _with(
+    stage: DenoiserStage, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]
+) -> DenoiserStage:
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
         with stage.opened() as opened:
-            with added(opened[0], adapters, loaded_dtype(run.spec, run.precision)):
+            with added(opened[0], adapters, dtype_of):
                 yield opened
             del opened  # before the stage closes: another transformer may come back into this memory
 
     return replace(stage, opened=opened)
 
 
-def guided_by(run: RunContext, stages: Sequence[DenoiserStage]) -> tuple[SampleConfig, Mapping[str, Tensor] | None]:
+def guided_by(data: RunData, stages: Sequence[DenoiserStage]) -> tuple[SampleConfig, Mapping[str, Tensor] | None]:
     """The section with the model's own values where it sets none, and the encoded negative prompt if a stage is guided by it."""
-    defaults = run.spec.auxiliary.sample_defaults(run.arch)
-    config = run.config.sample.resolved(defaults, warn)
+    defaults = data.spec.auxiliary.sample_defaults(data.auxiliary.arch)
+    config = data.config.sample.resolved(defaults, warn)
     # A stage may have its own guidance.
     guided = replace(config, guidance=max(stage.guidance or config.guidance for stage in stages))
-    return config, prompt_encoder(run).text(config.negative) if guided.uses_negative(defaults) else None
+    return config, prompt_encoder(data).text(config.negative) if guided.uses_negative(defaults) else None

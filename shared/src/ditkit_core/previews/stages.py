@@ -25,7 +25,7 @@ from ditkit_core.previews.queue import read_weights
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.jobs import Jobs, config_of
-from ditkit_core.run.model import build_model, load_run
+from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
@@ -66,7 +66,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
         sampling, unloaded = build_with_adapter(alone, trained.file)
-        prepared = load_run(sampling, unloaded, place_run(sampling, unloaded), current_ranks())
+        prepared = load_model(unloaded, place_run(sampling, unloaded), sampling.config.train.seed, current_ranks())
         origin = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
@@ -164,7 +164,7 @@ def load_preview_weights(prepared: Model, path: Path) -> None:
 def generate_trained(jobs: Jobs, folder: RunFolder, step: int) -> None:
     """Generate the samples of a finished run with all trained experts, one loaded at a time; all ranks call it."""
     run, ranks = jobs.run, current_ranks()
-    prompts = sample_prompts(run, run.data.dataset.samples)
+    prompts = sample_prompts(run.data, run.data.dataset.samples)
     if not prompts:
         return
     # Decided together: machines may have different files.

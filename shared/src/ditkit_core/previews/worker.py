@@ -67,7 +67,7 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
         torch.set_num_threads(config.train.threads)
     jobs = jobs_of(create_run(spec, config, fetch=True))
     run = jobs.run
-    prompts = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
+    prompts = sample_prompts(run.data, [] if run.config.sample.prompts else run.data.dataset.samples)
     prepared: Model | None = None
     while waiting := [file for file in queued(RunFolder(path).pending) if file.name not in left_out]:
         file = waiting[0]
@@ -114,7 +114,7 @@ def _generate(jobs: Jobs, prepared: Model | None, file: Path, prompts: Sequence[
     else:
         if prepared is None:
             unloaded = build_model(run)
-            prepared = load_model(run, unloaded, place_run(run, unloaded))
+            prepared = load_model(unloaded, place_run(run, unloaded), run.config.train.seed)
         load_preview_weights(prepared, file)
         stages = single_stage(prepared.module, engine_for(prepared, run.execution))
     generate_samples(run, stages, prompts, job.folder.samples, f"step-{preview.step:06d}")

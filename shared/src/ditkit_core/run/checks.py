@@ -21,11 +21,11 @@ from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.experts import check_merges
 from ditkit_core.run.gpus import check_capability
 from ditkit_core.run.jobs import Jobs
-from ditkit_core.run.sample_adapters import check_sample_adapters
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optim.fused_checks import check_fused_backward, check_swap
 from ditkit_core.training.optim.optimizers import optimizers_that
@@ -69,7 +69,7 @@ def check_run(run: RunContext) -> None:
     choose_device(run.config.encode.device, "encode.device")
     check_backend(run.config.train.attention, training=False, devices=[device.type for device in run.devices])
     check_settings(run)
-    check_capability(run, run.devices)
+    check_capability(run.execution, run.devices)
 
 
 def check_settings(run: RunContext) -> None:
@@ -92,7 +92,7 @@ def _check_adapter_files(run: RunContext) -> None:
     """Refuse files of [base] and [sample] that are missing or of another model or expert, as far as the architecture is known."""
     if run.arch is not None:
         check_merges(run.config.base, run.experts, trains=run.expert)
-    check_sample_adapters(run)
+    run.sample_adapters.check()
 
 
 def check_training(run: RunContext, *, here: bool = True) -> None:
@@ -297,7 +297,7 @@ def check_preview_device(run: RunContext) -> None:
         )
     try:
         check_backend(run.config.train.attention, training=False, devices=[device.type])
-        check_capability(run, [device])
+        check_capability(run.execution, [device])
     except UserError as error:
         raise UserError(f"sample.device = {name!r}: {error}") from error
     if not run.config.sample.every_steps:
@@ -344,10 +344,10 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
         )
     if sampling or run.config.sample.prompts or run.config.sample.captions:
         assert run.auxiliary.sampler
-    check_prompts(run, sample_prompts(run, samples))
+    check_prompts(run.data, sample_prompts(run.data, samples))
 
 
-def check_prompts(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
+def check_prompts(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
     """Read the conditions of the samples that will be generated.
 
     Args:
@@ -357,8 +357,8 @@ def check_prompts(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
         UserError: If a condition that the model needs is missing or unreadable.
     """
     for prompt in prompts:
-        if run.auxiliary.readers is not None:
-            run.auxiliary.readers.check(prompt.controls(run.data.fps))
+        if data.auxiliary.readers is not None:
+            data.auxiliary.readers.check(prompt.controls(data.fps))
 
 
 def _trains_bf16(run: RunContext) -> bool:

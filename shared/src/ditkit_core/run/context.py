@@ -22,6 +22,7 @@ from ditkit_core.run.auxiliary import device_names, training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.run.experts import restrict_to_expert
+from ditkit_core.run.sample_adapters import SampleAdapters
 from ditkit_core.weights.fp8_scaled import open_weights
 
 
@@ -120,8 +121,13 @@ class RunContext:
 
     @cached_property
     def data(self) -> RunData:
-        """The dataset and the cache."""
-        return RunData(self.spec, self.config, self.auxiliary.columns)
+        """The dataset, the cache and the encoders."""
+        return RunData(self.config, self.auxiliary)
+
+    @cached_property
+    def sample_adapters(self) -> SampleAdapters:
+        """The adapters that are for samples alone, or for training alone."""
+        return SampleAdapters(spec=self.spec, arch=self.arch, config=self.config)
 
     @cached_property
     def auxiliary(self) -> Auxiliary:

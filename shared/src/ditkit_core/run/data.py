@@ -1,10 +1,10 @@
-"""The dataset and the cache of a run."""
+"""The dataset of a run, its cache and its encoders."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.api.dataset import read_dataset
 from ditkit_core.data.buckets import describe_lengths, describe_sizes
 from ditkit_core.data.config import DataConfig
@@ -13,18 +13,22 @@ from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK, count_media, prior_data_config
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
-from ditkit_core.models.conditions import Column
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The dataset and the cache that a run reads. The dataset is scanned once, on first use."""
+    """The dataset that a run reads, the cache, and what encodes one into the other. The dataset is scanned once, on first use."""
 
-    spec: ModelSpec
     config: RunConfig
-    columns: Sequence[Column]
+    auxiliary: Auxiliary
+    """The encoders, and the columns that the model is conditioned on."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's family."""
+        return self.auxiliary.spec
 
     @cached_property
     def cache(self) -> Cache:
@@ -46,7 +50,7 @@ class RunData:
 
     def scanned(self, config: DataConfig, key: str = "data.folder") -> Dataset:
         """A dataset as this model reads it; prints nothing."""
-        return read_dataset(config, self.spec.data, self.columns, key=key)
+        return read_dataset(config, self.spec.data, self.auxiliary.columns, key=key)
 
     def _scan(self, config: DataConfig, key: str) -> Dataset:
         dataset = self.scanned(config, key)

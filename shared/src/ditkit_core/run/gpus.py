@@ -8,19 +8,20 @@ import torch
 
 from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.errors import UserError
+from ditkit_core.execution import Execution
 from ditkit_core.loading.kernels import resolve_kernels
+from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention.support import SUPPORT, capability_text
 from ditkit_core.run.auxiliary import training_devices
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext
 from ditkit_core.weights.quantize import check_compute_on
 
 _BF16 = 8, 0
 """The least compute capability of GPUs that compute in bf16: Ampere."""
 
 
-def check_capability(run: RunContext, devices: Collection[torch.device]) -> None:
-    """Refuse GPUs of this machine that are too old, or too new, for the run's settings.
+def check_capability(execution: Execution, devices: Collection[torch.device]) -> None:
+    """Refuse GPUs of this machine that are too old, or too new, for how a model runs.
 
     Args:
         devices: The devices that hold the model. Only GPUs are checked.
@@ -31,10 +32,10 @@ def check_capability(run: RunContext, devices: Collection[torch.device]) -> None
     capabilities = {device: torch.cuda.get_device_capability(device) for device in devices if device.type == "cuda"}
     for device, capability in capabilities.items():
         _check_build(device, capability)
-        _check_bf16(run, device, capability)
-        _check_attention(run.config.train.attention, device, capability)
-    _check_mix(run.config.train.attention, capabilities)
-    check_compute_on(run.config.base.compute, devices)
+        _check_bf16(execution.precision, device, capability)
+        _check_attention(execution.attention, device, capability)
+    _check_mix(execution.attention, capabilities)
+    check_compute_on(execution.compute, devices)
 
 
 def _check_build(device: torch.device, capability: tuple[int, int]) -> None:
@@ -48,10 +49,10 @@ def _check_build(device: torch.device, capability: tuple[int, int]) -> None:
         )
 
 
-def _check_bf16(run: RunContext, device: torch.device, capability: tuple[int, int]) -> None:
+def _check_bf16(precision: Precision, device: torch.device, capability: tuple[int, int]) -> None:
     # torch emulates bf16 there. Its fast attention kernels refuse it, and what is left stores all scores: gigabytes per head.
-    if capability < _BF16 and torch.bfloat16 in (run.precision.matmul, run.precision.attention):
-        where = "model.dtype" if run.precision.matmul == torch.bfloat16 else "precision.attention"
+    if capability < _BF16 and torch.bfloat16 in (precision.matmul, precision.attention):
+        where = "model.dtype" if precision.matmul == torch.bfloat16 else "precision.attention"
         raise UserError(
             f"{where} = bf16 needs a GPU of the generation Ampere or later, compute capability {capability_text(_BF16)}, and {device} has "
             f"{capability_text(capability)}; set {where} = fp32, or choose another device"

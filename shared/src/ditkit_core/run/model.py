@@ -21,30 +21,28 @@ from ditkit_core.io.trackers import TrackedRun
 from ditkit_core.loading.meta_model import MetaModel, build_meta_model
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import load_divided, load_weights
+from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
-def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Model:
+def load_model(unloaded: MetaModel, placement: Placement, seed: int, ranks: Ranks | None = None) -> Model:
     """Load the weights onto their devices.
 
     Args:
         placement: Which device runs what, as the planner's `placement_of` and `plan_placement` decide.
+        seed: The run's seed, for the adapters' first values.
+        ranks: Those that train; where they divide the weights, each loads its rows. None for this process alone.
     """
-    if len(run.devices) > 1:
+    if ranks is not None and ranks.shard > 1:
+        return load_divided(unloaded, placement, ranks, placement.embed, seed=seed, say=say)
+    if placement.split_points:
         say(placement.described())
-    prepared = load_weights(unloaded, placement=placement, seed=run.config.train.seed, say=say)
+    prepared = load_weights(unloaded, placement=placement, seed=seed, say=say)
     if prepared.streamer is not None:
         say(prepared.streamer.describe())
     return prepared
-
-
-def load_run(run: RunContext, unloaded: MetaModel, placement: Placement, ranks: Ranks) -> Model:
-    """Load the rows of weights that this rank keeps, onto its device: unchanged `load_model` if `ranks.shard` is 1."""
-    if ranks.shard == 1:
-        return load_model(run, unloaded, placement)
-    return load_divided(unloaded, placement, ranks, run.devices[0], seed=run.config.train.seed, say=say)
 
 
 def build_model(run: RunContext) -> MetaModel:
@@ -57,12 +55,17 @@ def build_model(run: RunContext) -> MetaModel:
     return unloaded
 
 
-def fingerprints_of(run: RunContext, base: SafetensorsSource) -> dict[str, str]:
-    """Of the base, and of each adapter file that is merged into it, stays next to it or starts what is trained: by key."""
-    named = enumerate(run.config.base.files(run.component))
+def fingerprints_of(config: RunConfig, component: str, base: SafetensorsSource) -> dict[str, str]:
+    """Of the base, and of each adapter file that is merged into it, stays next to it or starts what is trained: by key.
+
+    Args:
+        component: The one that is trained.
+        base: Its weights.
+    """
+    named = enumerate(config.base.files(component))
     paths = {f"{key}[{index}]": parse_merge(entry, key)[0] for index, (key, entry) in named}
-    if run.config.adapter.init:
-        paths["adapter.init"] = local_path(run.config.adapter.init)
+    if config.adapter.init:
+        paths["adapter.init"] = local_path(config.adapter.init)
     return {"base": base.fingerprint()} | {
         key: SafetensorsSource.open(path).fingerprint() for key, path in paths.items()
     }

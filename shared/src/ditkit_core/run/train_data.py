@@ -3,14 +3,12 @@
 import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ditkit_core.config.resolve import resolve
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BaseSteps, TrainDataLoader, shapes_of
@@ -21,9 +19,7 @@ from ditkit_core.io.files import json_hash, read_json_object, write_text
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext
-from ditkit_core.run.encoding import encode_all
+from ditkit_core.run.data import RunData
 from ditkit_core.training.train_model import batch_size_of, data_loader
 
 EMPTY_CAPTION = "(empty caption)"
@@ -39,34 +35,36 @@ _REMEDY = "restore it, or remove it to continue on the data as it is now"
 
 
 def training_data(
-    run: RunContext, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
+    data: RunData, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
 ) -> TrainDataLoader | PriorDataLoader:
     """The data loader of a run."""
-    config = run.config.train
-    data = data_loader(run.spec, config, samples, base_steps(run))
-    if data.num_shapes > 1:
-        say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
+    config = data.config.train
+    loader = data_loader(data.spec, config, samples, base_steps(data))
+    if loader.num_shapes > 1:
+        say(
+            f"{len(samples)} samples have {loader.num_shapes} shapes: {loader.mean_size:.1f} in a micro-batch on average"
+        )
     if not prior:
-        return data
+        return loader
     return PriorDataLoader(
-        data,
+        loader,
         prior,
         seed=config.seed,
-        batch_size=batch_size_of(run.spec, config),
-        weight=run.config.prior.weight,
+        batch_size=batch_size_of(data.spec, config),
+        weight=data.config.prior.weight,
         caption_dropout=config.caption_dropout,
         control_dropout=config.control_dropout,
     )
 
 
-def base_steps(run: RunContext) -> BaseSteps | None:
+def base_steps(data: RunData) -> BaseSteps | None:
     """The steps whose target is the base's own prediction; None for none."""
-    prior = run.config.prior
+    prior = data.config.prior
     if not prior.match_base:
         return None
-    key = text_key(prior.prompt, run.auxiliary.encoders[1]) if prior.prompt else ""
+    key = text_key(prior.prompt, data.auxiliary.encoders[1]) if prior.prompt else ""
     return BaseSteps(
-        share=prior.match_base, accumulation=run.config.train.accumulation, weight=prior.weight, text_key=key
+        share=prior.match_base, accumulation=data.config.train.accumulation, weight=prior.weight, text_key=key
     )
 
 
@@ -92,27 +90,6 @@ def check_samples(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
     """
     if before := _record(folder):
         _refuse(folder, _differing(_keys(encoded), before) - _NO_SAMPLES)
-
-
-def store_moved_data(run: RunContext, folder: RunFolder, experts: Sequence[RunFolder]) -> None:
-    """Store where the data of a complete run is now, after a check that it is the same. What generates its samples later reads that there.
-
-    Args:
-        run: The run, with the new settings.
-
-    Raises:
-        UserError: Naming a sample that was added, removed or changed.
-    """
-    trained = experts or [folder]
-    for run_folder in trained:
-        check_listed(run_folder, [sample.id for sample in run.data.dataset.samples])
-    data = encode_all(run)
-    for run_folder in trained:
-        check_samples(run_folder, [*data.samples, *data.prior])
-    for run_folder in (folder, *experts):
-        # Only that: whatever else was set anew is for a run that goes on.
-        stored = resolve(RunConfig, stored=run_folder.path)
-        run_folder.store(replace(stored, data=run.request.config.data))
 
 
 def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, steps: BaseSteps | None = None) -> None:

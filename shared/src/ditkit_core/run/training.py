@@ -14,7 +14,7 @@ from ditkit_core.loading.model import Model
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.encoding import Encoded
 from ditkit_core.run.jobs import TrainingJob
-from ditkit_core.run.model import load_run, tracked_run
+from ditkit_core.run.model import load_model, tracked_run
 from ditkit_core.run.plans.planned_step import utilisation_of_run
 from ditkit_core.run.train_data import training_data
 from ditkit_core.training.trainer import Callback, Trainer, TrainerConfig
@@ -59,7 +59,7 @@ def load_for_training(job: TrainingJob, unloaded: MetaModel, placement: Placemen
     if kinds := run.auxiliary.optional_conditions:
         share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {', '.join(kinds)}")
-    prepared = load_run(run, unloaded, placement, ranks)
+    prepared = load_model(unloaded, placement, run.config.train.seed, ranks)
     if prepared.shards is not None:
         say(f"weights, gradients and optimizer state are divided over {ranks.shard} ranks")
     return prepared
@@ -87,7 +87,7 @@ def trainer_of(
     )
     return Trainer(
         model,
-        training_data(run, samples.trained, samples.prior),
+        training_data(run.data, samples.trained, samples.prior),
         sections,
         folder=job.folder.path,
         validator=validator,

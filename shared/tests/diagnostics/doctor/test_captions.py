@@ -162,5 +162,5 @@ def test_a_check_and_the_summary_before_training_know_the_run(tmp_path: Path) ->
     run = create_run(
         TOY, resolve(RunConfig, flags={**flags, "run.folder": str(tmp_path / "run"), "sample.prompts": ("x",)})
     )
-    checkup = examine_dataset(run).checkup
+    checkup = examine_dataset(run.data).checkup
     assert [item.code for item in checkup.findings if item.code in ("D42", "D43")] == ["D42", "D42"]

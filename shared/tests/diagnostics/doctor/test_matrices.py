@@ -71,5 +71,5 @@ def test_a_check_notes_hd_videos_alone(tmp_path: Path) -> None:
         "run.folder": str(tmp_path / "run"),
     }
     run = create_run(TOY, resolve(RunConfig, flags={**flags, "model.preset": "tiny"}))
-    found = [each for each in examine_dataset(run).checkup.findings if each.code == "D40"]
+    found = [each for each in examine_dataset(run.data).checkup.findings if each.code == "D40"]
     assert [each.where for each in found] == [str(folder / "hd.mp4")]

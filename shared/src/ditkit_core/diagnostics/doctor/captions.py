@@ -5,13 +5,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ditkit_core.api.auxiliary import Auxiliary
 from ditkit_core.data.captions import has_trigger
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.findings import CaptionRow, CutCaption, CutsCaptions, Finding, listed
 from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext
 
 SAME_CAPTION_SHARE = 0.5
 """Share of the files that may share one caption."""
@@ -136,12 +136,12 @@ def count_captions(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) 
     return CaptionRow(count=len(captions), distinct=len(set(captions)), empty=empty, cut=cut)
 
 
-def cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption] | None:
+def cut_captions(auxiliary: Auxiliary, samples: Sequence[Sample]) -> list[CutCaption] | None:
     """Captions that the text encoder would truncate; None if it cannot tell without its weights."""
-    if any(map(run.config.model.is_to_be_fetched, ("text_encoder", "tokenizer", "vae"))):
+    if any(map(auxiliary.paths.is_to_be_fetched, ("text_encoder", "tokenizer", "vae"))):
         return None
     try:
-        encoder = run.auxiliary.encoders[1]
+        encoder = auxiliary.encoders[1]
         if not isinstance(encoder, CutsCaptions):
             return None
         cuts = {caption: encoder.cut_of(caption) for sample in samples for caption in sample.captions}

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +74,10 @@ from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK
 from ditkit_core.errors import EnvironmentFault, MissingDependency, UserError
 from ditkit_core.io.console import progress, say, warn
+from ditkit_core.models.conditions import Column
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check_prompts
-from ditkit_core.run.context import RunContext
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import Shape, shape_of
 
@@ -95,24 +97,25 @@ class ExaminedDataset:
     """The samples of the micro-batch with the most tokens, of data or class images."""
 
 
-def examine_dataset(run: RunContext) -> ExaminedDataset:
+def examine_dataset(run_data: RunData) -> ExaminedDataset:
     """Examine everything that a run would train on, without loading a model or an encoder.
 
     Args:
-        run: The run. All bad files are listed; `data.on_bad` decides whether they are errors.
+        run_data: The data of the run. All bad files are listed; `data.on_bad` decides whether they are errors.
     """
-    data, prior = _examine(run, run.config.data, "data"), _examine(run, run.data.prior_data, "prior")
+    config, spec = run_data.config, run_data.spec
+    data, prior = _examine(run_data, config.data, "data"), _examine(run_data, run_data.prior_data, "prior")
     if data.error is not None:
-        return _unusable(run, data.error, data.excluded)
+        return _unusable(run_data, data.error, data.excluded)
     samples, class_images, examinations = data.good, prior.good, (data, prior)
     all_samples = [*samples, *class_images]
-    captions = count_captions(all_samples, cut_captions(run, all_samples))
-    data_batches = _buckets(run, samples)
+    captions = count_captions(all_samples, cut_captions(run_data.auxiliary, all_samples))
+    data_batches = _buckets(run_data, samples)
     prior_batches = _buckets(
-        run, class_images, "prior", at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1)
+        run_data, class_images, "prior", at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1)
     )
     largest = max(data_batches, prior_batches, key=lambda batches: batches.cost).largest
-    copy_groups = same_content(_hashes(run, all_samples))
+    copy_groups = same_content(_hashes(run_data, all_samples))
     copies = {id for group in copy_groups for id in group[1:]}  # exact copies are not reported as near-duplicates again
     prints = {**data.prints, **prior.prints}
     near_copy_groups = near_duplicates({id: print for id, print in prints.items() if id not in copies})
@@ -123,25 +126,26 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
     findings = [
         *check_excluded(excluded),
         *check_excluded(undecoded, "D03"),
-        *_too_few(run, samples),
-        *_no_class_images(run, prior),
-        *check_fewest_frames(all_samples, run.spec.training.fewest_frames),
-        *check_shortened(samples, run.config.data, data.fps),
-        *check_crops(all_samples, run.config.data, run.spec.data.size_step),
+        *_too_few(config.held_out.clips, samples),
+        *_no_class_images(run_data, prior),
+        *check_fewest_frames(all_samples, spec.training.fewest_frames),
+        *check_shortened(samples, config.data, data.fps),
+        *check_crops(all_samples, config.data, spec.data.size_step),
         *check_buckets(data_batches.rows),
         *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
         *check_coverage([row for row, _ in files]),
-        *check_colours(_stored_colours(run, all_samples)),
+        *check_colours(_stored_colours(run_data.auxiliary.columns, all_samples)),
         *check_matrices(without_matrix([row for row, _ in files]), len(files)),
         *(finding for examination in examinations for finding in examination.findings),
         *map(
-            refusal, dict.fromkeys([*data.missing_libraries, *prior.missing_libraries, *_prompt_errors(run, samples)])
+            refusal,
+            dict.fromkeys([*data.missing_libraries, *prior.missing_libraries, *_prompt_errors(run_data, samples)]),
         ),
         *check_duplicates(copy_groups, near_copy_groups),
-        *check_captions(samples, captions, run.config, class_images),
+        *check_captions(samples, captions, config, class_images),
     ]
     checkup = CheckReport(
-        model=run.spec.name,
+        model=spec.name,
         samples=len(samples),
         class_images=len(class_images),
         fps=data.fps,
@@ -157,26 +161,26 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
     return ExaminedDataset(checkup=checkup, samples=samples, class_images=class_images, largest=largest)
 
 
-def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
+def summarize_data(data: RunData, encoded: Sequence[EncodedSample]) -> None:
     """Print a summary of the data before training, and warnings about likely mistakes that encoding has revealed.
 
     Args:
         encoded: The samples that were encoded. No file is read again.
     """
     ids = {sample.id for sample in encoded}
-    samples = [sample for sample in run.data.dataset.samples if sample.id in ids]
+    samples = [sample for sample in data.dataset.samples if sample.id in ids]
     counts = Counter((sample.frames, sample.height, sample.width) for sample in samples)
     shapes = ", ".join(f"{count} of {' x '.join(map(str, shape))}" for shape, count in sorted(counts.items()))
-    missing = len(run.data.dataset.excluded) + len(run.data.dataset.samples) - len(samples)
+    missing = len(data.dataset.excluded) + len(data.dataset.samples) - len(samples)
     say(f"data: {plural(len(samples), 'sample')} ({shapes}), {missing} left out; --check examines them")
     keys: dict[str, list[str]] = defaultdict(list)
     for sample in encoded:
         keys[sample.media_key].append(sample.id)
     findings = [*check_duplicates([group for group in keys.values() if len(group) > 1], [])]
-    findings += check_captions(samples, count_captions(samples, None), run.config)
-    findings += check_crops(samples, run.config.data, run.spec.data.size_step)
-    findings += check_fewest_frames(samples, run.spec.training.fewest_frames)
-    encoder = run.auxiliary.encoders[1]
+    findings += check_captions(samples, count_captions(samples, None), data.config)
+    findings += check_crops(samples, data.config.data, data.spec.data.size_step)
+    findings += check_fewest_frames(samples, data.spec.training.fewest_frames)
+    encoder = data.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
         observation = "they are too long for the text encoder and were truncated"
         findings.append(Finding.warning("D14", plural(cut, "caption"), observation, "shorten them"))
@@ -187,10 +191,10 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
         warn(f"and {more} more; add --check to the command to see them")
 
 
-def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
+def _unusable(data: RunData, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
     """The report about a dataset without any usable sample."""
     findings = (*check_excluded(excluded), Finding.error("D01", "", str(why)))
-    checkup = CheckReport(model=run.spec.name, samples=0, fps=run.data.fps, excluded=tuple(excluded), findings=findings)
+    checkup = CheckReport(model=data.spec.name, samples=0, fps=data.fps, excluded=tuple(excluded), findings=findings)
     return ExaminedDataset(checkup=checkup, samples=[])
 
 
@@ -198,7 +202,7 @@ def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> 
 class _Examination:
     """The state of examining a dataset, sample by sample."""
 
-    run: RunContext
+    data: RunData
     dataset: DatasetName
     fps: float
     stops: bool
@@ -227,13 +231,13 @@ class _Examination:
             for reference in sample.references:
                 for _ in stored_images(reference, frames=1, fps=0.0):
                     pass  # decoding is the check
-            if self.run.auxiliary.readers is not None:
-                self.run.auxiliary.readers.check(clip_inputs_of(sample, self.fps))
+            if self.data.auxiliary.readers is not None:
+                self.data.auxiliary.readers.check(clip_inputs_of(sample, self.fps))
             masked = self._masked(sample, fps)
-            of_conditions = list(check_boundary_images(sample, self.run.auxiliary.columns, fps))
+            of_conditions = list(check_boundary_images(sample, self.data.auxiliary.columns, fps))
             # Once per file: its windows follow each other, so only the last sample needs comparing.
             if all(sample.media != other.media for other in self.good[-1:]):
-                of_conditions += check_control_videos(sample, self.run.auxiliary.columns)
+                of_conditions += check_control_videos(sample, self.data.auxiliary.columns)
         except MissingDependency as error:
             self.missing_libraries[str(error)] = None
         except EnvironmentFault:
@@ -244,7 +248,7 @@ class _Examination:
         self.good.append(sample)
         if masked is not None:
             self.masks.append(masked)
-            of_conditions += check_mask(sample, masked, self.run.config.train.mask_weight)
+            of_conditions += check_mask(sample, masked, self.data.config.train.mask_weight)
         self.findings += [*(check_frames(sample.id, look, fps) if look else ()), *of_conditions]
         if look and look.fingerprint is not None:
             self.prints[sample.id] = (sample.media, look.fingerprint)
@@ -279,16 +283,16 @@ class _Examination:
         return MediaInfo(kind="video", width=extent.width, height=extent.height, seconds=end, fps=self.fps, rotation=0)
 
 
-def _examine(run: RunContext, data: DataConfig | None, dataset: DatasetName) -> _Examination:
-    """Scan a dataset and examine each of its samples; without a dataset (`data` is None) the result is empty."""
-    examination = _Examination(run=run, dataset=dataset, fps=run.data.fps, stops=run.config.data.on_bad == "error")
-    if data is None:
+def _examine(data: RunData, section: DataConfig | None, dataset: DatasetName) -> _Examination:
+    """Scan a dataset and examine each of its samples; without a dataset (`section` is None) the result is empty."""
+    examination = _Examination(data=data, dataset=dataset, fps=data.fps, stops=data.config.data.on_bad == "error")
+    if section is None:
         return examination
-    stopping = {"bad": examination.stops, "short": data.short_clips == "error", "unused": False}
+    stopping = {"bad": examination.stops, "short": section.short_clips == "error", "unused": False}
     # Scanned leniently, so that all problems are listed and not only the first one.
-    lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
+    lenient = replace(section, on_bad="skip", short_clips="skip" if stopping["short"] else section.short_clips)
     try:
-        scan: Dataset | NothingToTrain = run.data.scanned(lenient, f"{dataset}.folder")
+        scan: Dataset | NothingToTrain = data.scanned(lenient, f"{dataset}.folder")
     except NothingToTrain as error:
         scan = examination.error = error
     except UserError as error:
@@ -309,15 +313,15 @@ def _examine(run: RunContext, data: DataConfig | None, dataset: DatasetName) -> 
     return examination
 
 
-def _hashes(run: RunContext, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
+def _hashes(data: RunData, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
     """Content hash and path of each sample that is one file. Encoding needs the same hashes, and they are remembered for it."""
-    with MediaHashes(run.data.cache.folder) as hashes:
+    with MediaHashes(data.cache.folder) as hashes:
         return {sample.id: (hashes.of(sample.media), sample.media) for sample in samples if sample.media.is_file()}
 
 
-def _stored_colours(run: RunContext, samples: Sequence[Sample]) -> dict[str, Colours]:
+def _stored_colours(columns: Sequence[Column], samples: Sequence[Sample]) -> dict[str, Colours]:
     """The colours of all images and videos that are read as such and do not store sRGB, by file; masks are read as they are stored."""
-    visual = [column.name for column in run.auxiliary.columns if column.kind in ("image", "video")]
+    visual = [column.name for column in columns if column.kind in ("image", "video")]
     files: dict[Path, None] = {}  # without values an ordered set
     for sample in samples:
         controls = [Path(sample.controls[name]) for name in visual if name in sample.controls]
@@ -327,9 +331,9 @@ def _stored_colours(run: RunContext, samples: Sequence[Sample]) -> dict[str, Col
     return {name: colours for name, colours in stored if colours is not None}
 
 
-def shape_for(run: RunContext, sample: Sample) -> Shape:
+def shape_for(data: RunData, sample: Sample) -> Shape:
     """The shape of a sample; all samples of a micro-batch have the same."""
-    return shape_of(sample, run.auxiliary.columns, run.spec.data.reference_size)
+    return shape_of(sample, data.auxiliary.columns, data.spec.data.reference_size)
 
 
 class _Batches(NamedTuple):
@@ -343,28 +347,28 @@ class _Batches(NamedTuple):
 
 
 def _buckets(
-    run: RunContext, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
+    data: RunData, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
 ) -> _Batches:
     """Group samples by shape and find the largest micro-batch.
 
     Args:
         at_most: Largest number of samples in a micro-batch: each of the data is followed by as many class images as it has samples.
     """
-    train = run.config.train
+    train, arch = data.config.train, data.auxiliary.arch
     ids = [sample.id for sample in samples]
     held_out: set[str] = set()
     with suppress(UserError):  # `_too_few` reports it if no sample would be left to train
-        count = run.config.held_out.clips if dataset == "data" else 0
+        count = data.config.held_out.clips if dataset == "data" else 0
         held_out = set(split_held_out(ids, count, files_of(samples))[1])
     groups: dict[Shape, list[Sample]] = defaultdict(list)
     for sample in samples:
-        groups[shape_for(run, sample)].append(sample)
+        groups[shape_for(data, sample)].append(sample)
     rows, largest, most = [], list[Sample](), 0
     for shape, members in sorted(groups.items(), key=lambda pair: pair[0]):
         (frames, height, width), references = shape
         trained = [sample for sample in members if sample.id not in held_out]
         # None if the architecture is not known here
-        tokens = None if run.arch is None else run.spec.training.num_tokens(empty_item_of(run, shape))
+        tokens = None if arch is None else data.spec.training.num_tokens(empty_item_of(data.spec, arch, shape))
         size: int | None = train.batch_size
         if train.batch_tokens:
             size = max(1, train.batch_tokens // tokens) if tokens else None
@@ -391,16 +395,16 @@ def _buckets(
     return _Batches(rows, largest, most)
 
 
-def empty_item_of(run: RunContext, shape: Shape) -> dict[str, Tensor]:
-    """A training item of this shape on `meta`; the run's architecture must be known."""
+def empty_item_of(spec: ModelSpec, arch: Any, shape: Shape) -> dict[str, Tensor]:
+    """A training item of this shape on `meta`."""
     with torch.device("meta"):
-        return run.spec.training.empty_item(run.arch, *shape)
+        return spec.training.empty_item(arch, *shape)
 
 
-def _prompt_errors(run: RunContext, samples: Sequence[Sample]) -> Iterator[str]:
+def _prompt_errors(data: RunData, samples: Sequence[Sample]) -> Iterator[str]:
     """The reason why the samples of the [sample] section cannot be generated, if there is one."""
     try:
-        check_prompts(run, sample_prompts(run, samples))
+        check_prompts(data, sample_prompts(data, samples))
     except UserError as error:
         yield str(error)
 
@@ -410,17 +414,16 @@ def refusal(why: UserError | str) -> Finding:
     return Finding.error("D21", "", str(why))
 
 
-def _no_class_images(run: RunContext, prior: _Examination) -> Iterator[Finding]:
+def _no_class_images(data: RunData, prior: _Examination) -> Iterator[Finding]:
     """The finding that no class image can be used, if the run has a folder of them."""
     if prior.error is not None:
         yield Finding.error("D01", "", str(prior.error))
-    elif run.data.prior_data is not None and not prior.good:
+    elif data.prior_data is not None and not prior.good:
         observation = "no class image can be read: training would run without prior preservation"
         yield Finding.warning("D01", "prior.folder", observation, "fix the files, or remove [prior]")
 
 
-def _too_few(run: RunContext, samples: Sequence[Sample]) -> Iterator[Finding]:
-    count = run.config.held_out.clips
+def _too_few(count: int, samples: Sequence[Sample]) -> Iterator[Finding]:
     try:
         split_held_out([sample.id for sample in samples], count, files_of(samples))
     except UserError:

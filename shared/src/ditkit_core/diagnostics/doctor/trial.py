@@ -29,7 +29,9 @@ from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.run.checks import check_components
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_samples
+from ditkit_core.run.jobs import TrainingJob
 from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.train_data import check_item, check_items
@@ -45,7 +47,7 @@ LARGEST_SAVE_BYTES = 4 * 2**30
 """A larger save is skipped: a full fine-tune's takes minutes, and disk space that may not be free."""
 
 
-def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None, list[Finding]]:
+def try_step(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow | None, list[Finding]]:
     """Train two steps on the largest micro-batch, which is encoded if necessary. Nothing is downloaded.
 
     Args:
@@ -54,7 +56,7 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
     Returns:
         The measurements, None if the trial could not run to its end, and the findings.
     """
-    model = run.config.model
+    run, model = job.run, job.run.config.model
     parts = [run.component, "vae", "text_encoder", "tokenizer"]
     parts += () if run.arch is None else run.spec.auxiliary.components(run.arch)
     if elsewhere := [part for part in parts if model.is_to_be_fetched(part)]:
@@ -67,7 +69,7 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
         return None, [finding]
     try:
         with nothing_fetched():
-            return _try(run, examined)
+            return _try(job, examined)
     except UserError as error:
         return None, [refusal(error)]
     except NonFiniteLoss as error:
@@ -82,15 +84,15 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
         return None, [Finding.error("D25", bucket, "memory ran out in the largest micro-batch", remedy)]
 
 
-def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
-    began, config = time.monotonic(), run.config.train
-    unloaded = build_model(run)
-    run = run.with_arch(unloaded.arch)
+def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
+    began, unloaded = time.monotonic(), build_model(job.run)
+    run = job.run.with_arch(unloaded.arch)
+    config = run.config.train
     if run.trains_several:
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     placement = place_run(run, unloaded, training=True)
     encoded = _encoded(run, unloaded, examined)
-    prepared = load_model(run, unloaded, placement)
+    prepared = load_model(unloaded, placement, config.seed)
     data = TrainDataLoader(
         encoded,
         seed=config.seed,
@@ -146,20 +148,20 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
 
 def _encoded(run: RunContext, unloaded: MetaModel, examined: ExaminedDataset) -> list[EncodedSample]:
     """The largest micro-batch, encoded, after a look at what the model refuses."""
-    _check_shapes(run, unloaded, [*examined.samples, *examined.class_images])
+    _check_shapes(run.data, unloaded, [*examined.samples, *examined.class_images])
     check_components(run, examined.samples)
-    encoded, wanted = encode_samples(run, examined.largest, run.data.fps), len(examined.largest)
+    encoded, wanted = encode_samples(run.data, examined.largest, run.data.fps), len(examined.largest)
     if len(encoded) < wanted:
         raise UserError(f"{wanted - len(encoded)} of {wanted} samples could not be encoded; see the warnings")
     check_items(run.spec, unloaded.model, encoded)
     return encoded
 
 
-def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample]) -> None:
+def _check_shapes(data: RunData, unloaded: MetaModel, samples: Sequence[Sample]) -> None:
     """Try one sample of each shape on the model without weights: a shape that it refuses is found before anything is encoded."""
-    for shape, sample in {shape_for(run, sample): sample for sample in reversed(samples)}.items():
+    for shape, sample in {shape_for(data, sample): sample for sample in reversed(samples)}.items():
         try:
-            check_item(run.spec, unloaded.model, empty_item_of(run, shape))
+            check_item(data.spec, unloaded.model, empty_item_of(data.spec, unloaded.arch, shape))
         except UserError as error:
             raise error.at(sample.id) from error
 

@@ -19,9 +19,9 @@ from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.planned_step import Size
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.plans.planned_step import Bucket, Generated, PlannedStep, has_data, missing_class_images
-from ditkit_core.run.sample_adapters import open_sample_adapters
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes
 
@@ -57,7 +57,7 @@ def plan_auxiliary(
         config.sample.every_steps and not config.sample.device and (config.sample.prompts or config.sample.captions)
     )
     exchanges = run.experts and previews
-    rooms = _rooms(run, devices, kind, exchanges=bool(exchanges))
+    rooms = _rooms(devices, kind, averages=config.optim.kind.averages, exchanges=bool(exchanges))
     planner = AuxiliaryPlanner(
         models=run.spec.auxiliary.models(step.job.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),
@@ -65,7 +65,7 @@ def plan_auxiliary(
         encoding=run.auxiliary.encoding,
         decodings=run.auxiliary.decodings,
     )
-    encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
+    encoders = _room_of(config.encode.device, "encode.device", run.devices[0], rooms[0], gpus=gpus)
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
     rows, added = planner.encode_rows(_encoded_sizes(step.bucket), encoders), _added_on(run, step.job.arch, blocks)
@@ -78,18 +78,20 @@ def plan_auxiliary(
         sizes = [size for size, _ in generated.shapes]
         return planner.sample_rows(sizes, on, denoising=denoising, num_samples=generated.num, added=more)
 
-    rows += sampled(to_be_generated(run, shapes, samples), rooms)
+    rows += sampled(to_be_generated(run.data, shapes, samples), rooms)
     if config.sample.device and config.sample.every_steps:
-        room = _preview_room(run, rooms[0], devices, gpus=gpus, streamed=streamed)
-        rows += [replace(row, stage="preview") for row in sampled(_samples(run, shapes, samples), [room])]
+        room = _room_of(config.sample.device, "sample.device", run.devices[0], rooms[0], gpus=gpus)
+        room = _with_copy(room, rooms[0], devices, streamed=streamed)
+        if room.kind == "cuda" and gpus:
+            room = room._replace(device=f"sample.device {config.sample.device}")
+        rows += [replace(row, stage="preview") for row in sampled(_samples(run.data, shapes, samples), [room])]
     if exchanges and kind == "cuda":
         rows.append(_exchanged(devices, streamed, host))
     return tuple(rows)
 
 
-def _rooms(run: RunContext, devices: Sequence[DevicePlan], kind: str, *, exchanges: bool) -> list[Room]:
+def _rooms(devices: Sequence[DevicePlan], kind: str, *, averages: bool, exchanges: bool) -> list[Room]:
     """The devices of the training step, and what is in use there while it generates samples."""
-    averages = run.config.optim.kind.averages
     # A CPU has both experts; a GPU has one at a time.
     both = exchanges and kind == "cpu"
     return [
@@ -132,8 +134,7 @@ def weights_on(device: DevicePlan) -> int:
 
 def _added_on(run: RunContext, arch: Any, blocks: Sequence[range]) -> list[int]:
     """Bytes of the adapters of [sample] on each device; of several experts, whose turns it is one after the other, the most."""
-    run = replace(run, arch=arch)
-    adapters, model = open_sample_adapters(run), build_on_meta(run.spec, arch, run.precision)
+    adapters, model = replace(run.sample_adapters, arch=arch).opened(), build_on_meta(run.spec, arch, run.precision)
     if not any(adapters):
         return [0] * len(blocks)
     devices = [torch.device("meta", index) for index in range(len(blocks))]
@@ -149,7 +150,7 @@ def _encoded_sizes(bucket: Bucket) -> list[Size]:
     return [size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))]
 
 
-def to_be_generated(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
+def to_be_generated(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
     """The samples that a run generates during and after training, and missing class images.
 
     Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
@@ -158,20 +159,20 @@ def to_be_generated(run: RunContext, shapes: Sequence[Shape], samples: Sequence[
         shapes: All shapes of the data; captions are sampled in each of them if the dataset is not available.
         samples: As for `plan_auxiliary`.
     """
-    asked, images = _samples(run, shapes, samples), missing_class_images(run)
+    asked, images = _samples(data, shapes, samples), missing_class_images(data)
     return Generated((*asked.shapes, *images.shapes), asked.num + images.num)
 
 
-def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
-    config = run.config.sample
+def _samples(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
+    config = data.config.sample
     if not config.prompts and not config.captions:
         return Generated((), 0)
-    if samples is None and not config.prompts and has_data(run):
-        samples = run.data.dataset.samples
+    if samples is None and not config.prompts and has_data(data.config.data):
+        samples = data.dataset.samples
     if config.prompts or samples is not None:
-        prompts = sample_prompts(run, [] if config.prompts or samples is None else samples)
+        prompts = sample_prompts(data, [] if config.prompts or samples is None else samples)
         shapes_of_prompts = [
-            shape_of(prompt, run.auxiliary.columns, run.spec.data.reference_size) for prompt in prompts
+            shape_of(prompt, data.auxiliary.columns, data.spec.data.reference_size) for prompt in prompts
         ]
         return Generated(tuple(shapes_of_prompts), len(prompts) * config.images)
     sizes = {
@@ -181,7 +182,7 @@ def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample]
     return Generated(tuple(sorted(sizes)), config.captions * config.images)
 
 
-def _room_of(name: str, key: str, run: RunContext, training_room: Room, *, gpus: bool) -> Room:
+def _room_of(name: str, key: str, training_device: torch.device, training_room: Room, *, gpus: bool) -> Room:
     """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device."""
     training_room = training_room._replace(in_use=0)
     if gpus and name != "cpu":  # the GPUs are not in this machine; all are assumed to be like the first
@@ -190,21 +191,17 @@ def _room_of(name: str, key: str, run: RunContext, training_room: Room, *, gpus:
     if device.type == "cpu":
         # the host memory of another machine is unknown
         return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
-    if device == run.devices[0]:
+    if device == training_device:
         return training_room
     (gpu,) = gpus_here([device])
     return Room(f"{device}: {gpu.name}", gpu.total - gpu.reserve)
 
 
-def _preview_room(
-    run: RunContext, training_room: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int
-) -> Room:
+def _with_copy(room: Room, training_room: Room, devices: Sequence[DevicePlan], *, streamed: int) -> Room:
     """The device that generates previews, with a copy of the model."""
-    name = run.config.sample.device
-    room = _room_of(name, "sample.device", run, training_room, gpus=gpus)
     weights = sum(map(weights_on, devices))
     if room.kind == "cuda":
-        return room._replace(device=f"sample.device {name}" if gpus else room.device, in_use=weights)
+        return room._replace(in_use=weights)
     if room.available is not None:  # the steps will use the same memory, and have not begun
         steps = sum(device.host + (device.peak if training_room.kind == "cpu" else 0) for device in devices)
         room = room._replace(available=max(0, room.available - streamed - steps))

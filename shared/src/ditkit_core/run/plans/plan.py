@@ -1,11 +1,13 @@
 """`train --plan`: the memory of a run on each device, before anything is loaded or written."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.loading.architecture import arch_here
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.plan import StepPlan, notes_on_codes, plan_step, targets_of
 from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of
@@ -13,6 +15,7 @@ from ditkit_core.planner.ranks.links import Route, parse_links
 from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
+from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
@@ -84,7 +87,9 @@ def report_of(
         division=plan.partition,
         host=plan.streamed,
         host_limit=targets.host,
-        verifying=_verifying(run, sum(stage.adapters for stage in plan.profile.stages)) if is_cuda else 0,
+        verifying=_verifying(run.spec, run.config, run.arch, sum(stage.adapters for stage in plan.profile.stages))
+        if is_cuda
+        else 0,
         flops=plan.flops,
         is_cuda=is_cuda,
         notes=(*notes, *_on_codes(plan)),
@@ -115,14 +120,14 @@ def _plan_of_ranks(plan: StepPlan, routes: Sequence[Route]) -> RanksPlan | None:
     return step.plan(routes, plan.host)
 
 
-def _verifying(run: RunContext, adapter_bytes: int) -> int:
+def _verifying(spec: ModelSpec, config: RunConfig, arch: Any, adapter_bytes: int) -> int:
     """Bytes on the host for the process that verifies exports next to a run on GPUs; 0 if nothing does."""
-    adapters, trains_all = run.spec.adapters, run.config.adapter.method == "full"
-    verify = adapters.verify_whole if trains_all or run.config.export.merged else adapters.verify
+    adapters, trains_all = spec.adapters, config.adapter.method == "full"
+    verify = adapters.verify_whole if trains_all or config.export.merged else adapters.verify
     if verify is None:
         return 0
-    shard = max(1, run.config.ranks.shard)  # it reads all of the adapter, and a rank trains a part
-    return bytes_at_use(run.spec, run.arch, 0 if trains_all else shard * adapter_bytes)
+    shard = max(1, config.ranks.shard)  # it reads all of the adapter, and a rank trains a part
+    return bytes_at_use(spec, arch, 0 if trains_all else shard * adapter_bytes)
 
 
 def num_gpus(run: RunContext, gpus: str) -> int:

@@ -17,6 +17,7 @@ from ditkit_core.adapters.files.merge import parse_merge
 from ditkit_core.adapters.files.read import config_from_file, open_adapter
 from ditkit_core.adapters.inject import chosen_of
 from ditkit_core.data.buckets import resolutions_of
+from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
@@ -25,12 +26,15 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.io.files import local_path
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, gpus_here
 from ditkit_core.planner.partition import needs_profile, placement_of
 from ditkit_core.planner.planned_step import Size, StepJob, with_planned_kernels
 from ditkit_core.planner.utilisation import Utilisation, utilisation_of
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.data import RunData
 from ditkit_core.sampling.prompts import Shape, shape_of
+from ditkit_core.training.config import TrainConfig
 from ditkit_core.training.replay import MOST
 from ditkit_core.weights.quantize import check_scaled
 
@@ -86,7 +90,8 @@ class PlannedStep:
             gpus: The GPUs, if they are known: they say what `train.kernels = auto` would be there.
         """
         arch = arch_here(run.spec, run.config.model)[1]
-        adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
+        adapter = _adapter(run, arch)
+        bucket = largest_bucket(run.data, arch, samples, class_images)
         job = job_of(run, arch, adapter, bucket, kind)
         return cls(run=run, bucket=bucket, job=replace(job, execution=with_planned_kernels(job.execution, kind, gpus)))
 
@@ -104,7 +109,7 @@ def place_run(run: RunContext, unloaded: MetaModel, *, training: bool = False) -
             too small.
     """
     arch, planned = unloaded.arch, training and needs_profile(run.execution)
-    bucket = largest_bucket(run, arch) if planned else None
+    bucket = largest_bucket(run.data, arch) if planned else None
     job = job_of(run, arch, unloaded.adapter, bucket, run.devices[0].type)
     return placement_of(unloaded.model, job, training=training)
 
@@ -136,15 +141,15 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
         assistant=_assistant(run, arch, adapter) if bucket is not None and adapter.use_dora else {},
         micro_batches=config.micro_batches,
         extra_forwards=config.prior.match_base if config.flow.target_guidance == 1 else 1.0,
-        kinds=1 if bucket is None else num_kinds(run, bucket),
+        kinds=1 if bucket is None else num_kinds(config.data, bucket),
         validates=config.held_out.clips > 0,
         kind=kind,
     )
 
 
-def num_kinds(run: RunContext, bucket: Bucket) -> int:
+def num_kinds(data: DataConfig, bucket: Bucket) -> int:
     """Kinds of micro-batches that may be replayed, by the shapes of the data; of data that are not here, one kind is assumed."""
-    shapes = {*bucket.shapes, *bucket.class_shapes} if has_data(run) else set()
+    shapes = {*bucket.shapes, *bucket.class_shapes} if has_data(data) else set()
     return max(1, min(MOST, len(shapes)))
 
 
@@ -179,7 +184,7 @@ def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
 
 
 def largest_bucket(
-    run: RunContext, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+    data: RunData, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
 ) -> Bucket:
     """The micro-batch with the most tokens: from the dataset if it is available, else with the configured size.
 
@@ -190,16 +195,19 @@ def largest_bucket(
         samples: The samples of the dataset, if known already.
         class_images: The class images of prior preservation, if known already.
     """
-    if samples is None and has_data(run):
-        samples = run.data.dataset.samples
-    shapes, source = _data_shapes(run, samples)
-    of_class = _class_shapes(run, class_images)
-    masked = bool(run.config.data.masks) or any(sample.mask is not None for sample in samples or ())
-    batches = {shape: _batch(run, arch, shape, masked=masked) for shape in sorted(shapes)}
+    config, spec = data.config, data.spec
+    if samples is None and has_data(config.data):
+        samples = data.dataset.samples
+    shapes, source = _data_shapes(data, samples)
+    of_class = _class_shapes(data, class_images)
+    masked = bool(config.data.masks) or any(sample.mask is not None for sample in samples or ())
+    batches = {shape: _batch(spec, config.train, arch, shape, masked=masked) for shape in sorted(shapes)}
     # A micro-batch of class images has at most as many as the data's micro-batch before it.
     most = max(map(len, batches.values()))
-    batches |= {shape: _batch(run, arch, shape, masked=masked)[:most] for shape in sorted(of_class - shapes)}
-    largest = max(batches, key=lambda shape: sum(map(run.spec.training.num_tokens, batches[shape])))
+    batches |= {
+        shape: _batch(spec, config.train, arch, shape, masked=masked)[:most] for shape in sorted(of_class - shapes)
+    }
+    largest = max(batches, key=lambda shape: sum(map(spec.training.num_tokens, batches[shape])))
     if largest not in shapes:
         source = "the largest of the class images, which is larger than the data's"
     return Bucket(
@@ -212,42 +220,41 @@ def largest_bucket(
     )
 
 
-def _batch(run: RunContext, arch: Any, shape: Shape, *, masked: bool) -> list[dict[str, Tensor]]:
-    train = run.config.train
+def _batch(spec: ModelSpec, train: TrainConfig, arch: Any, shape: Shape, *, masked: bool) -> list[dict[str, Tensor]]:
     with torch.device("meta"):
-        item = run.spec.training.empty_item(arch, *shape)
+        item = spec.training.empty_item(arch, *shape)
         if masked:
             item[LOSS_WEIGHTS] = torch.empty(1, *item["latents"].shape[1:])
     # The same item repeated: a plan only needs its shapes.
     return [item] * (
-        max(1, train.batch_tokens // run.spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
+        max(1, train.batch_tokens // spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
     )
 
 
-def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
+def _data_shapes(data: RunData, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
     """The shapes of the data, and where they come from."""
-    data = run.config.data
+    section = data.config.data
     if samples is not None:
-        return _shapes(run, samples), f"the largest in {', '.join(data.folders or (data.folder,))}"
-    largest, *smaller = resolutions_of(data, run.spec.data.size_step)
-    named = "data.frames and resolutions" if data.resolutions else "data.frames, height and width"
+        return _shapes(data, samples), f"the largest in {', '.join(section.folders or (section.folder,))}"
+    largest, *smaller = resolutions_of(section, data.spec.data.size_step)
+    named = "data.frames and resolutions" if section.resolutions else "data.frames, height and width"
     if largest.kept is not None:  # the others have no more pixels
-        return {((data.frames, *largest.kept), ())}, named
-    source = "the largest bucket of data.height and data.width" if data.buckets else named
+        return {((section.frames, *largest.kept), ())}, named
+    source = "the largest bucket of data.height and data.width" if section.buckets else named
     sizes = [size for resolution in (largest, *smaller) for size in resolution.sizes]
-    return {((data.frames, *size), ()) for size in sizes}, source
+    return {((section.frames, *size), ()) for size in sizes}, source
 
 
-def _shapes(run: RunContext, samples: Sequence[Sample]) -> set[Shape]:
-    return {shape_of(sample, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples}
+def _shapes(data: RunData, samples: Sequence[Sample]) -> set[Shape]:
+    return {shape_of(sample, data.auxiliary.columns, data.spec.data.reference_size) for sample in samples}
 
 
-def _class_shapes(run: RunContext, class_images: Sequence[Sample] | None) -> set[Shape]:
+def _class_shapes(data: RunData, class_images: Sequence[Sample] | None) -> set[Shape]:
     """Shapes of the existing class images, and of those that are still to be generated."""
     if class_images is None:
-        config = run.data.prior_data if run.data.prior_folder.is_dir() else None
-        class_images = [] if config is None else run.data.scanned(config, "prior.folder").samples
-    return {*_shapes(run, class_images), *missing_class_images(run).shapes}
+        config = data.prior_data if data.prior_folder.is_dir() else None
+        class_images = [] if config is None else data.scanned(config, "prior.folder").samples
+    return {*_shapes(data, class_images), *missing_class_images(data).shapes}
 
 
 class Generated(NamedTuple):
@@ -257,16 +264,16 @@ class Generated(NamedTuple):
     num: int
 
 
-def missing_class_images(run: RunContext) -> Generated:
+def missing_class_images(data: RunData) -> Generated:
     """The class images that are missing, as they will be generated."""
-    prior, data = run.config.prior, run.config.data
-    missing = prior.images - count_media(run.data.prior_folder) if prior.class_prompt else 0
-    return Generated((((1, data.height, data.width), ()),), missing) if missing > 0 else Generated((), 0)
+    prior, section = data.config.prior, data.config.data
+    missing = prior.images - count_media(data.prior_folder) if prior.class_prompt else 0
+    return Generated((((1, section.height, section.width), ()),), missing) if missing > 0 else Generated((), 0)
 
 
-def has_data(run: RunContext) -> bool:
+def has_data(config: DataConfig) -> bool:
     """Whether the dataset is on this machine."""
-    folders = run.config.data.folders or (run.config.data.folder,)
+    folders = config.folders or (config.folder,)
     return all(folder and local_path(folder).is_dir() for folder in folders)
 
 
