@@ -19,7 +19,7 @@ from two_experts import BOUNDARY, EXPERTS, TwoExperts
 from ditkit_core.errors import UserError
 from ditkit_core.loading.model import Model
 from ditkit_core.run import model as run
-from ditkit_core.run.context import RunContext
+from ditkit_core.run.data import RunData
 from ditkit_core.training import trainer as train
 
 NAMES = tuple(expert.name for expert in EXPERTS)
@@ -282,10 +282,10 @@ def test_class_images_are_generated_once_with_both_before_either_is_trained(
 def test_class_images_that_no_text_makes_are_refused_before_experts_encode_anything(
     world: TwoExperts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(_: RunContext) -> None:
+    def refuse(_: RunData) -> None:
         raise UserError("this model starts from an image")
 
-    monkeypatch.setattr("ditkit_core.commands.train_job.check_class_prompt", refuse)
+    monkeypatch.setattr("ditkit_core.run.checks.check_class_prompt", refuse)
     assert world.train("both", 1, "--prior.prompt", "a class", "--prior.images", "3", "--sample.captions", "0") == 1
     assert "this model starts from an image" in capsys.readouterr().err
     assert not list((world.folder / "cache").rglob("*.safetensors"))

@@ -20,6 +20,7 @@ from two_experts import EXPERTS, TwoExperts
 from unfinished import unfinished
 
 from ditkit_core.commands import cli
+from ditkit_core.commands.report import say_where_previews_could_be
 from ditkit_core.config.resolve import resolve
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.errors import UserError
@@ -31,7 +32,7 @@ from ditkit_core.previews.manager import Previews
 from ditkit_core.previews.queue import Preview, drop_after, put, queued, read_preview, read_weights
 from ditkit_core.previews.stages import ExpertWeights
 from ditkit_core.run import jobs as run_jobs
-from ditkit_core.run.checks import check_preview_device, say_where_previews_could_be
+from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.sampling.denoise import DenoiserStage
@@ -330,7 +331,7 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
     ]:
         capsys.readouterr()
         here = replace(config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1))
-        say_where_previews_could_be(create_run(world.spec, replace(here, train=replace(here.train, devices=devices))))
+        say_where_previews_could_be(here.sample, tuple(map(torch.device, devices)))
         said = "".join(capsys.readouterr())
         assert ("set sample.device = cuda:0 (idle) to generate them in the background" in said) is told
 

@@ -17,7 +17,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.run.checks import check_components, check_run, check_training
+from ditkit_core.run.checks import check_components, check_items, check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_all
@@ -26,7 +26,7 @@ from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
-from ditkit_core.run.train_data import check_items, training_data
+from ditkit_core.run.train_data import training_data
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2

@@ -13,11 +13,11 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.previews.manager import generate_left
 from ditkit_core.previews.queue import queued
+from ditkit_core.run.checks import check_listed, check_samples
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.jobs import Jobs
 from ditkit_core.run.model import tracked_run
-from ditkit_core.run.train_data import check_listed, check_samples
 from ditkit_core.training.metrics import log_left_samples
 
 
@@ -65,7 +65,7 @@ def _store_moved_data(jobs: Jobs, folder: RunFolder) -> None:
     """
     data = jobs.run.data
     for job in jobs:
-        check_listed(job.folder, [sample.id for sample in data.dataset.samples])
+        check_listed(job.folder, data)
     encoded = encode_all(data)
     for job in jobs:
         check_samples(job.folder, [*encoded.samples, *encoded.prior])

@@ -11,6 +11,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ditkit_core.adapters.files.export_names import finished_adapters
 from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
@@ -20,16 +22,16 @@ from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.overview import section_verdict
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change, plural
+from ditkit_core.distributed.launch import launched
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import json_part
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.run.checks import say_where_previews_could_be
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.context import RunContext
 from ditkit_core.run.experts import describe_expert
-from ditkit_core.run.jobs import Jobs
+from ditkit_core.run.jobs import Jobs, TrainingJob
+from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.training.checkpoint import best
 from ditkit_core.training.config import TrainConfig
 from ditkit_core.training.trainer import TrainResult
@@ -44,24 +46,20 @@ def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     say(f"report:   {write_report(config.run_folder.path)}")
 
 
-def say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
-    """Print what a component run trains, what changed since its last part, and its precision."""
-    config = run.config
+def say_beginning(job: TrainingJob, changes: Sequence[ConfigChange]) -> None:
+    """Print what a job trains, what changed since its last part, and its precision."""
+    run, config = job.run, job.run.config
     if run.expert is not None:
         say(describe_expert(run.expert, config.flow, config.held_out))
     for change in changes:
         say(f"changed since the last part of this run: {change}")
-    say(_opening(run))
-    say_where_previews_could_be(run)
+    say(_opening(job))
+    if run.spec.import_path:
+        say_where_previews_could_be(config.sample, run.devices)
 
 
-def warn_of_base(run: RunContext, arch: Any) -> None:
-    """Warn of settings that do not suit the base.
-
-    Args:
-        arch: Its architecture.
-    """
-    spec, config = run.spec, run.config
+def warn_of_base(spec: ModelSpec, arch: Any, config: RunConfig) -> None:
+    """Warn of settings that do not suit the base."""
     # An assistant is the other remedy for what advice is about.
     if (advice := spec.training.advice(arch)) and not any(entry for _, entry in config.base.assistants):
         warn(advice)
@@ -69,15 +67,24 @@ def warn_of_base(run: RunContext, arch: Any) -> None:
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance embedding")
 
 
-def describe_precision(run: RunContext) -> str:
-    """The dtype of each place, in a line."""
-    base_compute, optim = run.config.base.compute, run.config.optim
-    in_8_bits, fused = optim.kind.averages_in_8_bits, optim.fused_backward and run.config.micro_batches == 1
-    return run.precision.described(base_compute=base_compute, averages_in_8_bits=in_8_bits, fused_backward=fused)
+def say_where_previews_could_be(sample: SampleConfig, devices: Sequence[torch.device]) -> None:
+    """If training waits for its previews, name an idle GPU that could generate them.
+
+    Args:
+        devices: Those that train.
+    """
+    if launched() or sample.device or not sample.every_steps or not (sample.prompts or sample.captions):
+        return
+    gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    if idle := [gpu for gpu in gpus if gpu not in devices]:
+        say(
+            f"training pauses while previews are generated; set sample.device = {idle[0]} (idle) to generate them in the background"
+        )
 
 
-def _opening(run: RunContext) -> str:
+def _opening(job: TrainingJob) -> str:
     """What is trained, in a line."""
+    run = job.run
     config, devices = run.config, " and ".join(map(str, run.devices))
     adapter = config.adapter
     trained_part = "all weights" if adapter.method == "full" else f"a {adapter.name} of rank {adapter.rank}"
@@ -85,7 +92,7 @@ def _opening(run: RunContext) -> str:
         trained_part = f"the adapter in {Path(adapter.init).name}"
     model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
     forms = ""
-    if config.export.forms != run.request.config.export.forms:
+    if config.export.forms != job.settings.export.forms:
         of_dora = "no file of a DoRA is for both ComfyUI and diffusers"
         why = of_dora if adapter.use_dora else "it has a name for each layer"
         several = "s" * (len(config.export.forms) > 1)

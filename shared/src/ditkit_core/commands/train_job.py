@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ditkit_core.commands.export import Exporter
-from ditkit_core.commands.report import describe_precision, say_beginning, warn_of_base
+from ditkit_core.commands.report import say_beginning, warn_of_base
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.doctor.dataset import summarize_data
 from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, model_summary, write_about
@@ -12,19 +12,16 @@ from ditkit_core.diagnostics.report.live_page import LivePage
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.step_trace import StepTrace
 from ditkit_core.diagnostics.verification.verifier import Verifier
-from ditkit_core.distributed.shared_folders import check_shared
 from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.engine.placement import Placement
-from ditkit_core.errors import Interrupted, UserError
+from ditkit_core.errors import Interrupted
 from ditkit_core.io.console import progress, say, warn
-from ditkit_core.io.files import json_hash, local_path
-from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.files import json_hash
 from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.previews.callbacks import QueuedPreviews
 from ditkit_core.previews.class_images import (
-    check_class_prompt,
     class_conditions,
     encoded_class_images,
     num_missing_class_images,
@@ -33,15 +30,21 @@ from ditkit_core.previews.class_images import (
 from ditkit_core.previews.exchange import samples_in_place
 from ditkit_core.previews.manager import Previews
 from ditkit_core.previews.stages import denoiser_stages
-from ditkit_core.run.checks import check_components, check_ranks
-from ditkit_core.run.context import RunContext
+from ditkit_core.run.checks import (
+    check_beginning,
+    check_data,
+    check_encoding,
+    check_items,
+    check_listed,
+    check_model,
+    check_samples,
+)
 from ditkit_core.run.encoding import Encoded, encode_all
-from ditkit_core.run.init_from import check_start, start_from
+from ditkit_core.run.init_from import start_from
 from ditkit_core.run.jobs import Jobs, TrainingJob
 from ditkit_core.run.model import build_model, fingerprints_of
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.restore import check_same_adapter
-from ditkit_core.run.train_data import base_steps, check_data, check_items, check_listed, check_samples
+from ditkit_core.run.train_data import base_steps
 from ditkit_core.run.training import load_for_training, split, trainer_of, validator_of
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.trainer import Callback, ProgressBar, TrainResult
@@ -55,16 +58,17 @@ def prepare_jobs(jobs: Jobs, left: Sequence[TrainingJob]) -> None:
     Args:
         left: The jobs that are still to be trained.
     """
-    run, folders = jobs.run, [job.folder for job in jobs]
+    run, ranks, folders = jobs.run, current_ranks(), [job.folder for job in jobs]
     for folder in folders:
-        check_listed(folder, [sample.id for sample in run.data.dataset.samples])
-    num_images = current_ranks().on_first(
+        check_listed(folder, run.data)
+    num_images = ranks.on_first(
         lambda: num_missing_class_images(run.data, started=any(folder.has_save for folder in folders))
     )
     # On `meta`: a mistake of the second expert must not appear after hours of training the first.
     for job in left:
         build_model(job.run)
-    data = _encode(run, num_images)
+    check_encoding(run, ranks, num_class_images=num_images)
+    data = encode_all(run.data, with_class_prompt=num_images > 0)
     for folder in folders:
         check_samples(folder, [*data.samples, *data.prior])
     if num_images:
@@ -87,31 +91,26 @@ def train_job(
         Interrupted: If a signal ended it early.
     """
     ranks, folder = current_ranks(), job.folder
-    say_beginning(job.run, changes)
+    say_beginning(job, changes)
 
     _stage(1, "check data and model")
-    # Reads the dataset: a missing caption is reported before gigabytes are downloaded.
-    check_listed(folder, [sample.id for sample in job.run.data.dataset.samples])
     is_started = ranks.broadcast_object(folder.has_save)
-    if not is_started:
-        check_start(job.init_from, folder)
+    # Reads the dataset: a missing caption is reported before gigabytes are downloaded.
+    check_beginning(job, is_started=is_started)
     num_images = ranks.on_first(lambda: num_missing_class_images(job.run.data, started=is_started))
     unloaded = build_model(job.run)
     job = replace(job, run=job.run.with_arch(unloaded.arch))
     run, config = job.run, job.run.config
-    if job.init_from and not is_started:
-        check_same_adapter(unloaded.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.merge_key)
-    check_ranks(run, ranks.size)
+    check_model(job, unloaded, ranks.size, is_started=is_started)
     for line in run.sample_adapters.described():
         say(line)
-    if run.trains_several:
-        raise UserError("the weights show that this model has several experts; name it with model.preset")
     # before hours of encoding: a model that does not fit its devices is reported now
     placement = place_run(run, unloaded, training=True)
 
     _stage(2, "encode")
-    warn_of_base(run, unloaded.arch)
-    data = _encode(run, num_images)  # by all ranks at once: each claims what it encodes
+    warn_of_base(run.spec, run.arch, config)
+    check_encoding(run, ranks, num_class_images=num_images)
+    data = encode_all(run.data, with_class_prompt=num_images > 0)  # by all ranks at once: each claims what it encodes
     check_items(run.spec, unloaded.model, [*data.samples, *data.prior])
     summarize_data(run.data, data.samples)
     if num_images:
@@ -131,7 +130,7 @@ def train_job(
         held_out = [sample.id for sample in samples.held_out]
         write_about(
             folder,
-            environment=describe_environment(run.devices, describe_precision(run)),
+            environment=describe_environment(run.devices, run.described_precision),
             data=data_summary(run.data.dataset, {sample.id for sample in data.samples}, held_out),
             model=model_summary(run.spec.name, prepared) | run.sample_adapters.recorded_digests(folder, warn),
         )
@@ -162,16 +161,6 @@ class _LastStage(Callback):
 
     def finished(self, step: int) -> None:
         _stage(_NUM_STAGES, "export, verify and sample")
-
-
-def _encode(run: RunContext, num_images: int) -> Encoded:
-    """Encode all data and texts, after a look at what that and the class images that are still to be generated need."""
-    check_components(run, run.data.dataset.samples, sampling=num_images > 0)
-    if num_images:
-        check_class_prompt(run.data)
-        check_shared(run.data.prior_folder, "prior.folder", current_ranks())
-    check_shared(run.data.cache.folder, "encode.cache", current_ranks())
-    return encode_all(run.data, run.config.prior.prompt if num_images else "")
 
 
 def _load(

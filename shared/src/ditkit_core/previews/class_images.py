@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import lists_of
 from ditkit_core.data.media.clip import write_image
 from ditkit_core.distributed.torchrun import current_ranks
@@ -17,7 +16,6 @@ from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import json_hash, write_text
-from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.previews.generate import guided_by, with_adapters
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.data import RunData
@@ -57,25 +55,6 @@ def num_missing_class_images(data: RunData, *, started: bool) -> int:
     return missing
 
 
-def check_class_prompt(data: RunData) -> None:
-    """Refuse to generate class images with a model that needs more than a text, before anything is loaded.
-
-    Raises:
-        UserError: If the model needs another condition, which is named.
-    """
-    needed = [f"has no {column.name}" for column in data.auxiliary.columns if column.required]
-    try:
-        for conditioner in data.auxiliary.conditioning.conditioners if data.auxiliary.conditioning else ():
-            conditioner.uses(_class_inputs(data.config.data))
-    except UserError as error:
-        needed.append(str(error))
-    if needed:
-        raise UserError(
-            f"prior.prompt: class images are generated from text alone, which this model cannot do ({needed[0]}); put images of the class "
-            "into prior.folder, with a metadata.jsonl that names their conditions if the model needs any, and leave prior.prompt empty"
-        )
-
-
 def of_base(run: RunContext) -> RunContext:
     """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
     if run.config.sample.without_adapters is run.config.sample:
@@ -87,11 +66,7 @@ def of_base(run: RunContext) -> RunContext:
 def class_conditions(data: RunData) -> Mapping[str, Tensor]:
     """The conditions of a class image besides its text; encoded if the cache does not have them."""
     conditioning = data.auxiliary.conditioning
-    return {} if conditioning is None else conditioning.tensors(_class_inputs(data.config.data), data.cache)
-
-
-def _class_inputs(config: DataConfig) -> ClipInputs:
-    return ClipInputs(clip=None, frames=1, height=config.height, width=config.width, fps=0.0)
+    return {} if conditioning is None else conditioning.tensors(data.class_inputs, data.cache)
 
 
 def generate_class_images(

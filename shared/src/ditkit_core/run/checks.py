@@ -1,35 +1,73 @@
-"""Checks of a configuration that run before anything is written or loaded."""
+"""The checks of a run, in the order in which they are made. Each refuses a mistake with its remedy, as early as what it needs is known.
 
-from collections.abc import Callable, Iterator, Sequence
+1. *Before anything is written or loaded*, by the configuration and the headers of local files: `check_jobs` of the train command, and `check_run` of all
+   others that need a model. Before them `create_run` has compared [experts] with the architecture, if that is known.
+2. *The run's folder is locked, and its dataset was read*: `check_beginning`.
+3. *The model is on `meta`*, matched with its files, and its architecture is known: `check_model`, after what building it refuses.
+4. *Nothing is encoded yet*: `check_encoding`.
+5. *All is encoded*, and no weights are loaded: `check_items`; `check_samples` of experts.
+6. *The weights are loaded*, and nothing is trained: `check_data`.
+
+What a value refuses by itself is next to it (`base.quantize` in `weights/quantize.py`, a GPU in `run/gpus.py`, a sample's adapter in
+`run/sample_adapters.py`), and is called from here.
+"""
+
+import shlex
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.export import check_export
-from ditkit_core.config.schema import config_values
+from ditkit_core.adapters.files.export_names import ExportName, finished_adapters
+from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import per_device
 from ditkit_core.data.dataset import Sample
 from ditkit_core.distributed.launch import launched
+from ditkit_core.distributed.ranks import Ranks
+from ditkit_core.distributed.shared_folders import check_shared
 from ditkit_core.encoding.encode import clip_inputs_of
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import BaseSteps, shapes_of
+from ditkit_core.encoding.prior_preservation import PRIOR_MARK
 from ditkit_core.engine.ac_schedule import check_sizes
-from ditkit_core.engine.activation_offload import can_offload
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
-from ditkit_core.engine.devices import ALL, choose_device
+from ditkit_core.engine.devices import choose_device
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import say, warn
+from ditkit_core.io.console import warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.models.protocol import StagedModel
+from ditkit_core.models.spec import ArchitectureSpec, ModelSpec
 from ditkit_core.nn.attention.backends import check_backend
 from ditkit_core.nn.kernels.launch import check_kernels
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.data import RunData
+from ditkit_core.run.data_record import (
+    BASE_CAPTION,
+    BASE_WEIGHTS,
+    EMPTY_CAPTION,
+    NO_SAMPLES,
+    differing,
+    keys_of,
+    read_record,
+    write_record,
+)
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.experts import check_merges
 from ditkit_core.run.gpus import check_capability
-from ditkit_core.run.jobs import Jobs
+from ditkit_core.run.jobs import Jobs, TrainingJob
+from ditkit_core.run.train_data import check_item
+from ditkit_core.run.without_effect import without_effect
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optim.fused_checks import check_fused_backward, check_swap
 from ditkit_core.training.optim.optimizers import optimizers_that
 from ditkit_core.weights.quantize import check_compute, check_quantize
+
+# Before anything is written or loaded
 
 
 def check_jobs(jobs: Jobs, num_ranks: int) -> None:
@@ -119,7 +157,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     check_kernels(train.kernels, kinds)
     optim = run.config.optim
-    _check_method(run)
+    _check_method(run.config)
     check_swap(train.swap_blocks, run.config.adapter.method, optim)
     check_fused_backward(train, optim, adapts=run.config.adapter.method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
@@ -133,7 +171,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         )
     if run.config.adapter.method == "full" and run.precision.matmul == torch.float64:
         raise UserError("adapter.method = full in fp64 is for comparisons only; set model.dtype = fp32")
-    if _trains_bf16(run) and optim.rounding == "nearest":
+    if run.trains_bf16 and optim.rounding == "nearest":
         raise UserError(
             "adapter.method = full with model.dtype = bf16 and optim.rounding = nearest rounds most updates away; set "
             "optim.rounding to stochastic, or to split (2 bytes more per weight), or model.dtype = fp32"
@@ -145,19 +183,19 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         fused_backward=optim.fused_backward and run.config.micro_batches == 1,
         sharded=run.config.ranks.shard > 1,
     )
-    for unused in _unused(run) if here else ():
-        warn(unused)
+    for line in without_effect(run.request.config, run.devices, trains_bf16=run.trains_bf16) if here else ():
+        warn(line)
 
 
-def _check_method(run: RunContext) -> None:
+def _check_method(config: RunConfig) -> None:
     """Refuse settings for another `adapter.method`."""
-    method, ratio = run.config.adapter.method, run.config.optim.loraplus_lr_ratio
+    method, ratio = config.adapter.method, config.optim.loraplus_lr_ratio
     if ratio != 1 and method != "lora":
         raise UserError(
             f"optim.loraplus_lr_ratio = {ratio:g} is for the B of a LoRA, and adapter.method = {method} has none; leave it out "
             "(optim.lr_pattern sets rates by layer)"
         )
-    if run.config.prior.match_base and method == "full":
+    if config.prior.match_base and method == "full":
         raise UserError(
             "prior.match_base compares with the base without its adapter, and adapter.method = full changes the base itself; use "
             "prior.folder or prior.prompt, or train an adapter"
@@ -178,11 +216,11 @@ def check_ranks(run: RunContext, size: int) -> None:
             f"ranks.shard = {config.ranks.shard} does not divide this run's {size} process{'es' * (size > 1)}; start a multiple of it, or set "
             f"ranks.shard to {' or '.join(str(number) for number in range(1, size + 1) if size % number == 0)}"
         )
-    _check_context(run, size)
+    _check_context(config, size, run.spec.architecture, run.arch)
     if size == 1:
         return
     if config.ranks.shard > 1:
-        _check_sharded(run)
+        _check_sharded(config, trains_bf16=run.trains_bf16)
     num_groups = size // config.ranks.context
     several = f"this run has {size} ranks, each on one GPU"
     if train.devices:
@@ -215,7 +253,7 @@ def check_ranks(run: RunContext, size: int) -> None:
         )
 
 
-def _check_sharded(run: RunContext) -> None:
+def _check_sharded(config: RunConfig, *, trains_bf16: bool) -> None:
     """Refuse settings that need a weight whole, where ranks divide it.
 
     Raises:
@@ -223,8 +261,8 @@ def _check_sharded(run: RunContext) -> None:
     """
     from ditkit_core.distributed.fsdp import keeps_wide_gradients, shards_integers  # torch's parts take seconds
 
-    config, shard = run.config, f"ranks.shard = {run.config.ranks.shard}"
-    if _trains_bf16(run) and not keeps_wide_gradients():
+    shard = f"ranks.shard = {config.ranks.shard}"
+    if trains_bf16 and not keeps_wide_gradients():
         raise UserError(
             f"{shard} with trained weights in bf16: this torch, {torch.__version__}, rounds gradients that it has summed over ranks to bf16; update "
             "it, or set model.dtype = fp32"
@@ -257,9 +295,9 @@ def _check_sharded(run: RunContext) -> None:
         )
 
 
-def _check_context(run: RunContext, size: int) -> None:
+def _check_context(config: RunConfig, size: int, architecture: ArchitectureSpec, arch: Any) -> None:
     """Refuse settings that do not work on ranks that share the tokens of each sample. `Ranks.grouped` refuses sizes that do not divide."""
-    config, context = run.config, run.config.ranks.context
+    context = config.ranks.context
     if context == 1:
         return
     shared = f"ranks.context = {context} shares each sample's tokens among {context} ranks"
@@ -269,7 +307,7 @@ def _check_context(run: RunContext, size: int) -> None:
         )
     if config.train.compile:
         raise UserError(f"{shared}, which compiled blocks cannot exchange; leave train.compile out")
-    if run.arch is not None and run.spec.architecture.token_streams(run.arch) is None:
+    if arch is not None and architecture.token_streams(arch) is None:
         raise UserError(f"{shared}, and blocks of this architecture read groups of tokens; leave ranks.context out")
 
 
@@ -304,23 +342,140 @@ def check_preview_device(run: RunContext) -> None:
         warn(f"sample.device = {name} is where previews are generated, and sample.every_steps = 0 asks for none")
 
 
-def say_where_previews_could_be(run: RunContext) -> None:
-    """If training waits for its previews, name an idle GPU that could generate them."""
-    sample = run.config.sample
-    if (
-        launched()
-        or sample.device
-        or not sample.every_steps
-        or not (sample.prompts or sample.captions)
-        or not run.spec.import_path
-    ):
-        return
-    gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    idle = [gpu for gpu in gpus if gpu not in run.devices]
-    if idle:
-        say(
-            f"training pauses while previews are generated; set sample.device = {idle[0]} (idle) to generate them in the background"
+# The folder is locked, and the dataset is read
+
+
+def check_beginning(job: TrainingJob, *, is_started: bool) -> None:
+    """Refuse other data than a job was trained on, and a run that it cannot start from. Reads the dataset.
+
+    Args:
+        is_started: Whether the job has a save, so that it starts from nothing else.
+
+    Raises:
+        UserError: If a caption is missing, a sample of the run is gone, or `--init-from` names no run to start from.
+    """
+    check_listed(job.folder, job.run.data)
+    if not is_started:
+        check_start(job.init_from, job.folder)
+
+
+def check_listed(folder: RunFolder, data: RunData) -> None:
+    """Refuse a dataset that lacks a sample of the run. `check_samples` would, too, but only after everything is encoded.
+
+    Args:
+        folder: The run's folder.
+        data: Its data; the dataset is read.
+
+    Raises:
+        UserError: Naming the first sample that is missing.
+    """
+    ids = {sample.id for sample in data.dataset.samples}  # read before the record: its own mistakes come first
+    recorded = (read_record(folder) or {}).keys() - NO_SAMPLES - ids
+    _refuse_data(folder, {id for id in recorded if not id.startswith(PRIOR_MARK)})
+
+
+def _refuse_data(folder: RunFolder, changed: Collection[str]) -> None:
+    if changed:
+        raise UserError(
+            f"{folder.path} was trained on something else ({len(changed)} changed, first {min(changed)!r}: clip, mask, caption, encoder "
+            f"or weights); put it back, set data.folder to where its data is now, or start a new run from its weights with "
+            f"--run.folder NEW --init-from {shlex.quote(str(folder.path))}"
         )
+
+
+def check_start(run: str, folder: RunFolder) -> None:
+    """Refuse a run whose trained weights a new run cannot start from.
+
+    Raises:
+        UserError: If it is the same run, has no save, or is of several experts.
+    """
+    other = RunFolder(local_path(run))
+    if run and other.path.resolve() == folder.path.resolve():
+        raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
+    if not run or other.has_save:
+        return
+    # A run of several experts has its saves in folders inside; the error names them.
+    inside = sorted(path for path in other.path.glob("*") if RunFolder(path).has_save)
+    if inside and other.config_file.exists():
+        raise UserError(
+            f"--init-from {run} is a run of several experts, and this run trains one; name its folder: --init-from {' or '.join(map(str, inside))}"
+        )
+    if inside:
+        more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+        raise UserError(
+            f"--init-from {run} has no save; runs inside it: {', '.join(map(str, inside[:3]))}{more}; name one"
+        )
+    raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
+
+
+# The model is on `meta`
+
+
+def check_model(job: TrainingJob, unloaded: MetaModel, num_ranks: int, *, is_started: bool) -> None:
+    """Refuse what only the architecture shows.
+
+    Args:
+        job: With its architecture.
+        unloaded: Its model.
+        is_started: As for `check_beginning`.
+
+    Raises:
+        UserError: If `--init-from` is of another adapter, the model cannot be trained by these ranks, or it has several experts.
+    """
+    if job.init_from and not is_started:
+        check_same_adapter(unloaded.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.merge_key)
+    check_ranks(job.run, num_ranks)
+    if job.run.trains_several:
+        raise UserError("the weights show that this model has several experts; name it with model.preset")
+
+
+def check_same_adapter(
+    adapter: AdapterConfig, folder: RunFolder, theirs: AdapterConfig | None = None, merge_key: str = "base.merge"
+) -> None:
+    """Refuse a run whose weights do not fit this one's adapter.
+
+    Args:
+        adapter: This run's section, with what an `adapter.init` file decided.
+        folder: The run whose weights are to be loaded.
+        theirs: Its section; None reads it.
+        merge_key: The key that names what is merged into the transformer.
+
+    Raises:
+        UserError: If rank, scale, method or patterns differ: weights of another scale would load, and act with another strength.
+    """
+    theirs = resolve(RunConfig, stored=folder.path).adapter if theirs is None else theirs
+    of_layers = [
+        (section.method, section.rank_pattern, section.alpha_pattern, section.decompose_factor, section.decompose_both)
+        for section in (adapter, theirs)
+    ]
+    differ = (adapter.rank, adapter.scaling) != (theirs.rank, theirs.scaling) or of_layers[0] != of_layers[1]
+    if adapter.method != "full" and not theirs.init and differ:
+        name = next(finished_adapters(folder), ExportName(run=folder.name))
+        raise UserError(
+            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {adapter.rank} and "
+            f"{adapter.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
+            f'{merge_key} = ["{name.at(folder)}"]'
+        )
+
+
+# Nothing is encoded yet
+
+
+def check_encoding(run: RunContext, ranks: Ranks, *, num_class_images: int) -> None:
+    """Refuse what encoding and sampling will need and is not there; all ranks call it.
+
+    Args:
+        num_class_images: Class images that are still to be generated.
+
+    Raises:
+        UserError: As `check_components`, or if machines have different folders of one name.
+    """
+    data = run.data
+    check_components(run, data.dataset.samples, sampling=num_class_images > 0)
+    if num_class_images:
+        check_class_prompt(data)
+        check_shared(data.prior_folder, "prior.folder", ranks)
+    check_shared(data.cache.folder, "encode.cache", ranks)
 
 
 def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bool = False) -> None:
@@ -361,81 +516,78 @@ def check_prompts(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
             data.auxiliary.readers.check(prompt.controls(data.fps))
 
 
-def _trains_bf16(run: RunContext) -> bool:
-    """Whether the trained weights are bf16. The weights of adapters never are."""
-    return run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
+def check_class_prompt(data: RunData) -> None:
+    """Refuse to generate class images with a model that needs more than a text, before anything is loaded.
 
-
-_WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[RunConfig], object], str], ...] = (
-    (
-        ("optim.final_lr_fraction",),
-        lambda run: run.optim.schedule == "constant",
-        "optim.schedule = constant has no decay",
-    ),
-    (("optim.betas",), lambda run: run.optim.name == "adafactor", "optim.name = adafactor uses values of its own"),
-    (("ema.update_every",), lambda run: not run.ema.decay, "ema.decay = 0 averages nothing"),
-    (
-        ("held_out.sigmas", "held_out.every_steps", "save.keep_best"),
-        lambda run: not run.held_out.clips,
-        "held_out.clips = 0 measures no validation loss",
-    ),
-    (
-        ("flow.stratified",),
-        lambda run: (run.train.accumulation, run.train.batch_size, run.train.batch_tokens) == (1, 1, 0),
-        "a step has one sample, and there is nothing to spread; set train.accumulation or train.batch_size above 1",
-    ),
-    (
-        ("data.bucket_step", "data.max_aspect"),
-        lambda run: not run.data.buckets,
-        "data.buckets = false makes no buckets",
-    ),
-    (
-        ("data.seed",),
-        lambda run: run.data.windows != "random" and not run.data.shuffle_tags,
-        "neither windows nor tags are random",
-    ),
-    (
-        (
-            "adapter.rank",
-            "adapter.alpha",
-            "adapter.dropout",
-            "adapter.targets",
-            "adapter.use_rslora",
-            "adapter.use_dora",
-        ),
-        lambda run: run.adapter.method == "full",
-        "adapter.method = full trains the weights themselves",
-    ),
-    (("adapter.rank", "adapter.alpha"), lambda run: run.adapter.init, "the file of adapter.init has them"),
-    (("train.clip_by",), lambda run: not run.train.clip_norm, "train.clip_norm = 0 clips nothing"),
-    (("sample.device",), lambda run: not run.sample.every_steps, "sample.every_steps = 0 generates no previews"),
-    (("log.project",), lambda run: run.log.tracker == "none", "log.tracker = none logs to no project"),
-)
-"""Keys, when they have no effect, and why."""
-
-
-def _unused(run: RunContext) -> Iterator[str]:
-    """Settings that have no effect in this run."""
-    config, defaults = run.request.config, config_values(RunConfig())
-    values = config_values(config)
-    for keys, holds, why in _WITHOUT_EFFECT:
-        for key in keys if holds(config) else ():
-            if values[key] != defaults[key]:
-                yield f"{key} = {values[key]} has no effect: {why}"
-    if 0 < config.train.steps <= config.optim.warmup_steps:
-        yield (
-            f"optim.warmup_steps = {config.optim.warmup_steps} is the whole run of {config.train.steps} steps: the learning rate never "
-            "reaches optim.lr"
+    Raises:
+        UserError: If the model needs another condition, which is named.
+    """
+    needed = [f"has no {column.name}" for column in data.auxiliary.columns if column.required]
+    try:
+        for conditioner in data.auxiliary.conditioning.conditioners if data.auxiliary.conditioning else ():
+            conditioner.uses(data.class_inputs)
+    except UserError as error:
+        needed.append(str(error))
+    if needed:
+        raise UserError(
+            f"prior.prompt: class images are generated from text alone, which this model cannot do ({needed[0]}); put images of the class "
+            "into prior.folder, with a metadata.jsonl that names their conditions if the model needs any, and leave prior.prompt empty"
         )
-    train, count = run.config.train, len(run.devices)
-    if run.config.optim.rounding != "nearest" and not _trains_bf16(run):
-        yield f"optim.rounding = {run.config.optim.rounding} rounds trained bf16 weights, and this run has none"
-    if train.pipelined and count == 1:
-        yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
-    if any(train.reserve) and all(device.type == "cpu" for device in run.devices):
-        yield f"train.reserve = {list(train.reserve)} is memory of GPUs, and this run is on the CPU: it has no effect"
-    offloads = any(rule.policy.offload for rule in train.schedule.rules)
-    if offloads and not any(map(can_offload, run.devices)):
-        yield f"train.checkpointing = {train.checkpointing} moves activations to the host, and this run is on the host: nothing is moved"
-    if train.devices == (ALL,) and count == 1:
-        yield 'train.devices = ["all"] is one GPU here: the model is not split'
+
+
+# All is encoded
+
+
+def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSample]) -> None:
+    """Check one sample of each shape; otherwise one that the model cannot take would fail in the middle of an epoch.
+
+    Raises:
+        UserError: Naming the sample that the model cannot take.
+    """
+    # Reversed, so that the error names the first sample of a shape.
+    for sample in {shapes_of(sample): sample for sample in reversed(samples)}.values():
+        try:
+            check_item(spec, model, sample.outline())
+        except UserError as error:
+            raise UserError(f"{sample.id}: {error}") from error
+
+
+def check_samples(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
+    """Refuse samples other than those that a run was trained on. For an expert that is complete, which `check_data` does not see again.
+
+    Raises:
+        UserError: Naming a sample that was added, removed or changed.
+    """
+    if before := read_record(folder):
+        _refuse_data(folder, differing(keys_of(encoded), before) - NO_SAMPLES)
+
+
+# The weights are loaded
+
+
+def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, steps: BaseSteps | None = None) -> None:
+    """Record the samples that a run trains on, and refuse to resume it with others: data order and held-out clips depend on them.
+
+    Args:
+        encoded: The samples, class images included.
+        base: Fingerprint of the base's weights.
+        steps: `base_steps` of the run.
+
+    Raises:
+        UserError: Naming a sample that was added, removed or changed, or the base.
+    """
+    now = keys_of(encoded)
+    # The base is part of the record: a resumed adapter would otherwise continue on other weights.
+    now[BASE_WEIGHTS] = [base, ""]
+    now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
+    caption = {BASE_CAPTION: [f"text {steps.text_key}"]} if steps is not None and steps.text_key else {}
+    before = read_record(folder)
+    if before is None:
+        write_record(folder, now | caption)
+        return
+    recorded = {BASE_CAPTION: before.pop(BASE_CAPTION)} if BASE_CAPTION in before else {}
+    # Written by a version that did not record it, or with another caption.
+    if EMPTY_CAPTION not in before or recorded != caption:
+        before.setdefault(EMPTY_CAPTION, now[EMPTY_CAPTION])
+        write_record(folder, before | caption)
+    _refuse_data(folder, differing(now, before))

@@ -119,6 +119,21 @@ class RunContext:
             ranks=self.config.ranks,
         )
 
+    @property
+    def trains_bf16(self) -> bool:
+        """Whether the trained weights are bf16. The weights of adapters never are."""
+        return self.config.adapter.method == "full" and self.precision.matmul == torch.bfloat16
+
+    @property
+    def described_precision(self) -> str:
+        """The dtype of each place, in a line."""
+        optim = self.config.optim
+        return self.precision.described(
+            base_compute=self.config.base.compute,
+            averages_in_8_bits=optim.kind.averages_in_8_bits,
+            fused_backward=optim.fused_backward and self.config.micro_batches == 1,
+        )
+
     @cached_property
     def data(self) -> RunData:
         """The dataset, the cache and the encoders."""

@@ -13,6 +13,7 @@ from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK, count_media, prior_data_config
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import local_path
+from ditkit_core.models.conditions import ClipInputs
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 
@@ -96,6 +97,12 @@ class RunData:
         samples = () if self.prior_data is None else self._scan(self.prior_data, "prior.folder").samples
         # Marked: a class image may have the file name of a sample, and the cache and the loader go by ids.
         return [replace(sample, id=PRIOR_MARK + sample.id) for sample in samples]
+
+    @property
+    def class_inputs(self) -> ClipInputs:
+        """What conditioners are given of a class image."""
+        size = self.config.data
+        return ClipInputs(clip=None, frames=1, height=size.height, width=size.width, fps=0.0)
 
     @property
     def fps(self) -> float:

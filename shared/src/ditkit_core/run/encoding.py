@@ -27,18 +27,18 @@ class Encoded(NamedTuple):
     """The class images of prior preservation."""
 
 
-def encode_all(data: RunData, class_prompt: str = "") -> Encoded:
+def encode_all(data: RunData, *, with_class_prompt: bool = False) -> Encoded:
     """Encode every sample, and the texts and references of the samples to generate, into the cache.
 
     Args:
-        class_prompt: The prompt of class images that are still to be generated, if any are.
+        with_class_prompt: Whether class images are still to be generated, which needs their prompt.
     """
     dataset, config = data.dataset, data.config
     # Called for its check alone: fails now, not after hours of encoding, if nothing would be left to train on.
     split_held_out([sample.id for sample in dataset.samples], config.held_out.clips, files_of(dataset.samples))
     prompts = sample_prompts(data, dataset.samples, warn=warn)
-    matched = config.prior.prompt if config.prior.match_base else ""
-    texts = [*_texts(data, prompts), *filter(None, [class_prompt, matched])]
+    is_used = with_class_prompt or bool(config.prior.match_base)
+    texts = [*_texts(data, prompts), *filter(None, [config.prior.prompt if is_used else ""])]
     failed: list[tuple[str, str]] = []
     encoded = encode_samples(data, [*dataset.samples, *data.prior_samples()], dataset.fps, texts, failed)
     # Class images alone are nothing to train on, so the check below counts the dataset's own samples.

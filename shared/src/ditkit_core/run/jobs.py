@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ditkit_core.config.nearest import path_remedy
 from ditkit_core.config.resume import ConfigChange
+from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.experts import own_settings
-from ditkit_core.run.init_from import start_of_expert
 from ditkit_core.training.checkpoint import latest
 
 
@@ -128,7 +130,7 @@ def jobs_of(run: RunContext, init_from: str = "") -> Jobs:
     if not run.trains_several:
         (alone,) = runs
         return Jobs(run=alone, all=(TrainingJob(run=alone, init_from=init_from),))
-    starts = [start_of_expert(init_from, expert) for expert in trained]
+    starts = [_start_of_expert(init_from, expert) for expert in trained]
     return Jobs(run=run, all=tuple(TrainingJob(run=r, init_from=s) for r, s in zip(runs, starts, strict=True)))
 
 
@@ -151,4 +153,29 @@ def config_of(run: RunContext, expert: Expert) -> RunConfig:
         prior=prior,
         # sampling needs all experts, so the run of all of them generates samples
         sample=replace(config.sample, prompts=(), captions=0, every_steps=0, device=""),
+    )
+
+
+def _start_of_expert(init_from: str, expert: Expert) -> str:
+    """The folder that one expert's run starts from, if `--init-from` names a run of all experts.
+
+    Raises:
+        UserError: If that has no save of this expert.
+    """
+    if not init_from:
+        return ""
+    source = RunFolder(local_path(init_from))
+    inside = RunFolder(source.path / expert.name)
+    if inside.has_save:
+        return str(inside.path)
+    if not source.path.is_dir():
+        raise UserError(f"--init-from {init_from} does not exist; {path_remedy(init_from)}")
+    if source.has_save:
+        raise UserError(
+            f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "
+            f"the one expert that it trained: --experts.train NAME --init-from {init_from}"
+        )
+    raise UserError(
+        f"--init-from {init_from} has no save of the {expert.name} expert (none in {inside.state}), and this run trains both experts; name the "
+        "folder of a run of both, or train one with --experts.train NAME --init-from ITS_RUN"
     )

@@ -8,8 +8,6 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.files.export_names import ExportName, finished_adapters
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
@@ -17,6 +15,7 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.nn.parameters import copy_values
+from ditkit_core.run.checks import check_same_adapter
 from ditkit_core.run.config import RunConfig
 from ditkit_core.training.checkpoint import GROUPS, State, best, check_save, latest, load_state
 from ditkit_core.training.train_state import TrainState, saved_weights
@@ -61,35 +60,6 @@ def load_trained(
     if shards is not None:
         shards.changed()
     return state.step
-
-
-def check_same_adapter(
-    adapter: AdapterConfig, folder: RunFolder, theirs: AdapterConfig | None = None, merge_key: str = "base.merge"
-) -> None:
-    """Refuse a run whose weights do not fit this one's adapter.
-
-    Args:
-        adapter: This run's section, with what an `adapter.init` file decided.
-        folder: The run whose weights are to be loaded.
-        theirs: Its section; None reads it.
-        merge_key: The key that names what is merged into the transformer.
-
-    Raises:
-        UserError: If rank, scale, method or patterns differ: weights of another scale would load, and act with another strength.
-    """
-    theirs = resolve(RunConfig, stored=folder.path).adapter if theirs is None else theirs
-    of_layers = [
-        (section.method, section.rank_pattern, section.alpha_pattern, section.decompose_factor, section.decompose_both)
-        for section in (adapter, theirs)
-    ]
-    differ = (adapter.rank, adapter.scaling) != (theirs.rank, theirs.scaling) or of_layers[0] != of_layers[1]
-    if adapter.method != "full" and not theirs.init and differ:
-        name = next(finished_adapters(folder), ExportName(run=folder.name))
-        raise UserError(
-            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {adapter.rank} and "
-            f"{adapter.scaling:g}{', of another method or with other patterns' * (of_layers[0] != of_layers[1])}; set adapter.* as there, or build on it with "
-            f'{merge_key} = ["{name.at(folder)}"]'
-        )
 
 
 def _averaged(
