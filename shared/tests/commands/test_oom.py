@@ -244,7 +244,7 @@ def test_the_host_is_distinguished_from_an_accelerator_on_every_system():
 def test_where_nothing_is_left_to_lower_that_is_said(tmp_path, monkeypatch, capsys):
     world = World(tmp_path)
     world.spec = spec_that_lacks(world, raise_as_the_host)
-    monkeypatch.setattr(out_of_memory, "_single", lambda run: iter(()))
+    monkeypatch.setattr(out_of_memory, "_single", lambda spec, config: iter(()))
     assert world.train("run", 1, "--sample.captions", "0") == 1
     error = capsys.readouterr().err
     assert "no setting is left to lower" in error.splitlines()[-1] and "not planned" not in error

@@ -120,7 +120,7 @@ def _export(
     prepared = load_model(unloaded, place_run(run, unloaded), config.train.seed)
     step = load_trained(prepared, job.folder, options.step)
     out = chosen_path or ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
-    metadata = export_metadata(run, prepared, step, data="")
+    metadata = export_metadata(job, prepared, step, data="")
     with nullcontext(out.parent) if chosen_path is not None else put_into(out.parent) as target:
         if is_transformer:
             name = out.name if chosen_path is not None else out.stem
@@ -174,7 +174,8 @@ class Exporter(Callback):
         encoded: Sequence[EncodedSample],
         verifier: Verifier,
     ):
-        self._run, self._folder, self._prepared, self._verifier = job.run, job.folder, prepared, verifier
+        self._job, self._prepared, self._verifier = job, prepared, verifier
+        self._run, self._folder = job.run, job.folder
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
     def resumed(self, step: int) -> None:
@@ -257,7 +258,7 @@ class Exporter(Callback):
         _export_transformer(self._prepared, run.spec, folder, run.config.export, self._metadata(step))
 
     def _metadata(self, step: int) -> dict[str, str]:
-        return export_metadata(self._run, self._prepared, step, data=self._data) | {VERIFIED: VERIFIED_LATER}
+        return export_metadata(self._job, self._prepared, step, data=self._data) | {VERIFIED: VERIFIED_LATER}
 
     def _say_what_has_no_reader(self) -> None:
         """Name the finished exports that nothing verifies, as their headers do."""

@@ -154,7 +154,7 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
     (plan, *_) = report.devices
     limit = min(plan.budget.total, _allowed(plan.fits, plan.peak))
     tried: list[tuple[int, str]] = []
-    for change in _single(run):
+    for change in _single(run.spec, run.config):
         changed = with_config(run, change.config)
         step = planned_step(changed, "cpu")
         costs = profile(step.job)
@@ -169,15 +169,14 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
     return f"no single change is enough; {words} helps most: {_of(peak, plan.budget.total)}"
 
 
-def _single(run: RunContext) -> Iterator[SuggestedChange]:
+def _single(spec: ModelSpec, config: RunConfig) -> Iterator[SuggestedChange]:
     """Changes of one setting, beginning with those that only cost time; offloading to the host saves nothing on the host."""
-    config = run.config
     schedule = config.train.schedule.on_the_host()
     smaller = {Policy(): ("attn_only", "full"), Full(): ()}
     for policy in ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",)):
         changed = replace(config, train=replace(config.train, checkpointing=policy))
         yield SuggestedChange(words=f'train.checkpointing = "{policy}"', lost_share=0.0, config=changed, gpus=())
-    for lever in levers(run.spec, config, ()):
+    for lever in levers(spec, config, ()):
         yield from lever
 
 

@@ -25,7 +25,6 @@ from ditkit_core.previews.class_images import (
     class_conditions,
     encoded_class_images,
     num_missing_class_images,
-    of_base,
 )
 from ditkit_core.previews.exchange import samples_in_place
 from ditkit_core.previews.manager import Previews
@@ -72,7 +71,7 @@ def prepare_jobs(jobs: Jobs, left: Sequence[TrainingJob]) -> None:
     for folder in folders:
         check_samples(folder, [*data.samples, *data.prior])
     if num_images:
-        encoded_class_images(run, denoiser_stages(of_base(run), {}), num_images)
+        encoded_class_images(run, denoiser_stages(run.for_class_images, {}), num_images)
 
 
 def train_job(
@@ -173,7 +172,7 @@ def _load(
     """
     run = job.run
     if num_images and run.expert is not None:
-        data = data._replace(prior=encoded_class_images(run, denoiser_stages(of_base(run), {}), num_images))
+        data = data._replace(prior=encoded_class_images(run, denoiser_stages(run.for_class_images, {}), num_images))
     prepared = load_for_training(job, unloaded, placement)
     if num_images and run.expert is None:
         stages = single_stage(prepared.module, engine_for(prepared, run.execution))

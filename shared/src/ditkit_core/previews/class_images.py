@@ -17,7 +17,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import json_hash, write_text
 from ditkit_core.previews.generate import guided_by, with_adapters
-from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.context import RunContext
 from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_prior, prompt_encoder
 from ditkit_core.sampling.denoise import DenoiserStage, generate
@@ -55,14 +55,6 @@ def num_missing_class_images(data: RunData, *, started: bool) -> int:
     return missing
 
 
-def of_base(run: RunContext) -> RunContext:
-    """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
-    if run.config.sample.without_adapters is run.config.sample:
-        return run
-    spec, config = run.request
-    return create_run(spec, replace(config, sample=config.sample.without_adapters), run.arch)
-
-
 def class_conditions(data: RunData) -> Mapping[str, Tensor]:
     """The conditions of a class image besides its text; encoded if the cache does not have them."""
     conditioning = data.auxiliary.conditioning
@@ -93,7 +85,7 @@ def generate_class_images(
     Raises:
         UserError: If an image cannot be written, or is not finite.
     """
-    config, folder, bare = run.config, run.data.prior_folder, of_base(run)
+    config, folder, bare = run.config, run.data.prior_folder, run.for_class_images
     sampling, negative = guided_by(bare.data, stages)
     (job,) = requests_of(
         SamplePrompt(

@@ -61,7 +61,13 @@ def denoiser_stages(run: RunContext, trained: Mapping[str, ExpertWeights]) -> li
 
 
 def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
-    alone = _for_sampling(run, expert, trained)
+    # Defaults for the noise levels of training and validation: sampling does not use them, and those set for one expert may leave
+    # no level to the other, which its checks would refuse.
+    config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
+    if trained.folder is None and trained.preview is None:  # the adapter is zero, or comes from a file
+        method = "lora" if config.adapter.method == "full" else config.adapter.method
+        config = replace(config, adapter=replace(config.adapter, method=method, init=""))
+    alone = with_config(run, config)
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
@@ -107,20 +113,6 @@ def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, MetaMode
             base = replace(base, merge=(*base.merge, entry))
         sampling = with_config(run, replace(config, adapter=AdapterConfig(), base=base))
         return sampling, build_model(sampling)
-
-
-def _for_sampling(run: RunContext, expert: Expert, trained: ExpertWeights) -> RunContext:
-    # Defaults for the noise levels of training and validation: sampling does not use them, and those set for one expert may leave
-    # no level to the other, which its checks would refuse.
-    config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
-    if trained.folder is None and trained.preview is None:  # the adapter is zero, or comes from a file
-        config = replace(
-            config,
-            adapter=replace(
-                config.adapter, method="lora" if config.adapter.method == "full" else config.adapter.method, init=""
-            ),
-        )
-    return with_config(run, config)
 
 
 def trained_weights_in(jobs: Jobs, *, without: str | None = None) -> tuple[dict[str, ExpertWeights], int]:

@@ -96,6 +96,15 @@ class RunContext:
         return self.config.precision.precision(matmul, self.spec.precision.reference)
 
     @cached_property
+    def for_class_images(self) -> "RunContext":
+        """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
+        sample = self.config.sample.without_adapters
+        if sample is self.config.sample:
+            return self
+        spec, config = self.request
+        return create_run(spec, replace(config, sample=config.sample.without_adapters), self.arch)
+
+    @cached_property
     def execution(self) -> Execution:
         """How the model runs: the parts of [train], [base], [precision] and [ranks] that say so.
 

@@ -23,6 +23,7 @@ from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import load_divided, load_weights
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
+from ditkit_core.run.jobs import TrainingJob
 from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
@@ -78,14 +79,15 @@ def tracked_run(run: RunContext, folder: RunFolder) -> TrackedRun:
     return TrackedRun(name=name, settings=redact_paths(type(run.config), config_values(run.config)))
 
 
-def export_metadata(run: RunContext, prepared: Model, step: int, *, data: str) -> dict[str, str]:
+def export_metadata(job: TrainingJob, prepared: Model, step: int, *, data: str) -> dict[str, str]:
     """The header of an exported file: where it came from. Paths of this machine are redacted."""
     versions = {"ditkit": ditkit_core.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    model, expert = run.config.model, run.expert
+    run = job.run
+    model = run.config.model
     return {
         "ditkit.model": run.spec.name,
         "ditkit.base": redact_path(getattr(model, run.component) or model.base),
-        **({} if expert is None else {"ditkit.expert": expert.name}),
+        **({"ditkit.expert": job.name} if job.name else {}),
         "ditkit.preset": prepared.origin.preset,
         "ditkit.step": str(step),
         "ditkit.data": data,

@@ -21,6 +21,7 @@ from ditkit_core.errors import UserError, given_to_library
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import run_plain
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.read_at_use import read_at_use
 from ditkit_core.run.restore import load_trained
@@ -57,7 +58,7 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
                             # The run's base with an adapter on it, whose values are still to be loaded.
                             parts = run.config.model, run.config.adapter, run.config.base
                             adapted = read_at_use(run.spec, *parts, component=run.component)
-                        result = _compared(run, folder, export, about, adapted)
+                        result = _compared(run.spec, run.config.model, run.component, folder, export, about, adapted)
             except UserError as error:
                 if is_left(folder, export):
                     failure = failure or error  # a damaged save leaves the others to be verified
@@ -76,16 +77,23 @@ def _copied(folder: RunFolder, export: Exported, about: Result) -> Result | None
     return None
 
 
-def _compared(run: RunContext, folder: RunFolder, export: Exported, about: Result, adapted: Model | None) -> Result:
+def _compared(
+    spec: ModelSpec,
+    model_paths: Any,
+    component: str,
+    folder: RunFolder,
+    export: Exported,
+    about: Result,
+    adapted: Model | None,
+) -> Result:
     """The result of comparing an export; UserError if there is nothing to compare it with."""
-    adapters = run.spec.adapters
-    model_paths: Any = run.config.model
+    adapters = spec.adapters
     verify: Callable[[], str]
     if adapted is None or export.is_whole:
         assert adapters.verify_whole is not None, "its header says that it has no reader"
         # The base's own folder stays known: it may have the description of the architecture.
-        paths = replace(model_paths, **{run.component: str(export.path)})
-        full_model = read_at_use(run.spec, paths, AdapterConfig(method="full"), BaseConfig(), component=run.component)
+        paths = replace(model_paths, **{component: str(export.path)})
+        full_model = read_at_use(spec, paths, AdapterConfig(method="full"), BaseConfig(), component=component)
         verify = partial(adapters.verify_whole, export.path, export.form, full_model.module, run_plain)
     else:
         assert adapters.verify is not None, "its header says that it has no reader"

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -12,16 +11,16 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.engine.placement import Placement
 from ditkit_core.loading.meta_model import loaded_dtype
-from ditkit_core.models.precision import parse_dtype
+from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner.auxiliary import AuxiliaryPlanner, AuxiliaryRow, Room, denoising_bytes, held_while_sampling
 from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.planned_step import Size
-from ditkit_core.run.context import RunContext
 from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.plans.planned_step import Bucket, Generated, PlannedStep, has_data, missing_class_images
+from ditkit_core.run.sample_adapters import SampleAdapters
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes
 
@@ -68,7 +67,10 @@ def plan_auxiliary(
     encoders = _room_of(config.encode.device, "encode.device", run.devices[0], rooms[0], gpus=gpus)
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
-    rows, added = planner.encode_rows(_encoded_sizes(step.bucket), encoders), _added_on(run, step.job.arch, blocks)
+    rows, added = (
+        planner.encode_rows(_encoded_sizes(step.bucket), encoders),
+        _added_on(replace(run.sample_adapters, arch=step.job.arch), run.precision, blocks),
+    )
 
     def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
         if not generated.shapes:
@@ -132,15 +134,16 @@ def weights_on(device: DevicePlan) -> int:
     return device.purposes["weights"] + device.purposes["adapters"]
 
 
-def _added_on(run: RunContext, arch: Any, blocks: Sequence[range]) -> list[int]:
+def _added_on(sample_adapters: SampleAdapters, precision: Precision, blocks: Sequence[range]) -> list[int]:
     """Bytes of the adapters of [sample] on each device; of several experts, whose turns it is one after the other, the most."""
-    adapters, model = replace(run.sample_adapters, arch=arch).opened(), build_on_meta(run.spec, arch, run.precision)
+    spec, arch, adapters = sample_adapters.spec, sample_adapters.arch, sample_adapters.opened()
+    model = build_on_meta(spec, arch, precision)
     if not any(adapters):
         return [0] * len(blocks)
     devices = [torch.device("meta", index) for index in range(len(blocks))]
     of_blocks = tuple(device for device, span in zip(devices, blocks, strict=True) for _ in span)
     device_of = Placement(embed=devices[0], blocks=of_blocks, head=devices[-1]).device_of(model)
-    shapes, dtype_of = layers_of(run.spec.architecture.build, arch), loaded_dtype(run.spec, run.precision)
+    shapes, dtype_of = layers_of(spec.architecture.build, arch), loaded_dtype(spec, precision)
     on = [{name for name in shapes if device_of(name) == device} for device in devices]
     return [max(added_bytes(adapter, shapes, dtype_of, span) for adapter in adapters) for span in on]
 

@@ -1,6 +1,6 @@
 """`train --plan`: the memory of a run on each device, before anything is loaded or written."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def report_of(
     layout = routes[0].layout if routes else None
     targets = targets_of(execution, gpus, host, layout)
     # Notes are about the run as configured.
-    notes = (*jobs.notes(), *_notes(configured, targets.gpus))
+    notes = (*jobs.notes(), *_notes(configured.config, configured.stored_formats.values(), configured.component, targets.gpus))
     step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
     plan = plan_step(step.job, targets, layout)
     auxiliary = plan_auxiliary(
@@ -168,8 +168,7 @@ def planned_step(run: RunContext, kind: str = "cuda", gpus: Sequence[GPU] = ()) 
     return PlannedStep.of(jobs_of(run).largest, kind, gpus=gpus)
 
 
-def _notes(run: RunContext, gpus: Sequence[GPU]) -> Iterator[str]:
-    config = run.config
+def _notes(config: RunConfig, stored: Iterable[str], component: str, gpus: Sequence[GPU]) -> Iterator[str]:
     old = dict.fromkeys(gpu.name for gpu in gpus if gpu.half == "fp16")
     if config.model.dtype == "bf16" and old:
         yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp32"'
@@ -177,6 +176,5 @@ def _notes(run: RunContext, gpus: Sequence[GPU]) -> Iterator[str]:
         yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
     if config.train.compile:
         yield f"train.compile = {config.train.compile}: this plan is for eager blocks with the memory of compiled adapters; compiled blocks need other memory and time"
-    if config.base.quantize == "none" and run.stored_formats:
-        formats = " and ".join(sorted(set(run.stored_formats.values())))
-        yield f"{config.model.here(run.component)} is in {formats}: planned as it is stored"
+    if config.base.quantize == "none" and (formats := sorted(set(stored))):
+        yield f"{config.model.here(component)} is in {' and '.join(formats)}: planned as it is stored"

@@ -90,7 +90,7 @@ class PlannedStep:
             gpus: The GPUs, if they are known: they say what `train.kernels = auto` would be there.
         """
         arch = arch_here(run.spec, run.config.model)[1]
-        adapter = _adapter(run, arch)
+        adapter = _adapter(run.spec, arch, run.config.adapter, run.config.base.merge_key(run.component))
         bucket = largest_bucket(run.data, arch, samples, class_images)
         job = job_of(run, arch, adapter, bucket, kind)
         return cls(run=run, bucket=bucket, job=replace(job, execution=with_planned_kernels(job.execution, kind, gpus)))
@@ -138,7 +138,9 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
         flow=replace(config.flow, target_guidance=1.0, target_schedule="constant"),
         clip_norm=config.train.clip_norm,
         clip_by=config.train.clip_by,
-        assistant=_assistant(run, arch, adapter) if bucket is not None and adapter.use_dora else {},
+        assistant=_assistant(run.spec, arch, adapter, config.base.assistants[run.component == "transformer_2"])
+        if bucket is not None and adapter.use_dora
+        else {},
         micro_batches=config.micro_batches,
         extra_forwards=config.prior.match_base if config.flow.target_guidance == 1 else 1.0,
         kinds=1 if bucket is None else num_kinds(config.data, bucket),
@@ -164,23 +166,22 @@ def _stored_formats(run: RunContext) -> Mapping[str, str]:
     return run.stored_formats
 
 
-def _assistant(run: RunContext, arch: Any, adapter: AdapterConfig) -> dict[str, int]:
-    key, entry = run.config.base.assistants[run.component == "transformer_2"]
+def _assistant(spec: ModelSpec, arch: Any, adapter: AdapterConfig, assistant: tuple[str, str]) -> dict[str, int]:
+    key, entry = assistant
     if not entry:
         return {}
-    architecture, sets = run.spec.architecture, run.spec.adapters.targets
+    architecture, sets = spec.architecture, spec.adapters.targets
     layers, (path, _) = layers_of(architecture.build, arch), parse_merge(entry, key)
     doras = chosen_of(layers, adapter.targets, sets)
     return ranks_next_to_dora(open_adapter(path, architecture.names, layers), doras, key)
 
 
-def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
-    adapter = run.config.adapter
+def _adapter(spec: ModelSpec, arch: Any, adapter: AdapterConfig, merge_key: str) -> AdapterConfig:
     if not adapter.init or adapter.method == "full":
         return adapter
-    architecture = run.spec.architecture
+    architecture = spec.architecture
     file = open_adapter(local_path(adapter.init), architecture.names, layers_of(architecture.build, arch))
-    return config_from_file(adapter, file, run.config.base.merge_key(run.component))[0]
+    return config_from_file(adapter, file, merge_key)[0]
 
 
 def largest_bucket(
