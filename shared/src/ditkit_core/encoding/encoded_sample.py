@@ -100,11 +100,12 @@ class EncodedSample:
             if not (optional and drop_controls):
                 item |= self._read_encoded(kind, key, self.cache.get)
         text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
-        item = self._item(item | self._read_encoded("text", text_key, self.cache.get))
+        captioned = self._item(item | self._read_encoded("text", text_key, self.cache.get))
         if self.has_empty_caption:
-            empty = self._read_encoded("text", self.empty_text_key, self.cache.get)
-            item |= {f"{EMPTY_CAPTION_PREFIX}{name}": tensor for name, tensor in empty.items()}
-        return item
+            # Assembled as well: what a family makes of a caption goes with it.
+            empty = self.assemble(item | self._read_encoded("text", self.empty_text_key, self.cache.get))
+            captioned |= {f"{EMPTY_CAPTION_PREFIX}{name}": tensor for name, tensor in empty.items() if name not in item}
+        return captioned
 
     def media_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors except the text's, which samples of one micro-batch share. Reads headers only."""
