@@ -89,6 +89,8 @@ class CoreChecks(ModelChecks):
     """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that some items do not use."""
+    learning_rate: ClassVar[float] = 1e-2
+    """Of the steps that must lower the loss of one batch: AdamW moves every weight by as much, whatever the layer's width."""
 
     def _outcome(
         self, model: Any, engine: BlockEngine | None, *, count: int = 2, ragged: bool = False, **options: Any
@@ -386,7 +388,7 @@ class CoreChecks(ModelChecks):
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
         items = self.items(2)
         inputs = self.inputs(items)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=self.learning_rate)
         losses = []
         for _ in range(8):
             outputs = model(inputs, engine=run_plain)

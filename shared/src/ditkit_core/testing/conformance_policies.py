@@ -118,7 +118,7 @@ class Work:
             case "attn_only":
                 return self.flops - sum(flops for flops, _ in self.attention.values()) - self.last, 0
             case "attn_only(self)":
-                of_self, num = self.attention["self"]
+                of_self, num = self.attention.get("self", (0, 0))  # not every block has it
                 return self.flops - of_self - self.last, every - num
             case "ops(matmul, attention)":
                 return self._not_named(MATMUL_AND_ATTENTION)
