@@ -59,7 +59,10 @@ def report_of(
     layout = routes[0].layout if routes else None
     targets = targets_of(execution, gpus, host, layout)
     # Notes are about the run as configured.
-    notes = (*jobs.notes(), *_notes(configured.config, configured.stored_formats.values(), configured.component, targets.gpus))
+    notes = (
+        *jobs.notes(),
+        *_notes(configured.config, configured.stored_formats.values(), configured.component, targets.gpus),
+    )
     step = PlannedStep.of(run, targets.kind, samples, class_images, targets.gpus)
     plan = plan_step(step.job, targets, layout)
     auxiliary = plan_auxiliary(
