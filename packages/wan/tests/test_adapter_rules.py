@@ -20,7 +20,7 @@ from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.paths import ModelPaths
@@ -43,11 +43,11 @@ class Trained:
         self.components = ModelPaths(base=str(checkpoint), dtype="fp32")
         adapter = AdapterConfig(rank=4, alpha=alpha, targets=targets)
         precision = Precision(matmul=torch.float32)
-        unloaded = build_meta_model(WAN, self.components, adapter, BaseConfig(), precision=precision)
+        unloaded = model_on_meta(WAN, self.components, adapter, BaseConfig(), precision=precision)
         self.model = load_weights(
-            unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0
+            unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0
         ).module
-        self.layers = layers_of(WAN.architecture.build, unloaded.arch)
+        self.layers = layers_of(WAN.architecture.build, unloaded.origin.arch)
         for name, layer in adapter_layers(self.model).items():
             up = layer.lora_B["default"].weight
             up.data.copy_(0.2 * torch.randn(up.shape, generator=generator("up", name)))

@@ -17,7 +17,7 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.paths import ModelPaths
@@ -37,8 +37,8 @@ def model(checkpoint: Path) -> Any:
     """Our transformer with the checkpoint's weights, in fp32, trained in full: no adapter, no peft."""
     components = ModelPaths(base=str(checkpoint), dtype="fp32")
     precision = Precision(matmul=torch.float32)
-    unloaded = build_meta_model(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0).module
+    unloaded = model_on_meta(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
+    return load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0).module
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,8 @@ def adapted(checkpoint: Path, rank: int, *, use_dora: bool = False) -> Any:
     """The checkpoint's transformer with an adapter of random values."""
     components, precision = ModelPaths(base=str(checkpoint), dtype="fp32"), Precision(matmul=torch.float32)
     adapter = AdapterConfig(rank=rank, use_dora=use_dora)
-    unloaded = build_meta_model(WAN, components, adapter, BaseConfig(), precision=precision)
-    model = load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=rank).module
+    unloaded = model_on_meta(WAN, components, adapter, BaseConfig(), precision=precision)
+    model = load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=rank).module
     for name, layer in adapter_layers(model).items():
         up = layer.lora_B["default"].weight
         up.data = torch.randn(up.shape, generator=generator("up", name, rank)) / 4

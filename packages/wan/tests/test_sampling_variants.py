@@ -15,7 +15,7 @@ from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.data.media.clip import read_clip, write_video
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.rng import generator
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.encoders import GenerationRequest, VaeMode
 from ditkit_core.models.paths import ModelPaths
@@ -44,9 +44,9 @@ class Sampled:
         write_checkpoint(folder, ["a red circle", "blue"], variant)
         self.folder, self.components = folder, ModelPaths(base=str(folder), dtype="fp32")
         precision = Precision(matmul=torch.float32)
-        made = build_meta_model(WAN, self.components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
-        self.arch = made.model.embed.arch
-        self.model = load_weights(made, placement=place_blocks(made.model, [CPU]), seed=0).module
+        made = model_on_meta(WAN, self.components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
+        self.arch = made.module.embed.arch
+        self.model = load_weights(made, placement=place_blocks(made.module, [CPU]), seed=0).module
         self.sampler = WanSampler(self.components, CPU, arch=self.arch)
 
     def latents(self, files: dict[str, str], **changes: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

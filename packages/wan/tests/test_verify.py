@@ -13,7 +13,7 @@ from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, parse_dtype
@@ -39,11 +39,11 @@ class World:
         self.components = ModelPaths(base=str(checkpoint), dtype=dtype)
         precision = Precision(matmul=parse_dtype(dtype))
         base = BaseConfig(quantize=quantize)
-        unloaded = build_meta_model(
+        unloaded = model_on_meta(
             WAN, self.components, AdapterConfig(**{"rank": 4, **config}), base, precision=precision
         )
         self.model = load_weights(
-            unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0
+            unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0
         ).module
         self.folder, self.form = folder, form
         with torch.no_grad():

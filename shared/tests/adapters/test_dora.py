@@ -13,7 +13,7 @@ from ditkit_core.adapters.dora import DORA_METADATA
 from ditkit_core.adapters.files.export import export_adapter
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.placement import place_blocks
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -34,10 +34,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(base: Path, adapter: AdapterConfig, *, quantize: str = "none", merge: tuple[str, ...] = ()):
-    unloaded = build_meta_model(
+    unloaded = model_on_meta(
         SPEC, ModelPaths(transformer=str(base)), adapter, BaseConfig(merge=merge, quantize=quantize), precision=FP32
     )
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0)
+    return load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0)
 
 
 def trained(base: Path, quantize: str = "none"):

@@ -42,10 +42,10 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         gc.collect()
         left = [reference for reference in alive if reference() is not None]
         assert not left, (
-            f"{len(left)} parameters of {loaded[-1]} are alive when {unloaded.stored.source.path.name} is loaded"
+            f"{len(left)} parameters of {loaded[-1]} are alive when {unloaded.origin.stored.source.path.name} is loaded"
         )
         prepared = original(unloaded, **arguments)
-        loaded.append(unloaded.stored.source.path.stem.removeprefix("toy_"))
+        loaded.append(unloaded.origin.stored.source.path.stem.removeprefix("toy_"))
         alive.extend(weakref.ref(parameter) for parameter in prepared.module.parameters())
         return prepared
 

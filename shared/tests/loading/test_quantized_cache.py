@@ -21,7 +21,7 @@ from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io import safetensors as safetensors_file
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading import weights
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.quantized_cache import QuantizedCache
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
@@ -48,8 +48,8 @@ def prepared(
 ) -> nn.Module:  # fmt: skip
     config = BaseConfig(quantize=kind, merge=merge, quantized_cache=str(cache or base.parent / "kept"))
     where = ModelPaths(transformer=str(base), preset="tiny")
-    unloaded = build_meta_model(SPEC, where, AdapterConfig(rank=4), config, precision=precision)
-    placement = replace(place_blocks(unloaded.model, [torch.device("cpu")]), streamed=streamed)
+    unloaded = model_on_meta(SPEC, where, AdapterConfig(rank=4), config, precision=precision)
+    placement = replace(place_blocks(unloaded.module, [torch.device("cpu")]), streamed=streamed)
     result = load_weights(unloaded, placement=placement, seed=0, say=say)
     with result.readable():  # streamed weights are on the host
         result.module.values = {name: tensor.clone() for name, tensor in result.module.state_dict().items()}

@@ -198,7 +198,7 @@ def run_of(policy: str, **flags) -> RunContext:
 def resolved(run: RunContext):
     arch = ToyArch(dim=64, depth=8)
     model = build_on_meta(run.spec, arch, run.precision)
-    unloaded = SimpleNamespace(model=model, arch=arch, adapter=run.config.adapter)
+    unloaded = SimpleNamespace(module=model, origin=SimpleNamespace(arch=arch, adapter=run.config.adapter))
     return place_run(run, unloaded, training=True)
 
 

@@ -161,7 +161,7 @@ def run_of(**flags):
 
 def unloaded_of(run):
     model = build_on_meta(run.spec, DEEP, run.precision)
-    return SimpleNamespace(model=model, arch=DEEP, adapter=run.config.adapter)
+    return SimpleNamespace(module=model, origin=SimpleNamespace(arch=DEEP, adapter=run.config.adapter))
 
 
 @pytest.mark.parametrize(

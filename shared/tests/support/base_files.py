@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.engine.placement import place_blocks
-from ditkit_core.loading.meta_model import build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -38,11 +38,11 @@ def prepared(
     path: Path, quantize: str = "none", *, adapter: AdapterConfig | None = None, merge: tuple[str, ...] = (),
     precision: Precision = FP32, say: Callable[[str], None] = lambda line: None, compute: str = "dtype",
 ) -> Model:  # fmt: skip
-    unloaded = build_meta_model(
+    unloaded = model_on_meta(
         TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
         BaseConfig(quantize=quantize, compute=compute, merge=merge), precision=precision, say=say,
     )  # fmt: skip
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
+    return load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0)
 
 
 def values_of(path: Path, **settings: object) -> State:

@@ -24,8 +24,8 @@ from ditkit_core.distributed.shards import Shards
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.loading.meta_model import MetaModel, build_meta_model, loaded_dtype
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import loaded_dtype, model_on_meta
 from ditkit_core.loading.weights import give_dtypes, load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -109,12 +109,12 @@ def counted() -> Iterator[list[int]]:
         SafetensorsSource.read = read  # type: ignore[method-assign]
 
 
-def built(folder: Path, name: str, cache: str = "") -> MetaModel:
+def built(folder: Path, name: str, cache: str = "") -> Model:
     adapter, base, dtype = CASES[name]
     merge = tuple(str(folder / file) for file in base.merge)
     assistant = base.assistant and str(folder / base.assistant)
     base = replace(base, merge=merge, assistant=assistant, quantized_cache=base.quantized_cache and cache)
-    return build_meta_model(
+    return model_on_meta(
         SPEC, ModelPaths(transformer=str(folder / "toy.safetensors"), preset="wide"), adapter, base, precision=Precision(matmul=dtype)
     )  # fmt: skip
 
@@ -146,13 +146,13 @@ def exported(whole: Model, divided: Model, folder: Path) -> dict[str, Any]:
 def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str, Any]:
     """Load a model divided: what differs from the whole one, what was read, and what the host had at most."""
     unloaded = built(folder, name, str(folder / f"cache {ranks.size}"))
-    give_dtypes(unloaded, loaded_dtype(unloaded.spec, unloaded.precision))
-    division = Division(unloaded.model, trainable_parameters(unloaded.model), unloaded.precision, ranks, CPU)
+    give_dtypes(unloaded, loaded_dtype(unloaded.spec, unloaded.origin.precision))
+    division = Division(unloaded.module, trainable_parameters(unloaded.module), unloaded.origin.precision, ranks, CPU)
     said: list[str] = []
-    given = {"placement": place_blocks(unloaded.model, [CPU]), "seed": 0, "division": division, "say": said.append}
+    given = {"placement": place_blocks(unloaded.module, [CPU]), "seed": 0, "division": division, "say": said.append}
     with counted() as sizes, PeakBytes() as bytes:
         found = load_weights(unloaded, **given)
-    shards = Shards(found.module, found.trainable, unloaded.precision, ranks, CPU, division)
+    shards = Shards(found.module, found.trainable, unloaded.origin.precision, ranks, CPU, division)
     parameters: dict[str, nn.Parameter] = dict(found.module.named_parameters())
     wanted = dict(expected.module.named_parameters())
     assert parameters.keys() == wanted.keys() and shards.local.keys() == expected.trainable.keys()
@@ -160,13 +160,15 @@ def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str
     differ = [path for path, rows in own.items() if not same(rows, wanted[path], division.rows(parameters[path]))]
     differ += [path for path, each in parameters.items() if each.requires_grad != wanted[path].requires_grad]
     differ += [name for name, rows in shards.local.items() if not torch.equal(rows, own[division.paths[name]])]
-    if unloaded.precision.matmul == FP32:  # in bf16, the layers of `RARER` have two dtypes, which only loading bears
+    if (
+        unloaded.origin.precision.matmul == FP32
+    ):  # in bf16, the layers of `RARER` have two dtypes, which only loading bears
         forward(found.module)  # the first one, in which FSDP2 takes over what has changed since it divided the model
     trained = {name: local(parameters[path]) for name, path in division.paths.items()}
     apart = [
         name for name, rows in shards.local.items() if rows.numel() and rows.data_ptr() != trained[name].data_ptr()
     ]
-    file = unloaded.stored.source.tensors
+    file = unloaded.origin.stored.source.tensors
     num_bytes = sum(each.num_bytes for each in file.values())
     if CASES[name][1].quantized_cache:
         (line,) = ranks.broadcast_object(said)
@@ -253,7 +255,7 @@ if __name__ == "__main__":
     unloaded = {name: built(into, name) for name in CASES}
     # Once for all processes, which are copies of this one.
     whole = {
-        name: load_weights(each, placement=place_blocks(each.model, [CPU]), seed=0) for name, each in unloaded.items()
+        name: load_weights(each, placement=place_blocks(each.module, [CPU]), seed=0) for name, each in unloaded.items()
     }
     for num in (2, 5):
         forked(num, partial(loaded, into, whole), into / str(num))

@@ -17,8 +17,8 @@ from ditkit_core.adapters.inject import adapter_layers, canonical_name
 from ditkit_core.config.resolve import resolve
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
-from ditkit_core.loading.meta_model import build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -225,11 +225,11 @@ def prepared(
     base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, compute="dtype", say=lambda line: None
 ) -> Model:
     spec = altered(TOY, presets={"tiny": arch or ToyArch()})
-    unloaded = build_meta_model(
+    unloaded = model_on_meta(
         spec, ModelPaths(transformer=str(base)), adapter or AdapterConfig(rank=4),
         BaseConfig(quantize=kind, compute=compute, merge=tuple(merge)), precision=precision, say=say,
     )  # fmt: skip
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
+    return load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0)
 
 
 def state_of(base: Path) -> dict[str, torch.Tensor]:

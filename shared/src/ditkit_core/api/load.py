@@ -17,8 +17,8 @@ from ditkit_core.execution import Execution
 from ditkit_core.io.files import local_path
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.kernels import resolve_kernels
-from ditkit_core.loading.meta_model import MetaModel, build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import engine_for, load_divided, load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, parse_dtype
@@ -75,7 +75,7 @@ def load(
     )
     if isinstance(adapter, str | Path):
         adapter = AdapterConfig(init=str(adapter))
-    unloaded = build_meta_model(
+    unloaded = model_on_meta(
         spec.for_arch(arch),
         paths,
         adapter,
@@ -117,19 +117,19 @@ def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execu
     return replace(execution or Execution(), **fields)
 
 
-def _place(unloaded: MetaModel, execution: Execution, batch: Sequence[Mapping[str, Tensor]]) -> Placement:
+def _place(unloaded: Model, execution: Execution, batch: Sequence[Mapping[str, Tensor]]) -> Placement:
     """Which device runs which block, which blocks are streamed, and the policy of each."""
     if not batch and partition.needs_profile(execution):
-        batch = empty_batch(unloaded.spec, unloaded.arch)
+        batch = empty_batch(unloaded.spec, unloaded.origin.arch)
     job = StepJob(
         spec=unloaded.spec,
-        arch=unloaded.arch,
+        arch=unloaded.origin.arch,
         batch=[{name: tensor.to("meta") for name, tensor in item.items()} for item in batch],
         execution=execution,
-        adapter=unloaded.trained or AdapterConfig(),
+        adapter=unloaded.origin.trained or AdapterConfig(),
         kind=execution.torch_devices[0].type,
     )
-    return partition.placement_of(unloaded.model, job, training=unloaded.trained is not None)
+    return partition.placement_of(unloaded.module, job, training=unloaded.origin.trained is not None)
 
 
 def empty_batch(
@@ -145,7 +145,7 @@ def empty_batch(
         return [spec.training.empty_item(arch, size or spec.data.size, ()) for _ in range(count)]
 
 
-def _load(unloaded: MetaModel, placement: Placement, ranks: Ranks, device: torch.device, seed: int) -> Model:
+def _load(unloaded: Model, placement: Placement, ranks: Ranks, device: torch.device, seed: int) -> Model:
     if ranks.shard == 1:
         return load_weights(unloaded, placement=placement, seed=seed, say=_LOGGER.info)
     model = load_divided(unloaded, placement, ranks, device, seed=seed, say=_LOGGER.info)

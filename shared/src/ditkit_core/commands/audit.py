@@ -65,11 +65,11 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
         run = create_run(spec, config)  # again: the demo's checkpoint, which has the architecture, did not exist before
     assert run.data.dataset.samples  # reads the dataset: mistakes in it are reported before weights are downloaded
     unloaded = build_model(run)
-    run = run.with_arch(unloaded.arch)
+    run = run.with_arch(unloaded.origin.arch)
     placement = place_run(run, unloaded, training=True)
     check_components(run, run.data.dataset.samples)
     encoded, _ = encode_all(run.data)
-    check_items(run.spec, unloaded.model, encoded)
+    check_items(run.spec, unloaded.module, encoded)
     prepared = load_model(unloaded, placement, run.config.train.seed)
     weights = _weights(prepared, folder, options.init_from)
     kept, _ = split_held_out(

@@ -17,7 +17,6 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import Interrupted
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import json_hash
-from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.previews.callbacks import QueuedPreviews
@@ -98,7 +97,7 @@ def train_job(
     check_beginning(job, is_started=is_started)
     num_images = ranks.on_first(lambda: num_missing_class_images(job.run.data, started=is_started))
     unloaded = build_model(job.run)
-    job = replace(job, run=job.run.with_arch(unloaded.arch))
+    job = replace(job, run=job.run.with_arch(unloaded.origin.arch))
     run, config = job.run, job.run.config
     check_model(job, unloaded, ranks.size, is_started=is_started)
     for line in run.sample_adapters.described():
@@ -110,14 +109,14 @@ def train_job(
     warn_of_base(run.spec, run.arch, config)
     check_encoding(run, ranks, num_class_images=num_images)
     data = encode_all(run.data, with_class_prompt=num_images > 0)  # by all ranks at once: each claims what it encodes
-    check_items(run.spec, unloaded.model, [*data.samples, *data.prior])
+    check_items(run.spec, unloaded.module, [*data.samples, *data.prior])
     summarize_data(run.data, data.samples)
     if num_images:
         class_conditions(run.data)  # encodes them into the cache now, while no transformer is in memory
 
     _stage(3, "load the model")
     keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
-    ranks.check_same({"data": json_hash(keys), **fingerprints_of(config, run.component, unloaded.stored.source)})
+    ranks.check_same({"data": json_hash(keys), **fingerprints_of(config, run.component, unloaded.origin.stored.source)})
     prepared, data = _load(job, unloaded, placement, data, num_images)
     start_from(job.init_from, prepared, folder)
     if not config.train.steps:
@@ -125,7 +124,7 @@ def train_job(
     samples = split(config.held_out.clips, run.data.dataset, data)
     encoded = [*data.samples, *data.prior]
     if ranks.is_first:
-        check_data(folder, encoded, unloaded.stored.source.fingerprint(), base_steps(run.data))
+        check_data(folder, encoded, unloaded.origin.stored.source.fingerprint(), base_steps(run.data))
         held_out = [sample.id for sample in samples.held_out]
         write_about(
             folder,
@@ -163,7 +162,7 @@ class _LastStage(Callback):
 
 
 def _load(
-    job: TrainingJob, unloaded: MetaModel, placement: Placement, data: Encoded, num_images: int
+    job: TrainingJob, unloaded: Model, placement: Placement, data: Encoded, num_images: int
 ) -> tuple[Model, Encoded]:
     """The model with its weights, and the data with the class images that were missing.
 

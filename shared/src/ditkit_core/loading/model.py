@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import check_export, export_adapter, with_forms_of
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.read import AdapterFile, config_from_file, initial_adapter, open_adapter
@@ -28,21 +28,53 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path
 from ditkit_core.io.runtimes import sent_to
 from ditkit_core.loading.architecture import config_json_of
-from ditkit_core.loading.meta_model import MetaModel
-from ditkit_core.models.precision import dtype_name, precision_of
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision, dtype_name, precision_of
 from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import quantized_weights
+from ditkit_core.weights.load import StoredParameters
 
 if TYPE_CHECKING:
     from ditkit_core.distributed.shards import Shards
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOrigin:
+    """The files that a model comes from, and what they and the settings for them decided."""
+
+    paths: ModelPaths
+    """Of all components of the model."""
+    arch: Any
+    preset: str
+    """Name of the architecture; empty if a config.json describes it and it matches no preset."""
+    trained: AdapterConfig | None
+    """What is trained, with the settings that an `adapter.init` file decided; None for a frozen model."""
+    precision: Precision
+    stored: StoredParameters
+    """The base's parameters in its files, with merged adapters."""
+    merged: list[tuple[AdapterFile, float]]
+    assistant: tuple[AdapterFile, float] | None
+    """The assistant of the layers that it is not merged into, because their DoRA is trained."""
+    start: Callable[[str], Mapping[str, Tensor]] | None
+    """Initial values of a module's adapter, if a file contains them."""
+    base: BaseConfig
+    merge_key: str
+    """As `BaseConfig.merge_key`, for errors."""
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        """What is trained, of a model that is not frozen."""
+        assert self.trained is not None, "nothing is trained"
+        return self.trained
+
+
 @dataclass(eq=False, repr=False)
 class Model:
-    """A staged model on its devices, with the engine that runs it.
+    """A staged model with the engine that runs it, on `meta` or on its devices.
 
-    `load` makes one from files; any staged module with an engine and its family's spec is one as well. `engine` may be replaced at any time, by
+    `load` makes one from files: on `meta` first (`on_meta.py`), where it is matched with them and gets its adapters; then its weights are read in
+    place (`weights.py`). Any staged module with an engine and its family's spec is one as well. `engine` may be replaced at any time, by
     one with another checkpointing policy, for example.
 
         prediction = model(noised, sigma, items)
@@ -57,8 +89,8 @@ class Model:
     """Streams weights of the model through its devices, for the engine; None if all stay there."""
     shards: "Shards | None" = None
     """Divides the weights over ranks; None if this rank has all of them. `trainable` are then this rank's rows."""
-    loaded_from: MetaModel | None = field(default=None, kw_only=True)
-    """What it was loaded from; None for a module that was built otherwise."""
+    loaded_from: ModelOrigin | None = field(default=None, kw_only=True)
+    """The files that it comes from; None for a module that was built otherwise."""
 
     def __call__(
         self,
@@ -237,8 +269,8 @@ class Model:
         return precision_of(self.module).matmul
 
     @property
-    def origin(self) -> MetaModel:
-        """What it was loaded from: `origin.stored` reads a base parameter again, before it was rounded or quantized."""
+    def origin(self) -> ModelOrigin:
+        """The files that it comes from: `origin.stored` reads a base parameter again, before it was rounded or quantized."""
         assert self.loaded_from is not None, "built without files"
         return self.loaded_from
 

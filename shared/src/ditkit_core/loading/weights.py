@@ -5,7 +5,6 @@ later may move or cast the model.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,8 @@ from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.execution import Execution
-from ditkit_core.loading.meta_model import MetaModel, loaded_dtype
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import loaded_dtype
 from ditkit_core.loading.quantized_cache import find_cache
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.weights.load import load_into
@@ -34,14 +33,16 @@ if TYPE_CHECKING:
 
 
 def load_weights(
-    unloaded: MetaModel,
+    model: Model,
     *,
     placement: Placement,
     seed: int,
     division: "Division | None" = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Model:
-    """Load the weights, initialise the adapters, and set up streaming. From now on the first GPU is the process's current one.
+    """Load the weights of a model on `meta`, in place: initialise its adapters, and set up streaming.
+
+    From now on the first GPU is the process's current one.
 
     Args:
         placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
@@ -53,33 +54,31 @@ def load_weights(
         UserError: If a file is damaged.
     """
     make_current((placement.embed, *placement.blocks))
-    model, stored, base, device_of = unloaded.model, unloaded.stored, unloaded.base, placement.device_of(unloaded.model)
-    dtype_of, home_of = loaded_dtype(unloaded.spec, unloaded.precision), base_device_map(model, placement)
-    cache = find_cache(base.quantized_cache, base.quantize, model, stored.source, unloaded.merged, dtype_of=dtype_of)
-    read = partial(load_into, model, stored.source, stored.mapping, edits=stored.edits, division=division)
+    module, origin, stored = model.module, model.origin, model.origin.stored
+    device_of, home_of = placement.device_of(module), base_device_map(module, placement)
+    dtype_of, base = loaded_dtype(model.spec, origin.precision), origin.base
+    cache = find_cache(base.quantized_cache, base.quantize, module, stored.source, origin.merged, dtype_of=dtype_of)
+    read = partial(load_into, module, stored.source, stored.mapping, edits=stored.edits, division=division)
     read = partial(read, device_of=home_of, dtype_of=dtype_of)
     if cache is None:
         read()
     else:
-        cache.load(model, read, device_of=home_of, dtype_of=dtype_of, division=division, say=say)
-    initialise(model, seed, device_of=device_of, start=unloaded.start, division=division)
-    load_assistant(model, unloaded.assistant, device_of=home_of, put=division.put_whole if division else None)
-    on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+        cache.load(module, read, device_of=home_of, dtype_of=dtype_of, division=division, say=say)
+    initialise(module, seed, device_of=device_of, start=origin.start, division=division)
+    load_assistant(module, origin.assistant, device_of=home_of, put=division.put_whole if division else None)
+    on_meta = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     # Last: from here on, weights that are streamed cannot be read from the model except inside of `readable`.
-    streamer = BlockSwap(model, placement, trained=unloaded.trains_all) if placement.streamed else None
-    return Model(
-        model,
-        BlockEngine(hooks=() if streamer is None else (streamer,)),
-        unloaded.spec,
-        trainable_parameters(model),
-        streamer,
-        loaded_from=unloaded,
-    )
+    if placement.streamed:
+        trains_all = origin.trained is not None and origin.trained.method == "full"
+        model.streamer = BlockSwap(module, placement, trained=trains_all)
+    model.engine = BlockEngine(hooks=() if model.streamer is None else (model.streamer,))
+    model.trainable = trainable_parameters(module)
+    return model
 
 
 def load_divided(
-    unloaded: MetaModel,
+    model: Model,
     placement: Placement,
     ranks: Ranks,
     device: torch.device,
@@ -94,17 +93,18 @@ def load_divided(
     from ditkit_core.distributed.division import Division  # imports parts of torch that take seconds
     from ditkit_core.distributed.shards import Shards
 
-    precision = unloaded.precision
-    give_dtypes(unloaded, loaded_dtype(unloaded.spec, precision))
-    division = Division(unloaded.model, trainable_parameters(unloaded.model), precision, ranks, device)
-    model = load_weights(unloaded, placement=placement, seed=seed, division=division, say=say)
-    shards = Shards(model.module, model.trainable, precision, ranks, device, division)
-    return replace(model, shards=shards, trainable=shards.local)
+    precision = model.origin.precision
+    give_dtypes(model, loaded_dtype(model.spec, precision))
+    division = Division(model.module, trainable_parameters(model.module), precision, ranks, device)
+    load_weights(model, placement=placement, seed=seed, division=division, say=say)
+    model.shards = Shards(model.module, model.trainable, precision, ranks, device, division)
+    model.trainable = model.shards.local
+    return model
 
 
-def give_dtypes(unloaded: MetaModel, dtype_of: Callable[[str], torch.dtype]) -> None:
+def give_dtypes(model: Model, dtype_of: Callable[[str], torch.dtype]) -> None:
     """Give the parameters on `meta` the dtypes that they will have, by which they are gathered together."""
-    for prefix, module in unloaded.model.named_modules():
+    for prefix, module in model.module.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 name = f"{prefix}.{leaf}"

@@ -116,6 +116,7 @@ class AttentionExchange(Protocol):
     def attend(
         self,
         kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor],
+        name: str,
         q: Float[Tensor, "batch part heads head_dim"],
         k: Float[Tensor, "batch part heads head_dim"],
         v: Float[Tensor, "batch part heads head_dim"],

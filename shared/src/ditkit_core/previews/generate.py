@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.added import AddedAdapter, added
 from ditkit_core.io.console import progress, warn
-from ditkit_core.loading.meta_model import loaded_dtype
+from ditkit_core.loading.on_meta import loaded_dtype
 from ditkit_core.models.encoders import DecodedBy
 from ditkit_core.models.protocol import Engine
 from ditkit_core.previews.decoding import FittingDecoder

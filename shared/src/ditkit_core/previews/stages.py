@@ -14,7 +14,6 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.paths import ModelPaths
@@ -90,7 +89,7 @@ def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: fl
     return DenoiserStage(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
 
 
-def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, MetaModel]:
+def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, Model]:
     """A run that samples with an adapter file (empty for none, or trained weights that are loaded later), and its model on `meta`.
 
     The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its modules differ in rank or scale, the file is

@@ -38,7 +38,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.loading.model import Model
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ArchitectureSpec, ModelSpec
 from ditkit_core.nn.attention.backends import check_backend
@@ -411,7 +411,7 @@ def check_start(run: str, folder: RunFolder) -> None:
 # The model is on `meta`
 
 
-def check_model(job: TrainingJob, unloaded: MetaModel, num_ranks: int, *, is_started: bool) -> None:
+def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started: bool) -> None:
     """Refuse what only the architecture shows.
 
     Args:
@@ -423,7 +423,9 @@ def check_model(job: TrainingJob, unloaded: MetaModel, num_ranks: int, *, is_sta
         UserError: If `--init-from` is of another adapter, the model cannot be trained by these ranks, or it has several experts.
     """
     if job.init_from and not is_started:
-        check_same_adapter(unloaded.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.merge_key)
+        check_same_adapter(
+            unloaded.origin.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.origin.merge_key
+        )
     check_ranks(job.run, num_ranks)
     if job.run.trains_several:
         raise UserError("the weights show that this model has several experts; name it with model.preset")

@@ -15,7 +15,7 @@ from ditkit_core.api.dataset import completed
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.loading.meta_model import formats_of_file
+from ditkit_core.loading.on_meta import formats_of_file
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.auxiliary import device_names, training_devices

@@ -18,8 +18,8 @@ from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.trackers import TrackedRun
-from ditkit_core.loading.meta_model import MetaModel, build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_divided, load_weights
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
@@ -28,7 +28,7 @@ from ditkit_core.training.optim.optimizer import check_rates
 from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
-def load_model(unloaded: MetaModel, placement: Placement, seed: int, ranks: Ranks | None = None) -> Model:
+def load_model(unloaded: Model, placement: Placement, seed: int, ranks: Ranks | None = None) -> Model:
     """Load the weights onto their devices.
 
     Args:
@@ -46,13 +46,13 @@ def load_model(unloaded: MetaModel, placement: Placement, seed: int, ranks: Rank
     return prepared
 
 
-def build_model(run: RunContext) -> MetaModel:
+def build_model(run: RunContext) -> Model:
     """The model on `meta`, matched with its files and with its adapters injected. Faults of either are raised here."""
     config = run.config
     sections = (config.model, config.adapter, config.base)
-    unloaded = build_meta_model(run.spec, *sections, precision=run.precision, component=run.component, say=say)
-    check_adapted(run.spec, config.export, unloaded.model)
-    check_rates(config.optim, list(map(module_of, trainable_parameters(unloaded.model))))
+    unloaded = model_on_meta(run.spec, *sections, precision=run.precision, component=run.component, say=say)
+    check_adapted(run.spec, config.export, unloaded.module)
+    check_rates(config.optim, list(map(module_of, trainable_parameters(unloaded.module))))
     return unloaded
 
 

@@ -12,9 +12,8 @@ from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.adapters.inject import adapter_layers, canonical_name, initialise, trainable_parameters
-from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.loading.meta_model import build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec, build_on_meta
@@ -44,22 +43,22 @@ def read_at_use(
     # Without an assistant: an export is for the base without it.
     base = replace(base, quantize="none", compute="dtype", assistant="", assistant_low="")
     precision = Precision(matmul=torch.float32)
-    unloaded = build_meta_model(
-        spec, components, adapter, base, precision=precision, component=component, keeps_codes=False
-    )
-    model, stored = unloaded.model, unloaded.stored
-    modules = {canonical_name(f"{name}.weight"): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    model = model_on_meta(spec, components, adapter, base, precision=precision, component=component, keeps_codes=False)
+    module, stored = model.module, model.origin.stored
+    modules = {canonical_name(f"{name}.weight"): m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
     linears = {name: layer for name, layer in modules.items() if name in stored.mapping}
     others = {name: parts for name, parts in stored.mapping.items() if name not in linears}
     dtype_of = lambda name: torch.float32
-    load_into(model, stored.source, others, device_of=lambda name: _HOST, dtype_of=dtype_of, edits=stored.edits)
+    load_into(module, stored.source, others, device_of=lambda name: _HOST, dtype_of=dtype_of, edits=stored.edits)
     for name, layer in linears.items():
         make_at_use(layer, torch.float32, partial(stored.read, name))
-    widths = {module: layer.get_base_layer().out_features for module, layer in adapter_layers(model).items()}
+    widths = {module: layer.get_base_layer().out_features for module, layer in adapter_layers(module).items()}
     # Values come from a save: a DoRA's magnitudes made here would read all matrices.
-    start = (lambda name: {_MAGNITUDE: torch.ones(widths[name])}) if unloaded.adapter.use_dora else None
-    initialise(model, 0, device_of=lambda name: _HOST, start=start)
-    return Model(model.eval(), BlockEngine(), unloaded.spec, trainable_parameters(model), loaded_from=unloaded)
+    start = (lambda name: {_MAGNITUDE: torch.ones(widths[name])}) if model.origin.adapter.use_dora else None
+    initialise(module, 0, device_of=lambda name: _HOST, start=start)
+    module.eval()
+    model.trainable = trainable_parameters(module)
+    return model
 
 
 def bytes_at_use(spec: ModelSpec, arch: Any, adapter_bytes: int) -> int:

@@ -9,7 +9,6 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.console import say, warn
-from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.encoding import Encoded
@@ -53,7 +52,7 @@ def validator_of(config: RunConfig, samples: SplitSamples) -> Validator | None:
     return Validator(config.held_out, clips, files=samples.files, flow=config.flow)
 
 
-def load_for_training(job: TrainingJob, unloaded: MetaModel, placement: Placement) -> Model:
+def load_for_training(job: TrainingJob, unloaded: Model, placement: Placement) -> Model:
     """Load the weights, or the rows of them that this rank keeps, and say how the model is trained."""
     run, ranks = job.run, current_ranks()
     if kinds := run.auxiliary.optional_conditions:

@@ -15,7 +15,7 @@ from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -180,11 +180,11 @@ class QuantizedChecks(ModelChecks):
         (folder,) = export_merged(model, spec, tmp_path, config, metadata={})
         (file,) = folder.glob("*.safetensors")
         # The folder of a transformer that ComfyUI reads has no config.json.
-        unloaded = build_meta_model(
+        unloaded = model_on_meta(
             spec, ModelPaths(transformer=str(file), preset="this"), AdapterConfig(), BaseConfig(),
             precision=Precision(matmul=torch.float32),
         )  # fmt: skip
-        read = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).module
+        read = load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0).module
         quantized, stored = quantized_weights(read), SafetensorsSource.open(file)
         assert quantized.keys() == {
             f"{name}.weight" for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")

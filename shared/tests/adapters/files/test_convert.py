@@ -17,7 +17,7 @@ from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.paths import ModelPaths
@@ -106,11 +106,11 @@ def base(tmp_path: Path) -> Path:
 
 def outputs(transformer: Path, *merge: str) -> torch.Tensor:
     """What the model makes of fixed inputs, with adapters merged in as a run merges them."""
-    unloaded = build_meta_model(
+    unloaded = model_on_meta(
         SPEC, ModelPaths(transformer=str(transformer), preset="tiny"), AdapterConfig(method="full"), BaseConfig(merge=merge),
         precision=Precision(matmul=torch.float32),
     )  # fmt: skip
-    model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).module
+    model = load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0).module
     generator = torch.Generator().manual_seed(2)
     latents, text = torch.randn(4, 2, 3, 4, generator=generator), torch.randn(5, 8, generator=generator)
     with torch.no_grad():

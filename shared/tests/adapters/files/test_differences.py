@@ -16,7 +16,7 @@ from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.loading.meta_model import build_meta_model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -156,7 +156,7 @@ def test_the_export_command_and_a_run_merge_the_same(tmp_path: Path, capsys: pyt
     )
     assert "1 modules and differences of 3 biases, 1 weight merged at strength 0.5" in capsys.readouterr().out
     merged = load_file(tmp_path / "out" / "transformer_official" / "diffusion_pytorch_model.safetensors")
-    model = build_meta_model(
+    model = model_on_meta(
         TOY,
         ModelPaths(transformer=str(base), preset="tiny"),
         AdapterConfig(rank=2),
@@ -165,7 +165,7 @@ def test_the_export_command_and_a_run_merge_the_same(tmp_path: Path, capsys: pyt
     )
     for name in PARAMETERS:
         (official,) = NAMES.from_native["official"](name)
-        read = model.stored.read(name)
+        read = model.origin.stored.read(name)
         assert torch.equal(merged[official.name].view_as(read), read)
         assert torch.equal(read, state[name]) == (name not in CHANGED | {"layers.0.out.weight"})
 

@@ -15,8 +15,8 @@ from ditkit_core.adapters.inject import canonical_name
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
-from ditkit_core.loading.meta_model import build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -38,10 +38,10 @@ def base(tmp_path: Path) -> Path:
 
 
 def prepared(base: Path, adapter: AdapterConfig | None = None, *, merge=(), precision=FP32) -> Model:
-    unloaded = build_meta_model(
+    unloaded = model_on_meta(
         SPEC, ModelPaths(transformer=str(base)), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)), precision=precision
     )  # fmt: skip
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0)
+    return load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0)
 
 
 def trained(base: Path, adapter: AdapterConfig | None = None, *, precision=FP32) -> Model:

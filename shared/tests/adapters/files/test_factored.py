@@ -16,8 +16,8 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
-from ditkit_core.loading.meta_model import build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -46,8 +46,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(base: Path, adapter: AdapterConfig, *, merge: tuple[str, ...] = ()) -> Model:
     sections = (ModelPaths(transformer=str(base)), adapter, BaseConfig(merge=merge))
-    unloaded = build_meta_model(SPEC, *sections, precision=FP32)
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0)
+    unloaded = model_on_meta(SPEC, *sections, precision=FP32)
+    return load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=0)
 
 
 def trained(base: Path, settings: str) -> Model:

@@ -22,7 +22,6 @@ from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
-from ditkit_core.loading.meta_model import MetaModel
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.paths import nothing_fetched
@@ -86,7 +85,7 @@ def try_step(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow | Non
 
 def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
     began, unloaded = time.monotonic(), build_model(job.run)
-    run = job.run.with_arch(unloaded.arch)
+    run = job.run.with_arch(unloaded.origin.arch)
     config = run.config.train
     if run.trains_several:
         raise UserError("the weights show that this model has several experts; name it with model.preset")
@@ -146,22 +145,22 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
     return row, _findings(row, prepared.origin.adapter.method)
 
 
-def _encoded(run: RunContext, unloaded: MetaModel, examined: ExaminedDataset) -> list[EncodedSample]:
+def _encoded(run: RunContext, unloaded: Model, examined: ExaminedDataset) -> list[EncodedSample]:
     """The largest micro-batch, encoded, after a look at what the model refuses."""
     _check_shapes(run.data, unloaded, [*examined.samples, *examined.class_images])
     check_components(run, examined.samples)
     encoded, wanted = encode_samples(run.data, examined.largest, run.data.fps), len(examined.largest)
     if len(encoded) < wanted:
         raise UserError(f"{wanted - len(encoded)} of {wanted} samples could not be encoded; see the warnings")
-    check_items(run.spec, unloaded.model, encoded)
+    check_items(run.spec, unloaded.module, encoded)
     return encoded
 
 
-def _check_shapes(data: RunData, unloaded: MetaModel, samples: Sequence[Sample]) -> None:
+def _check_shapes(data: RunData, unloaded: Model, samples: Sequence[Sample]) -> None:
     """Try one sample of each shape on the model without weights: a shape that it refuses is found before anything is encoded."""
     for shape, sample in {shape_for(data, sample): sample for sample in reversed(samples)}.items():
         try:
-            check_item(data.spec, unloaded.model, empty_item_of(data.spec, unloaded.arch, shape))
+            check_item(data.spec, unloaded.module, empty_item_of(data.spec, unloaded.origin.arch, shape))
         except UserError as error:
             raise error.at(sample.id) from error
 

@@ -10,7 +10,7 @@ from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.engine.placement import Placement
-from ditkit_core.loading.meta_model import loaded_dtype
+from ditkit_core.loading.on_meta import loaded_dtype
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner.auxiliary import AuxiliaryPlanner, AuxiliaryRow, Room, denoising_bytes, held_while_sampling

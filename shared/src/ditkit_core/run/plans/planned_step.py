@@ -25,7 +25,7 @@ from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.files import local_path
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.loading.meta_model import MetaModel
+from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, gpus_here
 from ditkit_core.planner.partition import needs_profile, placement_of
@@ -96,7 +96,7 @@ class PlannedStep:
         return cls(run=run, bucket=bucket, job=replace(job, execution=with_planned_kernels(job.execution, kind, gpus)))
 
 
-def place_run(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Placement:
+def place_run(run: RunContext, unloaded: Model, *, training: bool = False) -> Placement:
     """The placement of a run's model; every command that loads a model calls it.
 
     Args:
@@ -108,10 +108,10 @@ def place_run(run: RunContext, unloaded: MetaModel, *, training: bool = False) -
         UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, the devices cannot be compared, or a budget is
             too small.
     """
-    arch, planned = unloaded.arch, training and needs_profile(run.execution)
+    arch, planned = unloaded.origin.arch, training and needs_profile(run.execution)
     bucket = largest_bucket(run.data, arch) if planned else None
-    job = job_of(run, arch, unloaded.adapter, bucket, run.devices[0].type)
-    return placement_of(unloaded.model, job, training=training)
+    job = job_of(run, arch, unloaded.origin.adapter, bucket, run.devices[0].type)
+    return placement_of(unloaded.module, job, training=training)
 
 
 def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | None, kind: str) -> StepJob:

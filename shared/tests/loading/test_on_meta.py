@@ -14,8 +14,8 @@ from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.architecture import arch_here
-from ditkit_core.loading.meta_model import MetaModel, build_meta_model
 from ditkit_core.loading.model import Model
+from ditkit_core.loading.on_meta import model_on_meta
 from ditkit_core.loading.weights import load_weights
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -62,8 +62,8 @@ def lora(path: Path, *modules: str, alpha: float = 4.0, rank: int = 2) -> dict[s
     return tensors
 
 
-def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=None, preset="") -> MetaModel:
-    return build_meta_model(
+def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=None, preset="") -> Model:
+    return model_on_meta(
         spec, ModelPaths(base=str(base), preset=preset), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)),
         precision=precision, say=say or (lambda line: None),
     )  # fmt: skip
@@ -71,7 +71,7 @@ def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=N
 
 def prepared(base: Path, *, seed: int = 0, **how) -> Model:
     unloaded = built(base, **how)
-    return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=seed)
+    return load_weights(unloaded, placement=place_blocks(unloaded.module, [torch.device("cpu")]), seed=seed)
 
 
 def native(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -86,8 +86,8 @@ def toy_inputs() -> ToyInputs:
 
 def test_before_loading_the_model_is_checked_and_has_no_memory(base):
     unloaded = built(base)
-    assert all(tensor.is_meta for tensor in unloaded.model.state_dict().values())
-    assert unloaded.stored.mapping.keys() == native(unloaded.model).keys()
+    assert all(tensor.is_meta for tensor in unloaded.module.state_dict().values())
+    assert unloaded.origin.stored.mapping.keys() == native(unloaded.module).keys()
 
 
 def test_the_base_has_the_files_values_and_the_adapters_are_new(base):

@@ -1,13 +1,12 @@
 """Builds a model on `meta` and checks it against its files, with its adapters injected: nothing is allocated yet."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ditkit_core.adapters.assistant import put_next_to_doras
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
@@ -15,11 +14,13 @@ from ditkit_core.adapters.files.differences import described
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.merge import merge_into, parse_merge
 from ditkit_core.adapters.files.read import AdapterFile, config_from_file, initial_adapter, open_adapter
-from ditkit_core.adapters.inject import inject
+from ditkit_core.adapters.inject import inject, trainable_parameters
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError, argument
 from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.loading.architecture import choose_arch, config_json_of
+from ditkit_core.loading.model import Model, ModelOrigin
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
@@ -41,44 +42,7 @@ from ditkit_core.weights.quantize import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetaModel:
-    """A model on `meta` whose files are known to fit, with its adapters injected. No weights were read yet."""
-
-    spec: ModelSpec
-    model: StagedModel
-    paths: ModelPaths
-    """Of all components of the model."""
-    arch: Any
-    preset: str
-    """Name of the architecture; empty if a config.json describes it and it matches no preset."""
-    trained: AdapterConfig | None
-    """What is trained, with the settings that an `adapter.init` file decided; None for a frozen model."""
-    precision: Precision
-    stored: StoredParameters
-    """The base's parameters in its files, with merged adapters."""
-    merged: list[tuple[AdapterFile, float]]
-    assistant: tuple[AdapterFile, float] | None
-    """The assistant of the layers that it is not merged into, because their DoRA is trained."""
-    start: Callable[[str], Mapping[str, Tensor]] | None
-    """Initial values of a module's adapter, if a file contains them."""
-    base: BaseConfig
-    merge_key: str
-    """As `BaseConfig.merge_key`, for errors."""
-
-    @property
-    def adapter(self) -> AdapterConfig:
-        """What is trained, of a model that is not frozen."""
-        assert self.trained is not None, "nothing is trained"
-        return self.trained
-
-    @property
-    def trains_all(self) -> bool:
-        """Whether all weights are trained, and not an adapter."""
-        return self.trained is not None and self.trained.method == "full"
-
-
-def build_meta_model(
+def model_on_meta(
     spec: ModelSpec,
     components: ModelPaths,
     adapter: AdapterConfig | None,
@@ -88,8 +52,10 @@ def build_meta_model(
     component: str = "transformer",
     keeps_codes: bool = True,
     say: Callable[[str], None] = lambda line: None,
-) -> MetaModel:
-    """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
+) -> Model:
+    """Build the model on `meta`, with its adapters injected, and check it against its files: seconds, before the hours that encoding may take.
+
+    No weights are read yet: `loading/weights.py: load_weights` does that in place.
 
     Args:
         components: Path of the transformer, and its preset.
@@ -123,9 +89,7 @@ def build_meta_model(
     for (key, _), (file, strength) in zip(files, merged, strict=True):
         say(f"{key}: {_described_merge(file)} at strength {strength:g}")
     assistant = put_next_to_doras(model, merged, base.assistant_key(component) if adapter and adapter.use_dora else "")
-    return MetaModel(
-        spec=spec,
-        model=model,
+    origin = ModelOrigin(
         paths=components,
         arch=arch,
         preset=preset,
@@ -138,6 +102,7 @@ def build_meta_model(
         base=base,
         merge_key=base.merge_key(component),
     )
+    return Model(model, BlockEngine(), spec, trainable_parameters(model), loaded_from=origin)
 
 
 def _check_formats(adapter: AdapterConfig, base: BaseConfig, source: SafetensorsSource) -> None:
