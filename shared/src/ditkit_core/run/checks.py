@@ -2,11 +2,12 @@
 
 1. *Before anything is written or loaded*, by the configuration and the headers of local files: `check_jobs` of the train command, and `check_run` of all
    others that need a model. Before them `create_run` has compared [experts] with the architecture, if that is known.
-2. *The run's folder is locked, and its dataset was read*: `check_beginning`.
+2. *The run's folder is locked, and its dataset is read*: `check_beginning`; then class images are counted (`previews/class_images.py`), which refuses
+   missing ones that cannot be generated.
 3. *The model is on `meta`*, matched with its files, and its architecture is known: `check_model`, after what building it refuses.
 4. *Nothing is encoded yet*: `check_encoding`.
 5. *All is encoded*, and no weights are loaded: `check_items`; `check_samples` of experts.
-6. *The weights are loaded*, and nothing is trained: `check_data`.
+6. *The weights are loaded*, and nothing is trained: `check_data`. Before the weights, ranks have compared what they read (`Ranks.check_same`).
 
 What a value refuses by itself is next to it (`base.quantize` in `weights/quantize.py`, a GPU in `run/gpus.py`, a sample's adapter in
 `run/sample_adapters.py`), and is called from here.
@@ -115,7 +116,7 @@ def check_settings(run: RunContext) -> None:
     assert run.precision  # read for its own checks: a property that raises where the dtypes contradict each other
     base, method = run.config.base, run.config.adapter.method
     check_quantize(base.quantize, method)
-    check_compute(base.compute, run.stored_as if base.quantize == "none" else base.quantize, method)
+    check_compute(base.compute, run.base_format, method)
     check_export(run.spec, run.config.export, run.config.adapter)
     check_backend(run.config.train.attention, training=False)
     run.config.sample.check(
@@ -163,7 +164,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
     check_compiler(backend_of(train.compile), kinds)
     # Codes that are multiplied as they are stay codes for the backward.
-    quantized = base.compute == "dtype" and (base.quantize != "none" or run.stored_as != "none")
+    quantized = base.compute == "dtype" and run.base_format != "none"
     check_compiled(backend_of(train.compile), train.schedule.distinct, attention=train.attention, quantized=quantized)
     if run.precision.matmul == torch.float16:
         raise UserError(
@@ -220,7 +221,7 @@ def check_ranks(run: RunContext, size: int) -> None:
     if size == 1:
         return
     if config.ranks.shard > 1:
-        _check_sharded(config, trains_bf16=run.trains_bf16)
+        _check_sharded(config, run.base_format, trains_bf16=run.trains_bf16)
     num_groups = size // config.ranks.context
     several = f"this run has {size} ranks, each on one GPU"
     if train.devices:
@@ -253,7 +254,7 @@ def check_ranks(run: RunContext, size: int) -> None:
         )
 
 
-def _check_sharded(config: RunConfig, *, trains_bf16: bool) -> None:
+def _check_sharded(config: RunConfig, base_format: str, *, trains_bf16: bool) -> None:
     """Refuse settings that need a weight whole, where ranks divide it.
 
     Raises:
@@ -267,10 +268,9 @@ def _check_sharded(config: RunConfig, *, trains_bf16: bool) -> None:
             f"{shard} with trained weights in bf16: this torch, {torch.__version__}, rounds gradients that it has summed over ranks to bf16; update "
             "it, or set model.dtype = fp32"
         )
-    stored = run.stored_as if config.base.quantize == "none" else config.base.quantize
-    if stored not in ("none", "fp8") and not shards_integers():
+    if base_format not in ("none", "fp8") and not shards_integers():
         raise UserError(
-            f"{shard} with a base in {stored}: this torch, {torch.__version__}, cannot divide parameters of integers; update it, "
+            f"{shard} with a base in {base_format}: this torch, {torch.__version__}, cannot divide parameters of integers; update it, "
             "or set base.quantize to fp8 or none"
         )
     if not config.optim.kind.by_element:

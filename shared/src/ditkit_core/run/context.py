@@ -84,6 +84,11 @@ class RunContext:
         counted = Counter(self.stored_formats.values()).most_common(1)
         return counted[0][0] if counted else "none"
 
+    @property
+    def base_format(self) -> str:
+        """Format of the blocks' matrices in memory: as `base.quantize` configures it, else as their file has them."""
+        return self.stored_as if self.config.base.quantize == "none" else self.config.base.quantize
+
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices that the model is split across, usually one. Inputs go to the first, which also decodes samples."""
