@@ -22,7 +22,7 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.plans.planned_step import largest_bucket
 from ditkit_core.testing.specs import altered
-from ditkit_core.testing.toy import TOY
+from ditkit_core.testing.toy import TOY, ToyArch
 
 
 class Start:
@@ -208,6 +208,20 @@ def test_a_clip_that_was_shortened_is_sampled_as_long_as_it_is_trained(tmp_path:
     run = run_of(tmp_path, **{"data.frames": 13, "data.short_clips": "shorten"})
     (scene,) = sample_prompts(run.data, run.data.dataset.samples)
     assert scene.frames == 5
+
+
+def test_edits_that_are_not_here_are_planned_with_one_reference_each(tmp_path: Path) -> None:
+    """Of the size that the family gives one reference: without it the plan of an edit would be the plan of a plain image."""
+    spec = altered(TOY, reference_size=lambda height, width, count: (height // 2, width // count))
+    flags = {"data.folder": "elsewhere", "data.height": 64, "data.width": 48, "data.buckets": False}
+    plain, edits = (
+        create_run(spec, resolve(RunConfig, flags={**flags, "data.references": references}), ToyArch())
+        for references in ("", "before")
+    )
+    assert largest_bucket(plain.data, plain.arch).references == ()
+    bucket = largest_bucket(edits.data, edits.arch)
+    assert bucket.references == ((32, 48),)
+    assert "with references 32x48" in bucket.described() and "one reference each" in bucket.described()
 
 
 def test_what_is_in_front_of_a_clip_is_planned(tmp_path: Path) -> None:

@@ -73,6 +73,15 @@ def test_json_is_all_of_stdout_and_says_that_it_fits(tmp_path, capsys):
     assert device["blocks"] == [0, 1] and found["flops_per_step"] > 0 < found["seconds_per_step"]
 
 
+def test_a_plan_says_how_long_the_steps_of_the_run_take(tmp_path, capsys):
+    flags = ("--gpus", "24GiB", "--train.steps", "5000")
+    found = json.loads(plan(tmp_path, capsys, "--json", *flags)[1])
+    assert found["hours"] == pytest.approx(5000 * found["seconds_per_step"] / 3600) and found["steps"] == 5000
+    out = plan(tmp_path, capsys, *flags)[1]
+    assert f"time: about {60 * found['hours']:.0f} min for 5,000 steps; encoding, validation" in out
+    assert " steps; encoding" not in plan(tmp_path, capsys, "--train.device", "cpu")[1], "a CPU's rate is unknown"
+
+
 def test_a_plan_says_whether_steps_are_replayed(tmp_path, capsys):
     found = {}
     for key in ("auto", "on", "off"):

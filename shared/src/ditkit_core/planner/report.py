@@ -37,6 +37,8 @@ class PlanReport:
     is_cuda: bool
     seconds: float | None = None
     """Time of a step; None if no rate is known."""
+    num_steps: int = 0
+    """Steps of the run, of all transformers that it trains."""
     rates: tuple[str, ...] = ()
     """The rates that the time is estimated from, a line for each GPU."""
     auxiliary: tuple[AuxiliaryRow, ...] = ()
@@ -57,6 +59,14 @@ class PlanReport:
     """Whether all weights are trained, so that what the purpose `adapters` counts are these."""
     ranks: RanksPlan | None = None
     """For several ranks: what they exchange. All other figures are one rank's."""
+
+    @property
+    def hours(self) -> float | None:
+        """Time of all steps, with exchanges where the link is known; None if no rate is known. Encoding, validation, samples and saves come on top."""
+        seconds = self.seconds
+        if self.ranks is not None:
+            seconds = self.ranks.times[0].step if len(self.ranks.times) == 1 else None
+        return None if seconds is None else seconds * self.num_steps / 3600
 
     @property
     def fits(self) -> bool:
@@ -125,6 +135,8 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         },
         "flops_per_step": report.flops,
         "seconds_per_step": report.seconds,
+        "steps": report.num_steps,
+        "hours": report.hours,
         "assumed_rates": list(report.rates),
         "pipelining": None if report.orders is None else _orders_json(report.orders),
         "notes": list(report.notes),
@@ -309,6 +321,11 @@ def _lines(report: PlanReport) -> list[str]:
     if report.seconds is not None:
         exchanges = "" if ranks is None else ", without exchanges"
         lines.append(f"time: about {_seconds(report.seconds)} s per step{exchanges}")
+        if report.hours:
+            duration = f"{report.hours:.1f} h" if report.hours >= 1 else f"{60 * report.hours:.0f} min"
+            lines.append(
+                f"time: about {duration} for {report.num_steps:,} steps; encoding, validation, samples and saves come on top"
+            )
         lines += [f"the time is an estimate: {rate}" for rate in report.rates]
     if report.orders is not None:
         lines.append(str(report.orders))

@@ -1,4 +1,4 @@
-"""A configuration and a model family as a run: what it loads, encodes and checks; plans/ has what it needs.
+"""A run as a list of jobs: its configuration, data, checks and training; plans/ has what it needs.
 
-It may import the folders from api downwards. Start reading at context.py, then model.py.
+It may import the folders from api downwards. Start reading at jobs.py, then checks.py.
 """

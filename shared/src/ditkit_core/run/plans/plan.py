@@ -98,6 +98,7 @@ def report_of(
         notes=(*notes, *_on_codes(plan)),
         ranks=_plan_of_ranks(plan, routes),
         seconds=plan.seconds,
+        num_steps=sum(job.run.config.train.steps for job in jobs),
         orders=plan.orders,
         rates=plan.rates,
     )

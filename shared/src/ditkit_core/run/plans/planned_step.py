@@ -239,11 +239,17 @@ def _data_shapes(data: RunData, samples: Sequence[Sample] | None) -> tuple[set[S
         return _shapes(data, samples), f"the largest in {', '.join(section.folders or (section.folder,))}"
     largest, *smaller = resolutions_of(section, data.spec.data.size_step)
     named = "data.frames and resolutions" if section.resolutions else "data.frames, height and width"
+    # Edits are assumed to have one reference of the sample's size.
+    reference_size = data.spec.data.reference_size if section.references else None
+    assumed = ", one reference each" if reference_size else ""
+
+    def shape(height: int, width: int) -> Shape:
+        return (section.frames, height, width), (reference_size(height, width, 1),) if reference_size else ()
+
     if largest.kept is not None:  # the others have no more pixels
-        return {((section.frames, *largest.kept), ())}, named
+        return {shape(*largest.kept)}, named + assumed
     source = "the largest bucket of data.height and data.width" if section.buckets else named
-    sizes = [size for resolution in (largest, *smaller) for size in resolution.sizes]
-    return {((section.frames, *size), ()) for size in sizes}, source
+    return {shape(*size) for resolution in (largest, *smaller) for size in resolution.sizes}, source + assumed
 
 
 def _shapes(data: RunData, samples: Sequence[Sample]) -> set[Shape]:
