@@ -251,8 +251,8 @@ def test_the_copy_under_the_earlier_name_of_an_experts_adapter_is_replaced(tmp_p
     for file in (whole.exports / "adapter_low_noise.safetensors", own.exports / "low_noise.safetensors"):
         file.parent.mkdir(parents=True)
         file.write_text(file.name)
-    expert: Any = SimpleNamespace(expert=SimpleNamespace(name="low_noise"), config=SimpleNamespace(run_folder=own))
-    export.copy_expert_adapters(expert, whole)
+    job: Any = SimpleNamespace(name="low_noise", folder=own)
+    export.copy_expert_adapters(job, whole)
     assert os.listdir(whole.exports) == [f"{name}_low_noise.safetensors"]
 
 
