@@ -1,0 +1,104 @@
+"""Z-Image's parameter names: ours, the official ones, which diffusers has too, and ComfyUI's; and which programs read which adapter files.
+
+Source: `ZImageTransformer2DModel` in Tongyi-MAI/Z-Image, src/zimage/transformer.py, and in diffusers. ComfyUI keeps q, k and v in one tensor, and
+reads the official names as well, of transformers and of adapters. So these are what we write.
+
+Ours are the official names, but for modules that run before the blocks, which are below `embed`, and after them, below `head`.
+"""
+
+import re
+from collections.abc import Collection
+
+from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+
+_BLOCK = re.compile(r"(noise_refiner|context_refiner|layers)\.(\*|\d+)\.")
+_STARTS = (
+    ("embed.x_embedder.", "all_x_embedder.2-1.", "x_embedder."),
+    ("head.", "all_final_layer.2-1.", "final_layer."),
+)
+_EMBEDDED = ("t_embedder.mlp.", "cap_embedder.", "x_pad_token", "cap_pad_token")
+_ENDS = {
+    ".attention.norm_q.weight": ".attention.q_norm.weight",
+    ".attention.norm_k.weight": ".attention.k_norm.weight",
+    ".attention.to_out.0.weight": ".attention.out.weight",
+}
+"""ours and the official ones -> ComfyUI's, in a block"""
+_STACKED = re.compile(r"(.*\.attention)\.to_([qkv])\.weight")
+_QKV = ".attention.qkv.weight"
+
+
+def _renamed(name: str, form: int) -> str:
+    for starts in _STARTS:
+        if name.startswith(starts[0]):
+            return starts[form] + name.removeprefix(starts[0])
+    return name.removeprefix("embed.")
+
+
+def to_official(name: str) -> tuple[TensorSlice, ...]:
+    """The official tensor that a parameter of ours is; diffusers uses these names too."""
+    return (TensorSlice(_renamed(name, 1)),)
+
+
+def to_comfyui(name: str) -> tuple[TensorSlice, ...]:
+    """The tensor of ComfyUI, or the part of one, that a parameter of ours is."""
+    if stacked := _STACKED.fullmatch(name):
+        return (TensorSlice(f"{stacked[1]}.qkv.weight", "qkv".index(stacked[2]), 3),)
+    for ours, theirs in _ENDS.items():
+        if name.endswith(ours):
+            return (TensorSlice(name.removesuffix(ours) + theirs),)
+    return (TensorSlice(_renamed(name, 2)),)
+
+
+def to_native(name: str) -> tuple[TensorSlice, ...] | None:
+    """The parameters of ours that an official or ComfyUI tensor is; None if neither has the name."""
+    if _BLOCK.match(name):
+        if name.endswith(_QKV):
+            return tuple(TensorSlice(f"{name.removesuffix('qkv.weight')}to_{part}.weight") for part in "qkv")
+        for ours, theirs in _ENDS.items():
+            if name.endswith(theirs):
+                return (TensorSlice(name.removesuffix(theirs) + ours),)
+        return (TensorSlice(name),)
+    for ours, *others in _STARTS:
+        for theirs in others:
+            if name.startswith(theirs):
+                return (TensorSlice(ours + name.removeprefix(theirs)),)
+    return (TensorSlice(f"embed.{name}"),) if name.startswith(_EMBEDDED) else None
+
+
+NAMES = StateDictNames(
+    prefixes=("model.diffusion_model.", "diffusion_model."),
+    to_native=to_native,
+    from_native={"official": to_official, "diffusers": to_official, "comfyui": to_comfyui},
+)
+
+
+def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
+    # Measured with diffusers 0.42 by loading an adapter of every layer in each form: `ZImageLoraLoaderMixin` reads them all.
+    if layout.method == "lokr" and layout.form in ("official", "diffusers"):
+        return ""
+    if layout.method != "lora":
+        return "reads LoKr with official names alone, and no LoHa; write it with --to official, or merge it"
+    if layout.naming == "comfyui":
+        return "does not find the layers of ComfyUI's own names; write it with --to official"
+    if layout.form not in ("official", "diffusers", "diffsynth", "musubi"):
+        return "loads nothing of it, and only warns; write it with --to official"
+    if layout.form == "diffusers":
+        return "rejects keys of alpha; write it with --to official" if layout.alpha else ""
+    return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
+
+
+def _comfyui(layout: AdapterLayout) -> str:
+    # Its names for adapters are the official ones, behind these prefixes or none, and its own behind kohya's.
+    if layout.form in ("videox", "onetrainer", "peft", "prefixed") or (layout.form, layout.naming) == (
+        "musubi",
+        "official",
+    ):
+        return "is not known to load these names; write it with --to official"
+    if layout.use_dora and not layout.dora_over_base:
+        return "generates other images with magnitudes over another norm; write it with --to official"
+    return ""
+
+
+RULES = AdapterRules(readers=readers_by_program(_diffusers, _comfyui, "official"))
+"""Rules for Z-Image's adapter files: which programs load them."""

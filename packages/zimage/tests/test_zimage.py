@@ -1,0 +1,422 @@
+"""Z-Image against every suite of the core, the recording of its official code, and diffusers: outputs, every gradient, samples, adapters."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.files.identify import find_adapter
+from ditkit_core.adapters.files.write import trained_adapters, write_adapter
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.errors import UserError
+from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.models.spec import SampleDefaults
+from ditkit_core.nn.rope import timestep_features
+from ditkit_core.testing.conformance import Conformance
+from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.world import make_model
+from ditkit_zimage.demo.write import write_checkpoint
+from ditkit_zimage.model import ZImageTransformer, make_inputs
+from ditkit_zimage.presets import PRESETS, ZImageArch, arch_from_config
+from ditkit_zimage.spec import ZIMAGE
+from ditkit_zimage.state_dict import NAMES, RULES, to_native, to_official
+from ditkit_zimage.verify import DIFFUSERS
+
+CPU = torch.device("cpu")
+GOLDEN = Path(__file__).parent / "golden" / "zimage_fp32.safetensors"
+ARCH = ZImageArch(dim=64, heads=2, layers=2, refiner_layers=1, text_dim=12, in_channels=4, axes=(8, 12, 12))
+GRIDS, CAPTIONS = [(8, 10), (12, 14), (10, 8)], (20, 40, 25)
+"""Latent pixels, and rows of captions, of three samples."""
+
+
+def items(count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    sizes = [(GRIDS[i % 3 if ragged else 0], CAPTIONS[i % 3 if ragged else 0]) for i in range(count)]
+    return [
+        {
+            "latents": torch.randn(4, 1, *grid, generator=random),
+            "text": torch.randn(rows, 12, generator=random),
+        }
+        for grid, rows in sizes
+    ]
+
+
+class TestConformance(Conformance):
+    spec = ZIMAGE
+    arch = ARCH
+    learning_rate = 3e-3
+
+    def items(self, count, ragged=False):
+        return items(count, ragged)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def loaded(state: dict[str, Tensor], arch: ZImageArch, dtype: torch.dtype, *, cast: bool = True) -> ZImageTransformer:
+    """Our model with weights that have official names."""
+    ours = ZImageTransformer(arch, Precision(matmul=dtype))
+    ours.load_state_dict({to_native(name)[0].name: tensor.clone() for name, tensor in state.items()})
+    return ours.to(dtype) if cast else ours
+
+
+# The recording of the official code
+
+
+def test_outputs_and_every_gradient_are_those_of_the_official_code():
+    """Bars: 2e-5 and 8e-5, because the recording's own sinusoid in fp32 is 1.1e-5 off an fp64 run."""
+    with safe_open(GOLDEN, "pt") as file:
+        config = json.loads(file.metadata()["config"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    weights = {key.removeprefix("sd."): tensor for key, tensor in tensors.items() if key.startswith("sd.")}
+    ours = loaded(weights, arch_from_config(config, {}), torch.float32)
+    latents, text = ([tensors[f"in.{name}.{i}"].requires_grad_() for i in range(2)] for name in ("x", "cap_feats"))
+    inputs = make_inputs(
+        latents,
+        1 - tensors["in.t"].double(),
+        [{"text": rows, "latents": x} for rows, x in zip(text, latents, strict=True)],
+        1.0,
+    )
+    outputs = [-velocity for velocity in ours(inputs)]
+    loss = torch.stack([(out - tensors[f"in.target.{i}"]).square().mean() for i, out in enumerate(outputs)]).mean()
+    loss.backward()
+    assert relative(loss, tensors["loss"]) < 2e-5
+    for i in range(2):
+        assert relative(outputs[i], tensors[f"out.{i}"]) < 2e-5
+        assert relative(latents[i].grad, tensors[f"gi.x.{i}"]) < 8e-5
+        assert relative(text[i].grad, tensors[f"gi.cap_feats.{i}"]) < 8e-5
+    for name, parameter in ours.named_parameters():
+        assert relative(parameter.grad, tensors[f"gp.{to_official(name)[0].name}"]) < 8e-5, name
+
+
+# diffusers
+
+
+def diffusers_model(seed: int = 0) -> torch.nn.Module:
+    """diffusers' model with random weights, none at an initial one."""
+    from diffusers import ZImageTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ZImageTransformer2DModel(**DIFFUSERS.config(ARCH))
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            is_norm = parameter.ndim == 1 and name.endswith("weight")
+            parameter.data = 1 + 0.1 * noise if is_norm else noise / parameter.shape[-1] ** 0.5
+    return model
+
+
+def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid, rotary tables and norms."""
+    exact_sinusoid(monkeypatch)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    to = Tensor.to
+
+    def widened(tensor: Tensor, *args, **options) -> Tensor:
+        wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+        return to(tensor, *(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args), **options)
+
+    monkeypatch.setattr(Tensor, "to", widened)
+
+
+def exact_sinusoid(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float64) -> None:
+    from diffusers.models.transformers.transformer_z_image import TimestepEmbedder
+
+    monkeypatch.setattr(
+        TimestepEmbedder,
+        "timestep_embedding",
+        staticmethod(lambda t, dim, **_: timestep_features(t.double(), dim).to(dtype)),
+    )
+
+
+class Samples:
+    """Inputs of both models; latents and text get gradients."""
+
+    def __init__(self, dtype: torch.dtype, chosen: tuple[int, ...], exact: bool = False):
+        random = torch.Generator().manual_seed(1)
+
+        def draw(*size: int) -> Tensor:
+            values = torch.randn(size, generator=random, dtype=torch.float64)
+            return (values.bfloat16() if exact else values).to(dtype).requires_grad_()
+
+        sizes = [(GRIDS[i], CAPTIONS[i]) for i in range(3)]
+        drawn = [(draw(4, 1, *grid), draw(rows, 12), draw(4, 1, *grid).detach()) for grid, rows in sizes]
+        self.latents, self.text, self.target = (list(x) for x in zip(*(drawn[i] for i in chosen), strict=True))
+        self.sigma = torch.tensor([0.8125, 0.25, 0.5], dtype=torch.float64)[list(chosen)]
+
+    def ours(self, model: ZImageTransformer) -> list[Tensor]:
+        return model(
+            make_inputs(self.latents, self.sigma, [{"text": text, "latents": text} for text in self.text], 1.0)
+        )
+
+    def theirs(self, model: torch.nn.Module) -> list[Tensor]:
+        return [-out for out in model(self.latents, 1 - self.sigma, self.text, return_dict=False)[0]]
+
+    def run(self, outputs: list[Tensor]) -> dict[str, Tensor]:
+        """Outputs and the gradients of inputs."""
+        sum((out.double() - target).square().sum() for out, target in zip(outputs, self.target, strict=True)).backward()
+        results = {f"output {i}": out for i, out in enumerate(outputs)}
+        for name, tensors in (("latents", self.latents), ("text", self.text)):
+            for i, tensor in enumerate(tensors):
+                results[f"{name} {i}"], tensor.grad = tensor.grad, None
+        return results
+
+
+def compare(ours: ZImageTransformer, theirs: torch.nn.Module, samples: Samples, tolerance: float) -> None:
+    mine, them = samples.run(samples.ours(ours)), samples.run(samples.theirs(theirs))
+    mine |= {name: parameter.grad for name, parameter in ours.named_parameters()}
+    them |= {to_native(name)[0].name: parameter.grad for name, parameter in theirs.named_parameters()}
+    assert mine.keys() == them.keys()
+    errors = {name: relative(mine[name], them[name]) for name in mine}
+    assert max(errors.values()) <= tolerance, max(errors.items(), key=lambda pair: pair[1])
+
+
+BATCHES = [(0,), (0, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("chosen", BATCHES, ids=str)
+def test_fp64_equals_diffusers_run_in_fp64(chosen, monkeypatch):
+    theirs = diffusers_model().double()
+    ours = loaded(theirs.state_dict(), ARCH, torch.float64)
+    samples = Samples(torch.float64, chosen)
+    exact_diffusers(monkeypatch)
+    compare(ours, theirs, samples, 1e-10)
+
+
+@pytest.mark.parametrize("chosen", BATCHES, ids=str)
+def test_fp32_equals_diffusers(chosen, monkeypatch):
+    """1e-5: with one sinusoid on both sides, the order of summation is all that differs."""
+    exact_sinusoid(monkeypatch, torch.float32)
+    theirs = diffusers_model()
+    compare(loaded(theirs.state_dict(), ARCH, torch.float32), theirs, Samples(torch.float32, chosen), 1e-5)
+
+
+def test_names_and_parameters_are_those_of_diffusers_at_full_size():
+    from diffusers import ZImageTransformer2DModel
+
+    with torch.device("meta"):
+        theirs = ZImageTransformer2DModel()
+        for preset, arch in PRESETS.items():
+            ours = ZImageTransformer(arch, Precision())
+            shapes = {to_official(name)[0].name: tensor.shape for name, tensor in ours.state_dict().items()}
+            assert shapes == {name: tensor.shape for name, tensor in theirs.state_dict().items()}, preset
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == 6_154_908_736
+
+
+def test_comfyuis_names_are_read_and_written():
+    """q, k and v in one tensor, and the two layers outside of blocks without their patch sizes."""
+    state = {name: parameter.detach() for name, parameter in make_model(ZIMAGE, ARCH).named_parameters()}
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in state.items():
+        (part,) = NAMES.from_native["comfyui"](name)
+        pieces.setdefault(part.name, {})[part.index] = tensor
+    assert "layers.1.attention.qkv.weight" in pieces and "final_layer.adaLN_modulation.1.bias" in pieces
+    comfyui = {name: torch.cat([parts[i] for i in sorted(parts)]) for name, parts in pieces.items()}
+
+    from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
+
+    converted = convert_z_image_transformer_checkpoint_to_diffusers(dict(comfyui))
+    assert converted.keys() == diffusers_model().state_dict().keys()
+    assert all(torch.equal(converted[to_official(name)[0].name], tensor) for name, tensor in state.items())
+    for name, tensor in comfyui.items():
+        parts = to_native(name)
+        assert parts is not None
+        for part, rows in zip(parts, tensor.chunk(len(parts)), strict=True):
+            assert torch.equal(state[part.name], rows), name
+
+
+# bf16
+
+
+def test_bf16_is_closer_to_fp64_than_diffusers():
+    """Equal values of weights and inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves it. The mean of several weights, because one may
+    be lucky: outputs, gradients of inputs, and of all parameters together."""
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(4):
+        theirs = diffusers_model(seed)
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+        exact = loaded(theirs.state_dict(), ARCH, torch.float64)
+        half = loaded(theirs.state_dict(), ARCH, torch.bfloat16, cast=False)
+        for name, parameter in half.named_parameters():
+            if not ZIMAGE.precision.keep_fp32(name):
+                parameter.data = parameter.data.bfloat16()
+        found = []
+        for dtype, run, model in (
+            (torch.float64, "ours", exact),
+            (torch.bfloat16, "ours", half),
+            (torch.bfloat16, "theirs", theirs.bfloat16()),
+        ):
+            samples = Samples(dtype, (0, 2), exact=True)
+            found.append(samples.run(getattr(samples, run)(model)))
+            gradients = {
+                to_native(name)[0].name if run == "theirs" else name: p.grad for name, p in model.named_parameters()
+            }
+            found[-1]["parameters"] = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+        truth, mine, them = found
+        for name in truth:
+            errors.setdefault(name, []).append((relative(mine[name], truth[name]), relative(them[name], truth[name])))
+        assert mine["output 0"].dtype == torch.float32
+    for name, pairs in errors.items():
+        ours, diffusers = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        assert ours < 0.8 * diffusers, (name, ours, diffusers)
+
+
+# Samples, captions, adapters
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint; tests only read it."""
+    folder = tmp_path_factory.mktemp("demo") / "checkpoint"
+    write_checkpoint(folder)
+    return folder
+
+
+def test_features_of_captions_are_those_of_the_pipeline(checkpoint):
+    """The tokenizer's own chat template, which the pipeline renders, says what our encoder writes out."""
+    from diffusers import ZImagePipeline
+
+    pipeline = ZImagePipeline.from_pretrained(checkpoint, local_files_only=True, transformer=None, vae=None)
+    encoder = ZIMAGE.auxiliary.text_encoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32, "never")
+    encoder.load()
+    captions = ["a red circle", "", "a long one, " * 200]
+    with torch.no_grad():
+        theirs, _ = pipeline.encode_prompt(list(captions), do_classifier_free_guidance=False)
+    for caption, expected in zip(captions, theirs, strict=True):
+        (ours,) = encoder.encode([caption])
+        assert ours["text"].shape == expected.shape and len(expected) <= 512
+        torch.testing.assert_close(ours["text"], expected, rtol=1e-4, atol=1e-4)  # fp32; kernels sum in another order
+    assert len(theirs[2]) == 512
+
+
+@pytest.mark.parametrize(("kind", "guidance"), [("base", 4.0), ("base", 1.0), ("turbo", 4.0)])
+def test_every_step_of_a_sample_is_that_of_the_pipeline(checkpoint, kind, guidance):
+    """The pipeline counts guidance from 0; Turbo has none."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline
+
+    arch = replace(ARCH, in_channels=16, distilled=kind == "turbo")
+    model, random = make_model(ZIMAGE, arch).eval(), torch.Generator().manual_seed(2)
+    prompt, negative = ({"text": torch.randn(rows, 12, generator=random)} for rows in (40, 5))
+    job = GenerationRequest(
+        conditions=prompt, negative=negative, frames=1, height=48, width=64, steps=3, guidance=guidance, shift=0.0, seed=7
+    )  # fmt: skip
+    sampler = ZIMAGE.auxiliary.sampler(ModelPaths(base=str(checkpoint)), CPU, torch.float32, ())
+    seen: list[Tensor] = []
+
+    def run(model, inputs):
+        seen.append(inputs.latents[0])
+        return run_plain(model, inputs)
+
+    with torch.no_grad():
+        latents = generate_latents(sampler, job, model, run)
+    calls = 2 if (kind, guidance) == ("base", 4.0) else 1
+    assert len(seen) == 3 * calls
+    vae = AutoencoderKL.from_pretrained(checkpoint / "vae", local_files_only=True)
+    pipeline = ZImagePipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, None, None, DIFFUSERS.transformer(model))
+    pipeline.set_progress_bar_config(disable=True)
+    after: list[Tensor] = []
+
+    def keep(pipeline, step, timestep, values):
+        after.append(values["latents"][0])
+        return values
+
+    noise = torch.randn((16, 1, 6, 8), generator=generator(7, "sample"))
+    image = pipeline(
+        prompt_embeds=[prompt["text"]], negative_prompt_embeds=[negative["text"]], height=48, width=64,
+        num_inference_steps=3, guidance_scale=guidance - 1 if kind == "base" else 0.0, latents=noise[:, 0][None],
+        callback_on_step_end=keep, output_type="pt",
+    ).images[0]  # fmt: skip
+    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid are fp32, ours fp64
+    for ours, theirs in zip([*seen[calls::calls], latents], after, strict=True):
+        assert (ours[:, 0] - theirs).abs().max() / theirs.std() < 2e-4
+    assert (latents - seen[0]).abs().max() > 0.5
+    torch.testing.assert_close(sampler.decoder.decode(latents)[:, 0], image, atol=2e-4, rtol=0)
+
+
+def adapted(**config) -> torch.nn.Module:
+    return make_model(ZIMAGE, ARCH, adapter=AdapterConfig(rank=3, alpha=6.0, **config)).eval()
+
+
+def written(model: torch.nn.Module, path: Path, form: str) -> Path:
+    adapters = trained_adapters(adapter_layers(model))
+    write_adapter(path, adapters, NAMES, form=form, dtype=torch.float32, metadata={})
+    return path
+
+
+LAYERS = (
+    "attention.to_q",
+    "feed_forward.w2",
+    "adaLN_modulation.0",
+    "embed.x_embedder",
+    "head.linear",
+    "head.adaLN_modulation.1",
+)
+LAYERS += ("embed.cap_embedder.1", "embed.t_embedder.mlp.2")
+FILES: dict[str, tuple[str, Callable[[str], str]]] = {
+    **{form: (form, lambda name: name) for form in ("official", "diffusers", "diffsynth", "musubi")},
+    "lora_up and lora_down": (
+        "official",
+        lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    ),
+    "no prefix": ("official", lambda name: name.removeprefix("diffusion_model.")),
+    "peft": ("official", lambda name: name.replace("diffusion_model.", "base_model.model.")),
+    "ComfyUI's own": ("official", lambda name: name.replace("attention.to_out.0", "attention.out")),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_said_of_diffusers_is_what_its_loader_does(tmp_path, kind):
+    """An adapter of every kind of layer, loaded by the pipeline's own loader, to the outputs of our model."""
+    form, rename = FILES[kind]
+    model = adapted(targets=LAYERS if kind != "ComfyUI's own" else ("attention.to_out.0",))
+    file = written(model, tmp_path / "adapter.safetensors", form)
+    save_file({rename(name): tensor for name, tensor in load_file(file).items()}, file)
+    layers = {
+        name.removesuffix(".base_layer"): tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+    }
+    found = find_adapter(file, ZIMAGE, layers=layers)
+    said = RULES.readers(found.layout, list(found.shapes))["diffusers"]
+    try:
+        loads = "agrees with our model" in DIFFUSERS.verify(
+            file, ModelPaths(transformer="tiny.safetensors"), model, run_plain
+        )
+    except UserError:
+        loads = False
+    assert loads == (said == ""), said
+
+
+def test_diffusers_loads_a_lokr(tmp_path):
+    from diffusers import ZImagePipeline
+
+    model = adapted(targets=("attention.to_q",), method="lokr", decompose_factor=4)
+    theirs, inputs = DIFFUSERS.transformer(model), DIFFUSERS.inputs(model)
+    pipeline = ZImagePipeline(None, None, None, None, theirs)
+    with torch.no_grad():
+        before = DIFFUSERS.run(theirs, inputs)
+        pipeline.load_lora_weights(written(model, tmp_path / "adapter.safetensors", "official"))
+        ours = model(inputs)[0]
+        assert relative(DIFFUSERS.run(theirs, inputs), ours) < 1e-5 and relative(before, ours) > 1e-2
+
+
+def test_turbo_is_advised_against_and_the_base_is_not():
+    assert 'model.preset = "base"' in ZIMAGE.training.advice(PRESETS["turbo"])
+    assert ZIMAGE.training.advice(PRESETS["base"]) == ""
+    assert ZIMAGE.auxiliary.sample_defaults(PRESETS["turbo"]) == SampleDefaults(
+        steps=8, guidance=1.0, guided_by="nothing"
+    )
