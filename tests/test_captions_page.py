@@ -10,7 +10,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import scan
 from ditkit_core.diagnostics.doctor.findings import CODES
 from ditkit_core.training.config import TrainConfig
-from ditkit_flux2.encoders import prompt
+from ditkit_flux2.encoders import TEXT
 from ditkit_wan.encoders import text
 from workspace import ROOT
 
@@ -61,7 +61,7 @@ def test_every_program_of_the_page_is_tried():
 
 
 def test_the_page_says_how_much_the_encoders_read_and_what_is_default():
-    assert f"| it reads | {text.TEXT_TOKENS} tokens, one of them for the end | {prompt.TEXT_TOKENS} tokens" in PAGE
+    assert f"| it reads | {text.TEXT_TOKENS} tokens, one of them for the end | {TEXT.num_tokens} tokens" in PAGE
     assert TrainConfig().caption_dropout == 0 and "The default is 0." in PAGE
 
 
