@@ -1,6 +1,7 @@
 """What the export command says of files: what they are, and what is wrong with them or with the flags."""
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,27 @@ def test_an_adapter_is_taken_out_of_a_difference(tmp_path: Path, capsys: pytest.
     assert left == pytest.approx(expected**0.5, abs=2e-4)
     assert run(*argv, "--rank", "auto:0.9999", "--out", tmp_path / "c.safetensors") == 0
     assert load_file(tmp_path / "c.safetensors")["diffusion_model.blocks.0.qkv.lora_A.weight"].shape == (3, 32)
+
+
+def test_a_lokr_is_not_converted_into_a_form_whose_readers_misread_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = ToyArch().dim
+    parts = {"lokr_w1": torch.ones(4, 4), "lokr_w2": torch.ones(layer // 4, layer // 4)}
+    path = tmp_path / "x.safetensors"
+    save_file({f"diffusion_model.blocks.0.out.{part}": tensor for part, tensor in parts.items()}, path)
+
+    def check(form: str, modules: Collection[str]) -> None:
+        raise UserError(f"programs that read the {form} form ignore {min(modules)}")
+
+    for number, (spec, status) in enumerate(((SPEC, 0), (altered(SPEC, check=check), 1))):
+        out = tmp_path / f"{number}.safetensors"
+        argv = ["--adapter", path, "--to", "official", "--out", out]
+        assert cli.run(spec, "export", [str(argument) for argument in argv]) == status
+        assert out.exists() == (status == 0)
+    printed = capsys.readouterr()
+    assert "1 modules of a lokr; its factors are bitwise identical" in printed.out
+    assert "programs that read the official form ignore layers.0.out" in printed.err
 
 
 def test_a_lokr_is_taken_out_of_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

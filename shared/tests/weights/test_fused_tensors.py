@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
 from ditkit_core.adapters.files.export import check_adapted, export_adapter
 from ditkit_core.adapters.files.merge import merge_into
-from ditkit_core.adapters.files.read import AdapterFile, config_from_file, open_adapter
+from ditkit_core.adapters.files.read import AdapterFile, open_adapter
+from ditkit_core.adapters.files.start import config_from_file
 from ditkit_core.adapters.files.write import Scaled, write_adapter
 from ditkit_core.adapters.inject import adapter_layers, initialise, inject, trainable_parameters
 from ditkit_core.errors import UserError

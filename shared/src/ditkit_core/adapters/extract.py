@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.files.factored import lokr_shapes
 from ditkit_core.adapters.files.identify import layers_of, parameters_of
+from ditkit_core.adapters.files.start import lokr_shapes
 from ditkit_core.adapters.files.write import Scaled
-from ditkit_core.adapters.kronecker import nearest_kronecker
-from ditkit_core.adapters.svd import low_rank
+from ditkit_core.adapters.products import low_rank, nearest_kronecker
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.spec import ModelSpec

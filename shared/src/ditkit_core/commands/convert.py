@@ -19,8 +19,7 @@ from ditkit_core.adapters.files.convert import (
     add_missing_modules,
     check_finite,
     derived_metadata,
-    read_adapter,
-    read_factored,
+    read_adapters,
     reduce_rank,
     write_converted,
 )
@@ -35,8 +34,6 @@ from ditkit_core.adapters.files.write import (
     Scaled,
     check_form,
     check_one_to_one,
-    largest_rounding,
-    write_adapter,
 )
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.commands.options import ExportOptions, parse_rank
@@ -54,7 +51,6 @@ from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.experts import named_after
 from ditkit_core.run.publish import publish
-from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import StoredParameters
 from ditkit_core.weights.metadata import published_header
@@ -104,10 +100,10 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     derivation = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
     metadata = derived_metadata(published_header(RunConfig, adapter.file.source.metadata), **derivation)
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(adapter)
+    adapters = read_adapters(adapter.file)
     if is_factored:
-        _write_factored(read_factored(adapter.file), spec, out, form=form, dtype=dtype, metadata=metadata)
+        _write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
         return
-    adapters = read_adapter(adapter)
     if options.rank:
         adapters, kept = reduce_rank(adapters, rank, energy, path)
         say(_kept_lines(kept, "energy kept"))
@@ -121,25 +117,6 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     if zeros := len(complete) - len(adapters):
         say(f"{zeros} modules are written as zeros: programs that read the {form} form need all modules of a block")
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
-
-
-def _write_factored(
-    adapters: Mapping[str, Scaled[Any]],
-    spec: ModelSpec,
-    out: Path,
-    *,
-    form: str,
-    dtype: torch.dtype,
-    metadata: Mapping[str, str],
-) -> None:
-    """Write a LoKr or LoHa, and print how exact it is and which programs load it."""
-    write_adapter(out, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata)
-    worst = largest_rounding(adapters, dtype)
-    same = f"equal up to {worst:.1e} (rounded)" if worst else "bitwise identical"
-    method = METHOD_OF_PART[next(part for adapter in adapters.values() for part in adapter.matrices.parts)]
-    say(f"{out}: {form}, {len(adapters)} modules of a {method}; its factors are {same}")
-    if read := readers_of(spec, form, list(adapters), use_dora=False, method=method):
-        say(loaded_by(read))
 
 
 def _in_norm_of(
@@ -185,11 +162,8 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     residual = round(extracted.residual, 6)
     metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
     dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
-    if is_lokr:
-        _write_factored(extracted.adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
-    else:
-        complete = add_missing_modules(extracted.adapters, spec, form, layers, out)
-        _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
+    adapters = extracted.adapters if is_lokr else add_missing_modules(extracted.adapters, spec, form, layers, out)
+    _write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
 def _extracts_lokr(adapter: AdapterConfig, rank: int | None) -> bool:
@@ -393,7 +367,7 @@ def _kept_lines(kept: Mapping[str, float], label: str) -> str:
 
 
 def _write(
-    adapters: Mapping[str, LoraAdapter],
+    adapters: Mapping[str, Scaled[Any]],
     spec: ModelSpec,
     out: Path,
     *,
@@ -404,10 +378,14 @@ def _write(
     """Write an adapter file, and print how exact it is and which programs load it."""
     written = write_converted(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    same = "bitwise identical" if written.exact else f"equal up to {written.worst:.1e} (rounded to {short})"
-    lowest, highest = written.ranks[0], written.ranks[-1]
-    ranks = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
-    say(f"{out}: {form}, {len(adapters)} modules, {ranks}, {short}; products of the written matrices are {same}")
-    use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
-    if read := readers_of(spec, form, list(adapters), use_dora=use_dora):
+    if written.method == "lora":
+        lowest, highest = written.ranks[0], written.ranks[-1]
+        ranks = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
+        about, compared, rounded = f", {ranks}, {short}", "products of the written matrices", f"rounded to {short}"
+    else:
+        about, compared, rounded = f" of a {written.method}", "its factors", "rounded"
+    same = "bitwise identical" if written.exact else f"equal up to {written.worst:.1e} ({rounded})"
+    say(f"{out}: {form}, {len(adapters)} modules{about}; {compared} are {same}")
+    use_dora = any("magnitude" in adapter.matrices.parts for adapter in adapters.values())
+    if read := readers_of(spec, form, list(adapters), use_dora=use_dora, method=written.method):
         say(loaded_by(read))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
 from ditkit_core.adapters.files.export import check_export, export_adapter, with_forms_of
 from ditkit_core.adapters.files.identify import layers_of
-from ditkit_core.adapters.files.read import AdapterFile, config_from_file, initial_adapter, open_adapter
+from ditkit_core.adapters.files.read import AdapterFile, open_adapter
+from ditkit_core.adapters.files.start import config_from_file, initial_adapter
 from ditkit_core.adapters.inject import (
     adapter_layers,
     canonical_name,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.adapters.files.factored import MixedAdapter
+from ditkit_core.adapters.files.start import MixedAdapter
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.engine.engine import BlockEngine

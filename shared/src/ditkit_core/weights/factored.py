@@ -59,7 +59,7 @@ def first_part(parts: Collection[str]) -> str:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def is_complete(shapes: Shapes) -> bool:
+def are_factors(shapes: Shapes) -> bool:
     """Whether parts of these shapes are a LoKr or a LoHa of matrices."""
     if any(len(shape) != 2 or 0 in shape for shape in shapes.values()):
         return False

@@ -1,10 +1,11 @@
-"""Converts adapters to other names or another rank. Each file is read again and its products are compared before it gets its name."""
+"""Converts adapters to other names or another rank. Each file is read again and compared before it gets its name."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,11 @@ from ditkit_core.adapters.files.export import VERIFIED
 from ditkit_core.adapters.files.identify import FoundAdapter, Shapes
 from ditkit_core.adapters.files.read import AdapterFile, FileModule, refuse_damaged
 from ditkit_core.adapters.files.write import LoraAdapter, Scaled, write_adapter, zero_adapter
-from ditkit_core.adapters.svd import reduce_product, relative_difference
+from ditkit_core.adapters.products import reduce_product, relative_difference
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.weights.factored import FactoredMatrices
+from ditkit_core.weights.factored import METHOD_OF_PART
 from ditkit_core.weights.fused_tensors import LoraMatrices
 from ditkit_core.weights.load import first_ten
 
@@ -35,45 +36,40 @@ class Written:
 
     path: Path
     worst: float
-    """The largest relative difference of a module's product from the intended one, caused by rounding."""
+    """The largest relative difference from what was intended, caused by rounding: of a LoRA's product, or of a tensor of a LoKr or LoHa."""
     exact: bool
     """Whether every module is bitwise identical: its matrices and its scale."""
     ranks: tuple[int, ...]
-    """The modules' ranks, each once."""
+    """The ranks of LoRAs, each once."""
+    method: str = "lora"
+    """`lora`, `lokr` or `loha`."""
 
 
-def read_adapter(adapter: FoundAdapter) -> dict[str, LoraAdapter]:
-    """Read every module's adapter in fp32. Modules with zeros in both matrices, which fill a form's gaps, are left out.
+def read_adapters(file: AdapterFile) -> dict[str, Scaled[Any]]:
+    """Read every module's adapter in fp32. LoRAs with zeros in both matrices, which fill a form's gaps, are left out.
 
     Raises:
-        UserError: If a value is not finite, with the names of the modules.
+        UserError: If the file mixes LoRA with LoKr or LoHa, a module has factors with others, or a value is not finite.
     """
-    if other := [name for name, module in adapter.file.modules.items() if module.method != "lora"]:
-        raise UserError(f"{adapter.path} mixes LoKr or LoHa ({other[0]}) with LoRA; merge it")
-    read = {name: Scaled(adapter.file.read(name), module.scale) for name, module in adapter.file.modules.items()}
-    refuse_damaged(adapter.path, ((name, _tensors(scaled)) for name, scaled in read.items()))
+    path, modules = file.source.path, file.modules
+    factored = [name for name, module in modules.items() if module.method != "lora"]
+    if factored and len(factored) < len(modules):
+        raise UserError(f"{path} mixes LoKr or LoHa ({factored[0]}) with LoRA; merge it")
+    read: dict[str, Scaled[Any]] = {
+        name: Scaled(file.read_factored(name) if factored else file.read(name), module.scale)
+        for name, module in modules.items()
+    }
+    if shared := [name for name in factored if read[name].matrices.of > 1]:
+        raise UserError(
+            f"{path}: {shared[0]} shares its factors with other layers, which no other form can represent; merge it"
+        )
+    refuse_damaged(path, ((name, _tensors(adapter)) for name, adapter in read.items()))
+    if factored:
+        return read
     # Zeros fill a form's gaps; a file of nothing but zeros is an adapter that was never trained.
     # Only if both matrices are zero: a new adapter has B = 0 and a random A, and is worth keeping.
     used = {name: adapter for name, adapter in read.items() if adapter.matrices.down.any() or adapter.matrices.up.any()}
     return used or read
-
-
-def read_factored(file: AdapterFile) -> dict[str, Scaled[FactoredMatrices]]:
-    """Read every module's LoKr or LoHa in fp32.
-
-    Raises:
-        UserError: If it has LoRA too, a module has its factors with others, or a value is not finite.
-    """
-    path = file.source.path
-    if other := [name for name, module in file.modules.items() if module.method == "lora"]:
-        raise UserError(f"{path} mixes LoRA ({other[0]}) with LoKr or LoHa; merge it")
-    factored = {name: Scaled(file.read_factored(name), module.scale) for name, module in file.modules.items()}
-    if shared := [name for name, adapter in factored.items() if adapter.matrices.of > 1]:
-        raise UserError(
-            f"{path}: {shared[0]} shares its factors with other layers, which no other form can represent; merge it"
-        )
-    refuse_damaged(path, ((name, list(adapter.matrices.parts.values())) for name, adapter in factored.items()))
-    return factored
 
 
 def check_finite(adapter: FoundAdapter) -> None:
@@ -90,7 +86,7 @@ def check_finite(adapter: FoundAdapter) -> None:
     refuse_damaged(adapter.path, ((name, tensors(name, module)) for name, module in file.modules.items()))
 
 
-def _tensors(adapter: LoraAdapter) -> Sequence[Tensor]:
+def _tensors(adapter: Scaled[Any]) -> Sequence[Tensor]:
     return (*adapter.matrices.parts.values(), torch.tensor(adapter.scale))
 
 
@@ -163,7 +159,7 @@ def module_kind(module: str) -> str:
 
 
 def write_converted(
-    adapters: Mapping[str, LoraAdapter],
+    adapters: Mapping[str, Scaled[Any]],
     spec: ModelSpec,
     path: Path,
     *,
@@ -171,7 +167,7 @@ def write_converted(
     dtype: torch.dtype,
     metadata: Mapping[str, str],
 ) -> Written:
-    """Write adapters in a form, read the file again and compare the product of each module.
+    """Write adapters in a form, read the file again and compare each module.
 
     Args:
         adapters: Adapters by our name of the module.
@@ -180,15 +176,19 @@ def write_converted(
         dtype: The dtype of the matrices.
 
     Returns:
-        The file, with the differences that rounding made.
+        The file, with the differences that rounding made: of a LoRA's products, or of the tensors of a LoKr or LoHa.
 
     Raises:
         UserError: If the form cannot represent the adapter, the file cannot be written, or it differs when it is read.
     """
     # Before anything is written: readers of this form may ignore or misread some modules.
     spec.adapters.check(form, list(adapters))
-    worst: list[float] = [0.0]
-    exact: list[bool] = [True]
+    if factored := [part for adapter in adapters.values() for part in adapter.matrices.parts if part in METHOD_OF_PART]:
+        write_adapter(path, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata)
+        worst = _largest_rounding(adapters, dtype)
+        return Written(path=path, worst=worst, exact=not worst, ranks=(), method=METHOD_OF_PART[factored[0]])
+    differences: list[float] = []
+    exact: list[bool] = []
     # kohya's header keys, for the forms that kohya's tools read.
     if ADAPTER_FORMS[form].alpha:
         metadata = {**metadata, **_network(adapters)}
@@ -197,24 +197,31 @@ def write_converted(
         for name, adapter in adapters.items():
             if name not in file.modules:
                 # It shares a tensor with others and is zero, so that no column of that tensor belongs to it.
-                read, scale = zero_adapter((len(adapter.matrices.up), adapter.matrices.down.shape[1])).matrices, 1.0
+                read, scale = zero_adapter(adapter.matrices.shape).matrices, 1.0
             else:
                 read, scale = file.read(name), file.modules[name].scale
             difference = relative_difference(
                 (adapter.matrices.down, adapter.matrices.up.double() * adapter.scale),
                 (read.down, read.up.double() * scale),
             )
-            worst[0] = max(worst[0], difference)
-            exact[0] = exact[0] and _same_bits(adapter, Scaled(read, scale))
-        if not worst[0] <= TOLERANCE[dtype]:
+            differences.append(difference)
+            exact.append(_same_bits(adapter, Scaled(read, scale)))
+        if not max(differences) <= TOLERANCE[dtype]:
             raise UserError(
-                f"{path}: after reading it again, a module's product differs by {worst[0]:.1e} (rounding explains {TOLERANCE[dtype]:.0e}); "
+                f"{path}: after reading it again, a module's product differs by {max(differences):.1e} (rounding explains {TOLERANCE[dtype]:.0e}); "
                 "give --dtype fp32"
             )
 
     write_adapter(path, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata, check=check)
-    ranks = tuple(sorted({len(adapter.matrices.down) for adapter in adapters.values()}))
-    return Written(path=path, worst=worst[0], exact=exact[0], ranks=ranks)
+    ranks = tuple(sorted({adapter.matrices.rank for adapter in adapters.values()}))
+    return Written(path=path, worst=max(differences), exact=all(exact), ranks=ranks)
+
+
+def _largest_rounding(adapters: Mapping[str, Scaled[Any]], dtype: torch.dtype) -> float:
+    """The largest relative difference of a tensor of a LoKr or LoHa, by norm, that rounding to a file's dtype causes."""
+    tensors = [tensor for one in adapters.values() for tensor in one.matrices.scaled(one.scale).parts.values()]
+    norms = [(torch.linalg.vector_norm(one), torch.linalg.vector_norm(one - one.to(dtype).float())) for one in tensors]
+    return max((float(difference) / float(size) for size, difference in norms if size), default=0.0)
 
 
 def _same_bits(one: LoraAdapter, other: LoraAdapter) -> bool:

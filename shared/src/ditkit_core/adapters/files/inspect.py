@@ -15,7 +15,7 @@ from ditkit_core.adapters.files.convert import module_kind
 from ditkit_core.adapters.files.identify import Shapes, adapter_in, is_transformer, parts_in, presets_of
 from ditkit_core.adapters.files.keys import has_adapter_keys
 from ditkit_core.adapters.files.read import AdapterFile
-from ditkit_core.adapters.svd import product_norm
+from ditkit_core.adapters.products import product_norm
 from ditkit_core.errors import printable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.tables import Table

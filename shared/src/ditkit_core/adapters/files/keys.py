@@ -15,7 +15,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import FORM_OF_PREFIX, AdapterLayout
 from ditkit_core.models.other_models import OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
-from ditkit_core.weights.factored import METHOD_OF_PART, is_complete, shape_of_parts
+from ditkit_core.weights.factored import METHOD_OF_PART, are_factors, shape_of_parts
 from ditkit_core.weights.fused_tensors import FusedTensors
 
 _PARTS = {
@@ -153,7 +153,7 @@ def shapes_in(source: SafetensorsSource, known_names: KnownNames) -> dict[str, t
     for parts, matrices in matrix_shapes.items():
         factors = {part: shape for part, shape in matrices.items() if part in METHOD_OF_PART}
         if factors:
-            num_rows, width = shape_of_parts(factors) if is_complete(factors) else (1, 1)
+            num_rows, width = shape_of_parts(factors) if are_factors(factors) else (1, 1)
         else:
             num_rows, width = math.prod(matrices.get("up", ())[:1]), math.prod(matrices.get("down", ())[1:])
         for part in parts:

@@ -19,15 +19,13 @@ The scale alpha / rank belongs to a module here, never to a file: `scale`.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.dora import row_factors
 from ditkit_core.adapters.files.alpha import AlphaHeader
 from ditkit_core.adapters.files.differences import (
@@ -37,10 +35,9 @@ from ditkit_core.adapters.files.differences import (
     not_applied,
     split_differences,
 )
-from ditkit_core.adapters.files.factored import factored_config, mixed_adapter, understand_factored
 from ditkit_core.adapters.files.file_adapter import FileAdapter
 from ditkit_core.adapters.files.keys import KnownNames, another_model
-from ditkit_core.errors import UserError, argument
+from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.other_models import looks_like
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
@@ -112,7 +109,7 @@ class AdapterFile:
                 f"{self.source.path}: {module} is in {len(pieces)} pieces, which a LoKr or LoHa of one layer is not; merge it"
             )
         assert pieces[0] is not None
-        return adapter.matrices(self.source, pieces[0].index)
+        return adapter.factored(self.source, pieces[0].index)
 
     def read(self, module: str) -> LoraMatrices:
         """Read a module's A, B and perhaps magnitudes."""
@@ -145,12 +142,12 @@ class AdapterFile:
         """A module's LoKr or LoHa, and its scale; in several pieces, in order, where the file has its rows apart."""
         for piece in self.modules[module].pieces:
             assert piece is not None, "`_assemble_factored` refuses it"
-            yield piece.adapter.matrices(self.source, piece.index), piece.adapter.scale
+            yield piece.adapter.factored(self.source, piece.index), piece.adapter.scale
 
 
 def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> LoraMatrices:
     def read(piece: FilePiece) -> tuple[str, LoraMatrices]:
-        read = piece.adapter.rows(source, piece.index, piece.columns)
+        read = piece.adapter.lora(source, piece.index, piece.columns)
         if piece.adapter.scale != scale:
             read = replace(read, up=read.up * (piece.adapter.scale / scale))
         return piece.adapter.name, read
@@ -263,9 +260,7 @@ def understand_adapter(
     # Only now, because an unreadable header of a file of another model is not the problem to report.
     header = AlphaHeader.of(source)
     adapters = {
-        name: (understand_factored if keys[parts].keys() & METHOD_OF_PART.keys() else _understand)(
-            source, keys[parts], parts, modules, header, known_names.forms[parts]
-        )
+        name: FileAdapter.of(source, keys[parts], parts, modules, header, known_names.forms[parts])
         for parts, name in file_names.items()
     }
     # Fused tensors tell their modules apart only by values, so these are the only matrices that are read
@@ -324,123 +319,3 @@ def _assemble_factored(source: SafetensorsSource, module: str, pieces: tuple[Fil
             "the program that made it"
         )
     return FileModule(pieces, first.rank, first.scale, False, methods.pop())
-
-
-def _understand(
-    source: SafetensorsSource,
-    keys: Mapping[str, str],
-    parts: tuple[TensorSlice, ...],
-    modules: Mapping[str, tuple[int, ...]],
-    header: AlphaHeader,
-    names: Sequence[str],
-) -> FileAdapter:
-    for kind in ("down", "up"):
-        if kind not in keys:
-            there, ours = ", ".join(keys.values()), ", ".join(dict.fromkeys(part.name for part in parts))
-            raise UserError(f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again")
-    # The layer's shape in the file's form: fused modules have one A and the rows of all.
-    layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])
-    shapes = {kind: source.tensors[key].shape for kind, key in keys.items()}
-    down, up = shapes["down"], shapes["up"]
-    rank = down[0] if down else 0
-    fits = rank > 0 and (*up[:1], math.prod(up[1:]), math.prod(down[1:])) == (layer[0], rank, layer[1])
-    if not fits or shapes.get("alpha", ()) not in ((), (1,)):
-        raise UserError(
-            f"{source.path}: {keys['down']} {list(down)} and {keys['up']} {list(up)} do not fit the layer's "
-            f"{list(layer)}; name a LoRA of this model"
-        )
-    if "magnitude" in keys and shapes["magnitude"] not in ((layer[0],), (layer[0], 1)):
-        raise UserError(
-            f"{source.path}: {keys['magnitude']} is not one norm per output of the layer; "
-            "merge that file with the program that made it"
-        )
-    # Without any alpha the scale is 1, as for every reader of such files.
-    scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys else header.scale(rank, names)
-    return FileAdapter(names[0], keys, parts, rank, scale)
-
-
-def config_from_file(
-    config: AdapterConfig, file: AdapterFile, merge_key: str = "base.merge"
-) -> tuple[AdapterConfig, str]:
-    """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from.
-
-    Args:
-        file: The adapter to start from.
-        merge_key: As `BaseConfig.merge_key`, for errors.
-
-    Returns:
-        The new configuration, and one line about the values from the file.
-
-    Raises:
-        MixedAdapter: If only some of the file's modules are DoRA.
-        UserError: If patterns or another method are configured too, or a module could not be trained, because its scale is not positive.
-    """
-    path, modules = file.source.path, file.modules
-    if config.rank_pattern or config.alpha_pattern:
-        raise UserError(
-            f"{argument('adapter.init')} = {path} decides ranks and alphas by layer; leave {argument('adapter.rank_pattern')} and {argument('adapter.alpha_pattern')} out"
-        )
-    methods = {module.method for module in modules.values()}
-    if config.method not in ("lora", *methods):  # `lora` is the default, which a file replaces
-        has = " and ".join(sorted(methods))
-        raise UserError(
-            f"{argument('adapter.init')} = {path} has a {has}, which {argument('adapter.method')} = {config.method} cannot start from; leave {argument('adapter.method')} out, or merge "
-            f"the file with {merge_key}"
-        )
-    if methods != {"lora"}:
-        return factored_config(config, file.source, modules, merge_key)
-    doras = [name for name, module in modules.items() if module.use_dora]
-    if 0 < len(doras) < len(modules):
-        other = next(name for name in modules if name not in doras)
-        raise mixed_adapter(path, merge_key, f"it mixes DoRA ({doras[0]}) and LoRA ({other})")
-    shapes = {name: (module.rank, module.scale) for name, module in modules.items()}
-    (rank, scale), _ = Counter(shapes.values()).most_common(1)[0]
-    if (least := min(scale for _, scale in shapes.values())) <= 0:  # alpha = 0 means alpha = rank in our configuration
-        raise UserError(f"{argument('adapter.init')} = {path} has scale {least:g}, so nothing could be trained")
-
-    def alpha_of(rank: int, scale: float) -> float:
-        return scale * (math.sqrt(rank) if config.use_rslora else rank)
-
-    alpha = alpha_of(rank, scale)
-    others = {name: rank_and_scale for name, rank_and_scale in shapes.items() if rank_and_scale != (rank, scale)}
-    started = replace(
-        config,
-        rank=rank,
-        alpha=alpha,
-        rank_pattern=tuple(f"^{name}={other}" for name, (other, _) in others.items()),
-        alpha_pattern=tuple(f"^{name}={alpha_of(*rank_and_scale)!r}" for name, rank_and_scale in others.items()),
-        use_dora=config.use_dora or bool(doras),
-        targets=config.targets or tuple(modules),
-    )
-    said = f"adapter.init: rank {rank}, alpha {alpha:g} and {len(modules)} modules from {path}"
-    return started, said + f", of which {len(others)} have another rank or alpha" * bool(others)
-
-
-def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
-    """A `start` for `inject.initialise` that reads a file. Modules that the file lacks start like new ones.
-
-    Args:
-        file: The adapter to start from.
-        adapted: Names of the modules with an adapter.
-
-    Raises:
-        UserError: If the file adapts a module without an adapter.
-    """
-    if dropped := [module for module in file.modules if module not in adapted]:
-        raise UserError(
-            f"{argument('adapter.init')} = {file.source.path} has modules that {argument('adapter.targets')} leaves out: {first_ten(dropped)}; "
-            f"leave {argument('adapter.targets')} empty to take the file's"
-        )
-
-    def start(module: str) -> dict[str, Tensor]:
-        if module not in file.modules:
-            return {}
-        if file.modules[module].method != "lora":
-            return dict(file.read_factored(module).parts)
-        read = file.read(module)
-        tensors = {"lora_A.weight": read.down, "lora_B.weight": read.up}
-        if read.magnitude is None:
-            return tensors
-        return {**tensors, "dora_scale" if read.over_base else "lora_magnitude_vector.weight": read.magnitude}
-
-    return start

@@ -213,13 +213,6 @@ def _rounded(adapter: Scaled[Any], dtype: torch.dtype, *, with_alpha: bool) -> S
     return replace(scaled, matrices=scaled.matrices.converted(lambda tensor: tensor.to(dtype).float()))
 
 
-def largest_rounding(adapters: Mapping[str, Scaled[Any]], dtype: torch.dtype) -> float:
-    """The largest relative difference of a tensor of a LoKr or LoHa, by norm, that rounding to a file's dtype causes."""
-    tensors = [tensor for one in adapters.values() for tensor in one.matrices.scaled(one.scale).parts.values()]
-    norms = [(torch.linalg.vector_norm(one), torch.linalg.vector_norm(one - one.to(dtype).float())) for one in tensors]
-    return max((float(difference) / float(size) for size, difference in norms if size), default=0.0)
-
-
 def _join_parts(parts: Sequence[TensorSlice | None], adapters: Mapping[str, Scaled[Any]]) -> Scaled[Any]:
     """The adapter of one of the form's modules, whose parts have one scale."""
     if (single := _single(parts)) is not None:

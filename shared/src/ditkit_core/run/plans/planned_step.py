@@ -14,7 +14,8 @@ from ditkit_core.adapters.assistant import ranks_next_to_dora
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.identify import layers_of
 from ditkit_core.adapters.files.merge import parse_merge
-from ditkit_core.adapters.files.read import config_from_file, open_adapter
+from ditkit_core.adapters.files.read import open_adapter
+from ditkit_core.adapters.files.start import config_from_file
 from ditkit_core.adapters.inject import chosen_of
 from ditkit_core.data.buckets import resolutions_of
 from ditkit_core.data.config import DataConfig
