@@ -1,15 +1,15 @@
 """Time one training step of ours against diffusers': same weights, inputs, adapter and checkpointing, one process, interleaved.
 
     uv run tools/bench_step.py                                   # the grid of the project's target, on this CPU
-    uv run tools/bench_step.py --model flux2                     # the same for FLUX.2
+    uv run tools/bench_step.py --model flux2                     # the same for FLUX.2, and likewise zimage
     uv run tools/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
     uv run tools/bench_step.py --tokens 1024 --compile           # both compiled, too, each as its users would: block by block
     uv run tools/bench_step.py --device cuda                     # 4 blocks of Wan 14B's width, 20,280 tokens
     uv run tools/bench_step.py --device cuda --model flux2       # 2 + 4 blocks of FLUX.2 dev's width, 512x512 and 1024x1024
     uv run tools/bench_step.py --device cuda --model flux2 --preset klein-base-4b     # all blocks of a published model, twice in memory
 
-A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and both layers of a single block); no
-optimizer, which is the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which is how training
+A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and both layers of a single block; Z-Image:
+every linear layer of the blocks); no optimizer, which is the same for both. diffusers' LoRA is in fp32 as peft makes it, in bf16 also under autocast, which is how training
 scripts run it: the products of the LoRA are in bf16 then. Prints medians, ratios, peaks, and the floor: the time our step spends inside
 matmuls and attention, below which nothing can go without changing the arithmetic. A step for which memory is short gets a dash.
 """
@@ -151,7 +151,45 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     )
 
 
-PAIRS = {"wan": wan_pair, "flux2": flux2_pair}
+def zimage_arch(args: argparse.Namespace) -> Any:
+    """The published model's architecture, or that of a slice, with one refiner of each kind."""
+    from ditkit_zimage.presets import PRESETS, ZImageArch
+
+    slice_of_it = {"dim": args.width, "heads": args.width // 128, "layers": args.blocks, "refiner_layers": 1}
+    if args.preset:
+        return replace(PRESETS[args.preset], **(slice_of_it if args.tiny else {}))
+    return ZImageArch(**slice_of_it)
+
+
+def zimage_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
+    """A caption of 75 tokens, which are padded to 96, next to the image's."""
+    from ditkit_zimage.model import ZImageTransformer, make_inputs, with_padded_text
+    from ditkit_zimage.spec import ZIMAGE
+    from ditkit_zimage.verify import DIFFUSERS
+
+    (height, width), device, arch = FLUX2_SIZES[args.tokens], args.device, zimage_arch(args)
+    torch.manual_seed(0)
+    with device, diffusers_models.default_dtype(dtype if args.preset else torch.float32):
+        ours = ZImageTransformer(arch, Precision(matmul=dtype))
+        theirs = diffusers_models.made(DIFFUSERS, arch)
+    diffusers_models.share_weights(ours, theirs, ZIMAGE.architecture.names, ZIMAGE.precision.keep_fp32, dtype)
+    diffusers_models.share_adapters(
+        ours, theirs, ZIMAGE.architecture.names, ("blocks",), ZIMAGE.adapters.targets, args.rank
+    )
+    latents, target = torch.randn(2, arch.in_channels, 1, 2 * height, 2 * width).to(device)
+    text, sigma = torch.randn(75, arch.text_dim).to(device, dtype), torch.tensor([0.73125], device=device)
+    item = with_padded_text({"latents": latents, "text": text})
+    return Pair(
+        ours=ours.train(),
+        theirs=theirs.train(),
+        predict=lambda engine: ours(make_inputs([latents], sigma, [item], 1.0), engine)[0],
+        their_predict=lambda: -theirs([latents.to(dtype)], 1 - sigma, [text], return_dict=False)[0][0],
+        target=target,
+        shape=f"blocks {arch.refiner_layers}+{arch.refiner_layers}+{arch.layers} tokens {args.tokens}+96",
+    )
+
+
+PAIRS = {"wan": wan_pair, "flux2": flux2_pair, "zimage": zimage_pair}
 WAN_SIZES = {
     64: (1, 16, 16),
     256: (1, 32, 32),
@@ -331,13 +369,12 @@ def check_preset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     """End with one line where the preset is none of the model, or has a size of its own."""
     from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
     from ditkit_wan.presets import PRESETS as WAN_PRESETS
+    from ditkit_zimage.presets import PRESETS as ZIMAGE_PRESETS
 
-    archs: Mapping[str, Any] = {"wan": WAN_PRESETS, "flux2": FLUX2_PRESETS}[args.model]
+    archs: Mapping[str, Any] = {"wan": WAN_PRESETS, "flux2": FLUX2_PRESETS, "zimage": ZIMAGE_PRESETS}[args.model]
     # Others have conditions, which a step here does not make.
     names = [
-        name
-        for name, arch in archs.items()
-        if args.model == "flux2" or (arch.in_channels == 16 and not arch.vace_layers)
+        name for name, arch in archs.items() if args.model != "wan" or (arch.in_channels == 16 and not arch.vace_layers)
     ]
     if args.preset not in names:
         parser.error(f"--preset {args.preset} is none of --model {args.model}: {', '.join(names)}")
@@ -357,7 +394,7 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="of the image or clip; default: two sizes; on a GPU 20,280 for Wan",
     )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: both; on a GPU bf16")
-    parser.add_argument("--width", type=int, help="default: 768; on a GPU that of Wan 14B or FLUX.2 dev")
+    parser.add_argument("--width", type=int, help="default: 768; on a GPU that of Wan 14B, FLUX.2 dev or Z-Image")
     parser.add_argument(
         "--blocks", type=int, help="FLUX.2: single blocks, and half as many double blocks; default: 2; on a GPU 4"
     )
@@ -384,7 +421,7 @@ def configured(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if args.model == "wan" and not args.tokens:
             args.sizes = [20280]
         args.dtypes = [args.dtype or "bf16"]
-        usual = {"width": 5120 if args.model == "wan" else 6144, "blocks": 4, "rank": 32}
+        usual = {"width": {"wan": 5120, "flux2": 6144, "zimage": 3840}[args.model], "blocks": 4, "rank": 32}
     if args.preset:
         check_preset(parser, args)
     for name, value in usual.items():

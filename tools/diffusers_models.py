@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.diffusers_model import DiffusersModel
 from ditkit_core.adapters.inject import initialise, inject
 from ditkit_core.models.state_dict import StateDictNames
 
@@ -42,6 +44,11 @@ def flux2(arch: Any) -> Any:
         num_layers=arch.double_layers, num_single_layers=arch.single_layers, num_attention_heads=arch.heads,
         attention_head_dim=arch.head_dim, joint_attention_dim=arch.text_dim, guidance_embeds=arch.guidance,
     )  # fmt: skip
+
+
+def made(model: DiffusersModel, arch: Any) -> Any:
+    """diffusers' model of an architecture, with random weights."""
+    return resolve_name(f"diffusers:{model.kind(arch)}")(**model.config(arch))
 
 
 def share_weights(
