@@ -43,7 +43,7 @@ from ditkit_core.run.jobs import Jobs, TrainingJob
 from ditkit_core.run.model import build_model, fingerprints_of
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.train_data import base_steps
-from ditkit_core.run.training import load_for_training, split, trainer_of, validator_of
+from ditkit_core.run.training import load_for_training, split_samples, trainer_of, validator_of
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.trainer import Callback, ProgressBar, TrainResult
 
@@ -121,7 +121,7 @@ def train_job(
     start_from(job.init_from, prepared, folder)
     if not config.train.steps:
         warn("train.steps = 0: nothing is trained; exports and samples are of the initial weights")
-    samples = split(config.held_out.clips, run.data.dataset, data)
+    samples = split_samples(config.held_out.clips, run.data.dataset, data)
     encoded = [*data.samples, *data.prior]
     if ranks.is_first:
         check_data(folder, encoded, unloaded.origin.stored.source.fingerprint(), base_steps(run.data))

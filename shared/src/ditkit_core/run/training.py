@@ -31,7 +31,7 @@ class SplitSamples(NamedTuple):
     """The file of each held-out sample. The bootstrap of the confidence interval resamples files: clips of one file are not independent."""
 
 
-def split(num_held_out: int, dataset: Dataset, encoded: Encoded) -> SplitSamples:
+def split_samples(num_held_out: int, dataset: Dataset, encoded: Encoded) -> SplitSamples:
     """Split off the samples that are held out.
 
     Args:
