@@ -9,8 +9,8 @@ import torch
 from tiny_flux2 import tiny_model
 
 from ditkit_core.adapters.config import ExportConfig
+from ditkit_core.adapters.diffusers_model import load_whole
 from ditkit_core.adapters.files.export import export_merged
-from ditkit_core.adapters.verify_whole import load_whole
 from ditkit_core.errors import UserError
 from ditkit_core.models.protocol import run_plain
 from ditkit_flux2.spec import FLUX2

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_variants import SIZES, VARIANTS
 
 from ditkit_core.adapters.config import ExportConfig
+from ditkit_core.adapters.diffusers_model import load_whole
 from ditkit_core.adapters.files.export import NO_READER, VERIFIED, export_merged
-from ditkit_core.adapters.verify_whole import load_whole
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import run_plain

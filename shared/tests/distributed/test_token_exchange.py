@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ditkit_core.distributed.context_parallel import TokenExchange
 from ditkit_core.distributed.ranks import Ranks
-from ditkit_core.distributed.token_exchange import TokenExchange
 
 
 def exchanges(num, lengths):

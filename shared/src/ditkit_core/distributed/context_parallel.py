@@ -1,15 +1,153 @@
 """Divides the tokens of each sample among the ranks of a context group, from behind the embedding until before the head.
 
 Blocks and their code are the same as in one process: each runs on its rank's tokens, and `attend` exchanges what attention among all tokens
-needs (`distributed/token_exchange.py`). Embedding and head run on every rank for all tokens.
+needs (`TokenExchange`). Embedding and head run on every rank for all tokens.
+
+Each stream of tokens is divided into equal consecutive parts, with padding behind its last token. Where the number of heads can be divided,
+ranks trade tokens for heads before the kernel and back after it (Ulysses); else each rank gathers all keys and values for its own queries.
+The kernel sees the tokens in their order and without that padding, so it needs no mask for it.
+
+Source of the exchange of heads: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from ditkit_core.config.layer_patterns import fits
 from ditkit_core.distributed.ranks import Ranks
-from ditkit_core.distributed.token_exchange import TokenExchange
 from ditkit_core.models.token_streams import TokenStreams
+
+
+@dataclass(frozen=True)
+class TokenExchange:
+    """How the tokens of one forward's samples are divided, and the exchanges that attention among them needs."""
+
+    ranks: Ranks
+    calls: tuple[str, ...]
+    """Names of the calls of `attend` that need an exchange."""
+    lengths: tuple[int, ...]
+    """Number of tokens of each stream, in the order in which attention sees them."""
+    inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By the ending of a layer's name, or a glob: the number of tokens of each stream in its input, none for one that every rank has whole."""
+    within: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name of a call: the number of tokens of each stream that it is among, where these are not all."""
+
+    def rank_part(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
+        """This rank's part of each stream, one after the other.
+
+        Args:
+            x: All tokens.
+            lengths: Number of tokens of each stream in `x`.
+        """
+        parts = self._padded(x, lengths)
+        # Concatenated also if it is one: a view would keep all tokens in memory.
+        return torch.cat([part[:, :, self.ranks.group_rank] for part in parts], 1)
+
+    def gathered(self, x: Shaped[Tensor, "batch part *rest"], lengths: Sequence[int]) -> Tensor:
+        """All tokens, of each rank's part of them; every rank must use them in the same way, with the same gradient."""
+        return self._joined(_GatherSame.apply(self.ranks, x), 1, lengths)
+
+    def dropout(self, x: Float[Tensor, "batch part *rest"], rate: float, layer: str) -> Tensor:
+        """Dropout of a layer's input, with this rank's part of the mask that one process has for all tokens.
+
+        Each rank samples the whole mask, so that all of their generators go on alike, and keeps its part.
+        """
+        lengths = next(
+            (stream_lengths for name, stream_lengths in self.inputs.items() if fits(layer, name)), self.lengths
+        )
+        if not lengths:
+            return F.dropout(x, rate)
+        with torch.no_grad():
+            factors = self.rank_part(F.dropout(x.new_ones(len(x), sum(lengths), *x.shape[2:]), rate), lengths)
+        assert factors.shape == x.shape, f"TokenStreams.inputs is wrong about {layer}"
+        # torch rounds the factor to the input's dtype on a CPU alone.
+        return x * factors if x.device.type == "cpu" else x * (factors != 0) * (1 / (1 - rate))
+
+    def attend(
+        self,
+        kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor],
+        name: str,
+        q: Float[Tensor, "batch part heads head_dim"],
+        k: Float[Tensor, "batch part heads head_dim"],
+        v: Float[Tensor, "batch part heads head_dim"],
+        padding_mask: Bool[Tensor, "batch tokens"] | None,
+        dropout: float,
+    ) -> Float[Tensor, "batch part heads head_dim"]:
+        """A kernel's attention, in the call `name`, of this rank's queries to the keys of all ranks. The mask covers all keys."""
+        assert not dropout, "refused before anything was loaded: a mask depends on which rank computes it"
+        lengths = self.within.get(name, self.lengths)
+        ranks, heads = self.ranks, q.shape[2]
+        if heads % ranks.context:
+            keys, values = self._joined(_Gather.apply(ranks, torch.stack([k, v])), 2, lengths).unbind()
+            return kernel(q, keys, values, padding_mask, dropout)
+        # [for which rank, which of the three, batch, part, its heads, head_dim]: one exchange of all three.
+        local_parts = [x.unflatten(2, (ranks.context, -1)).movedim(2, 0) for x in (q, k, v)]
+        q, k, v = self._joined(_AllToAll.apply(ranks, torch.stack(local_parts, 1)), 2, lengths).unbind()
+        out = kernel(q, k, v, padding_mask, dropout)
+        parts = [part.movedim(2, 0) for part in self._padded(out, lengths)]
+        received = _AllToAll.apply(ranks, torch.cat(parts, 2))
+        return received.movedim(0, 2).flatten(2, 3)
+
+    def _padded(self, x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Each stream as [batch, a rank's tokens, ranks, ...]."""
+        num = self.ranks.context
+        parts = []
+        for part, length in zip(x.split(list(lengths), 1), lengths, strict=True):
+            if missing := -length % num:
+                part = torch.cat([part, part.new_zeros(len(part), missing, *part.shape[2:])], 1)
+            parts.append(part.unflatten(1, (num, -1)).transpose(1, 2))
+        return parts
+
+    def _joined(self, parts: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """All tokens in their order, from [ranks, ...] with each rank's parts of the streams in the dimension `dim` of what follows."""
+        sizes = [-(-length // self.ranks.context) for length in lengths]
+        streams = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts.split(sizes, dim + 1)]
+        streams = [stream.narrow(dim, 0, length) for stream, length in zip(streams, lengths, strict=True)]
+        return torch.cat(streams, dim) if len(streams) > 1 else streams[0]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i [i, ...] goes to rank i of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, parts: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_to_all(parts.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.ranks.all_to_all(gradient.contiguous())
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' tensors [ranks, ...]. What each rank does with them is another part of the loss, so gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, x: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.ranks.all_to_all(gradient.contiguous()).sum(0)
+
+
+class _GatherSame(_Gather):
+    """The ranks' tensors [ranks, ...], with which all ranks do the same.
+
+    Their gradients are the same, so that the sum needs no exchange. It is the sum and not their mean: the mean over ranks of each
+    parameter's gradient is then right for those in front of the exchange, which saw a part of the tokens, and for those behind it.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient[ctx.ranks.group_rank] * ctx.ranks.context
 
 
 @dataclass(frozen=True)

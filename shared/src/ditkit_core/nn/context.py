@@ -107,7 +107,7 @@ def scope_set(scope: Any) -> AbstractContextManager[None]:
 
 
 class AttentionExchange(Protocol):
-    """What a block needs of ranks that share the tokens of each sample; `distributed/token_exchange.py: TokenExchange` is the one there is."""
+    """What a block needs of ranks that share the tokens of each sample; `distributed/context_parallel.py: TokenExchange` is the one there is."""
 
     @property
     def calls(self) -> tuple[str, ...]:

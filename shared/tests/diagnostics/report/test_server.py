@@ -12,8 +12,7 @@ from made_runs import HOSTILE, write_run, write_samples
 from report_pages import Page, check_numbers
 
 from ditkit_core.diagnostics.report import server as served
-from ditkit_core.diagnostics.report.log_lines import last_lines
-from ditkit_core.diagnostics.report.server import ReportServer
+from ditkit_core.diagnostics.report.server import ReportServer, last_lines
 from ditkit_core.io.console import keep_log, say
 
 
