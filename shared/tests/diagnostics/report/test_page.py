@@ -188,7 +188,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_run_keeps_its_page_up_to_date(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ditkit_core.commands import export, train
+    from ditkit_core.commands import export, train, train_job
 
     steps: list[int] = []
 
@@ -199,7 +199,7 @@ def test_a_run_keeps_its_page_up_to_date(world: World, monkeypatch: pytest.Monke
         steps.append(max(check, default=0))
         return path
 
-    for module in (export, train):
+    for module in (export, train, train_job):
         monkeypatch.setattr(module, "write_report", spy)
     flags = ("--held_out.clips", "2", "--save.every_steps", "2", "--sample.every_steps", "3")
     assert world.train("run", 4, *flags) == 0
