@@ -151,9 +151,6 @@ def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable
         model: The `StagedModel` with its weights, perhaps with adapters of its own.
         adapters: Files that fit the model.
         dtype_of: The dtype of a base parameter that is not quantized, by name; the products are made in it.
-
-    Raises:
-        UserError: If a DoRA cannot be taken out.
     """
     modules = dict.fromkeys(module for adapter in adapters for module in adapter.file.modules)
     before: list[tuple[nn.Module, str, nn.Module]] = []

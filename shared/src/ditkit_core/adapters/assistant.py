@@ -25,9 +25,6 @@ def ranks_next_to_dora(file: AdapterFile, doras: Collection[str], key: str) -> d
         file: The assistant.
         doras: Those modules.
         key: The setting that names it.
-
-    Raises:
-        UserError: If it has anything but a LoRA there.
     """
     both = {module: file_module for module, file_module in file.modules.items() if module in doras}
     for module, file_module in both.items():
@@ -60,9 +57,6 @@ def put_next_to_doras(
 
     Returns:
         The assistant, and its strength.
-
-    Raises:
-        UserError: If it has anything but a LoRA in a layer with a DoRA.
     """
     if not key:
         return None

@@ -156,11 +156,7 @@ class AdapterConfig:
         return value_for(layer, self._alphas) or self.alpha or self.rank_of(layer)
 
     def check_patterns(self, layers: Collection[str]) -> None:
-        """Refuse patterns that decide nothing for these layers.
-
-        Raises:
-            UserError: Naming the first of them.
-        """
+        """Refuse patterns that decide nothing for these layers."""
         check_used(argument("adapter.rank_pattern"), self._ranks, layers)
         check_used(argument("adapter.alpha_pattern"), self._alphas, layers)
 

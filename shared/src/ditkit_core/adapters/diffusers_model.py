@@ -47,9 +47,6 @@ def load_whole(transformer: nn.Module, folder: Path, convert: Conversion | None)
 
     Returns:
         The folder's tensors.
-
-    Raises:
-        UserError: If names or shapes do not fit the transformer.
     """
     source = SafetensorsSource.open(folder)
     rows_by_name = _converted(source, convert)
@@ -85,9 +82,6 @@ def compare_whole(
 
     Returns:
         One line about what was compared, and the difference.
-
-    Raises:
-        UserError: If the outputs differ.
     """
     with torch.no_grad():
         difference, limit = relative(theirs(), ours()), TOLERANCE[torch.float32]

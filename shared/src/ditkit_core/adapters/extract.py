@@ -101,9 +101,6 @@ def extract(
 
     Returns:
         The adapters, and how much of the difference they represent.
-
-    Raises:
-        UserError: If a transformer does not fit the architecture, the two do not differ, or a value is not finite.
     """
     # Both files are matched to the same names, so they may be in different forms and dtypes.
     shapes = parameters_of(spec.architecture.build, arch)

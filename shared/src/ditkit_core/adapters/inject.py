@@ -48,9 +48,6 @@ def inject(
 
     Returns:
         Names of the modules that have an adapter now, in the model's order; none for `full`.
-
-    Raises:
-        UserError: If a target fits no Linear layer (the message lists the layers and sets), or a pattern none of the chosen ones.
     """
     if config.method == "full":
         model.requires_grad_(True)
@@ -114,11 +111,7 @@ def _peft_config(config: AdapterConfig, targets: Collection[str]) -> Any:
 def target_modules(
     model: nn.Module, targets: Sequence[str], named_sets: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Names of the Linear layers that the targets select, in the model's order.
-
-    Raises:
-        UserError: If a target fits none; the message lists the layers and sets.
-    """
+    """Names of the Linear layers that the targets select, in the model's order."""
     return chosen_of(
         [name for name, module in model.named_modules() if isinstance(module, nn.Linear)], targets, named_sets
     )

@@ -59,10 +59,6 @@ def compare_with_pipeline(
 
     Returns:
         One line about what was compared, and the difference.
-
-    Raises:
-        UserError: If diffusers rejects the file or ignores a part of it, or the outputs differ, as they do if only our adapter has an
-            effect.
     """
     dtype = _matmul_dtype(model)
     with torch.no_grad():
@@ -209,11 +205,7 @@ def _load_factors(transformer: Any, adapter_file: Path, model: StagedModel, name
 
 
 def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, adapter_file: Path) -> None:
-    """Refuse an adapter with modules that diffusers ignores. It only warns about them, and rounding could hide them in the outputs.
-
-    Raises:
-        UserError: With the ignored modules.
-    """
+    """Refuse an adapter with modules that diffusers ignores. It only warns about them, and rounding could hide them in the outputs."""
     weights = {
         part.name for module in adapter_layers(model) for part in names.from_native["diffusers"](f"{module}.weight")
     }

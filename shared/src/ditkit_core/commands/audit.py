@@ -37,11 +37,7 @@ _LONG_SECONDS = 300
 
 
 def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
-    """Audit a run and write the findings into its folder.
-
-    Raises:
-        UserError: If the run could not start as it is configured, or memory runs out.
-    """
+    """Audit a run and write the findings into its folder."""
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         run = jobs_of(create_run(spec, config)).largest
         if run.expert is not None:

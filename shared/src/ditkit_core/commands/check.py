@@ -30,9 +30,6 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
 
     Returns:
         The exit status: 0 if it can be trained, 1 if not.
-
-    Raises:
-        UserError: If the configuration contradicts itself, or the reports cannot be written.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         folder = config.run_folder

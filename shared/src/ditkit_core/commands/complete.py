@@ -58,11 +58,7 @@ def _takes_moved_data(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigCha
 
 
 def _store_moved_data(jobs: Jobs, folder: RunFolder) -> None:
-    """Store where the data of a complete run is now, after a check that it is the same. What generates its samples later reads that there.
-
-    Raises:
-        UserError: Naming a sample that was added, removed or changed.
-    """
+    """Store where the data of a complete run is now, after a check that it is the same. What generates its samples later reads that there."""
     data = jobs.run.data
     for job in jobs:
         check_listed(job.folder, data)

@@ -57,11 +57,7 @@ from ditkit_core.weights.metadata import published_header
 
 
 def convert_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """Do what the options ask for with a file.
-
-    Raises:
-        UserError: For mistakes that the user can fix.
-    """
+    """Do what the options ask for with a file."""
     if options.inspect:
         spec, base = _layers(spec, config, options)
         about = inspect_file(local_path(options.inspect), spec, part=options.part, base=base)
@@ -167,11 +163,7 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 
 
 def _extracts_lokr(adapter: AdapterConfig, rank: int | None) -> bool:
-    """Whether `adapter.method` asks for a LoKr, which `--extract` makes as for LoRA wherever it is defined.
-
-    Raises:
-        UserError: If the method has no nearest adapter, or its rank has no definition.
-    """
+    """Whether `adapter.method` asks for a LoKr, which `--extract` makes as for LoRA wherever it is defined."""
     if adapter.method == "loha":
         raise UserError(
             "--extract: nothing computes the LoHa nearest to a difference; leave adapter.method out for a LoRA, or set --adapter.method lokr"
@@ -350,9 +342,6 @@ def _out(out_flag: str, source: Path, mark: str) -> Path:
         out_flag: The `--out` flag; empty for a file next to `source`.
         source: The file or folder that the adapter is made from.
         mark: Suffix that is appended to its name.
-
-    Raises:
-        UserError: If the path is a folder, no .safetensors file, or exists.
     """
     stem = source.name if source.is_dir() else source.name.removesuffix(".index.json").removesuffix(".safetensors")
     path = local_path(out_flag) if out_flag else source.with_name(f"{stem}{mark}.safetensors")

@@ -23,11 +23,7 @@ from ditkit_core.run.train_data import base_steps
 
 
 def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
-    """Encode the run's data into the cache, and do what the options ask for; nothing is trained.
-
-    Raises:
-        UserError: If the run is not valid, or the folder of `--dump` is not apart from the data.
-    """
+    """Encode the run's data into the cache, and do what the options ask for; nothing is trained."""
     check_run(
         create_run(spec, config)
     )  # the same checks as before training: what a run would refuse is not worth encoding
@@ -89,11 +85,7 @@ def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) ->
 
 
 def _check_dump(data: RunData, folder: Path) -> None:
-    """Refuse to write samples into the folders of the data, where they would be read as clips or overwrite some.
-
-    Raises:
-        UserError: If the folder is inside one of these folders, or contains one.
-    """
+    """Refuse to write samples into the folders of the data, where they would be read as clips or overwrite some."""
     target, section = folder.resolve(), data.config.data
     folders = [*section.folders, section.folder, section.references, section.masks]
     folders += [item.partition("=")[2] for item in section.controls]

@@ -56,11 +56,7 @@ from ditkit_core.training.trainer import Callback
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """Write a run's trained weights for other programs.
-
-    Raises:
-        UserError: If the run has no save, or cannot be exported in this form, dtype or place.
-    """
+    """Write a run's trained weights for other programs."""
     # A flag replaces the run's list of forms: somebody who names one wants that file alone.
     wanted = replace(
         config.export,

@@ -74,9 +74,6 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     Returns:
         The exit status that a plan of the chosen settings has: 0; or 3 if no settings fit, or if encoding or sampling does not fit with
         them.
-
-    Raises:
-        UserError: If a GPU or the model is unknown, or the file to write exists.
     """
     out = local_path(options.write) if options.write else None
     if out is not None and out.exists():
@@ -164,11 +161,7 @@ def _samples_on(config: RunConfig, index: int) -> bool:
 
 
 def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
-    """The search problem of a run on these GPUs.
-
-    Raises:
-        UserError: If one of them has no products in the 8 bits of base.compute.
-    """
+    """The search problem of a run on these GPUs."""
     check_formats(run.config.base.compute, gpus)
     job = planned_step(run, gpus=gpus).job
     return task_of(job, gpus, formats_of(job))
@@ -253,9 +246,6 @@ def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLay
     Args:
         tasks: From `tasks_of`.
         ranks: Processes and machines.
-
-    Raises:
-        UserError: If the run cannot have these ranks.
     """
     parse_links(link, ranks)  # a mistake in it is reported before the search
     refused: list[str] = []

@@ -42,11 +42,7 @@ def option(
 
 
 def check_combination(options: Any) -> None:
-    """Check that the given options can be combined.
-
-    Raises:
-        UserError: If an option excludes another one, or is given without an option that it needs.
-    """
+    """Check that the given options can be combined."""
     fields = _given(options)
     flags = {field.name: _flag(field) for field in fields}
     # Contradictions are reported first: if two options exclude each other, adding a missing third one does not help.
@@ -358,9 +354,6 @@ def parse_rank(text: str) -> tuple[int | None, float]:
 
     Returns:
         The rank, None if it is to be chosen by energy; and the share of energy to keep, above 0 and at most 1.
-
-    Raises:
-        UserError: If the text is neither.
     """
     auto, colon, share = text.rpartition(":")
     with suppress(ValueError):

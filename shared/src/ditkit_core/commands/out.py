@@ -12,11 +12,7 @@ from ditkit_core.io.files import temporary_path
 
 
 def check_kind(out: Path, *, is_transformer: bool) -> None:
-    """Refuse a path of the wrong kind: a whole transformer is written into a folder, an adapter into a file.
-
-    Raises:
-        UserError: With the path.
-    """
+    """Refuse a path of the wrong kind: a whole transformer is written into a folder, an adapter into a file."""
     if is_transformer and (out.is_file() or out.suffix == ".safetensors"):
         raise UserError(f"--out {out} names a file, and a whole transformer is written into a folder; name a folder")
     if not is_transformer and (out.is_dir() or out.suffix != ".safetensors"):
@@ -24,11 +20,7 @@ def check_kind(out: Path, *, is_transformer: bool) -> None:
 
 
 def check_free(paths: Iterable[Path]) -> None:
-    """Refuse to replace a file, or a folder that is not empty: it may be somebody's only copy.
-
-    Raises:
-        UserError: With the first one.
-    """
+    """Refuse to replace a file, or a folder that is not empty: it may be somebody's only copy."""
     for path in paths:
         if path.is_file() or any(path.glob("*")):
             raise UserError(f"{path} exists; name another one with --out, or remove it")
@@ -36,11 +28,7 @@ def check_free(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def put_into(folder: Path) -> Iterator[Path]:
-    """A new folder next to the files of another, into which they are moved when the block ends; the same command may run again.
-
-    Raises:
-        UserError: If a file is there with another content.
-    """
+    """A new folder next to the files of another, into which they are moved when the block ends; the same command may run again."""
     unfinished = temporary_path(folder / "export")
     unfinished.mkdir(parents=True)
     try:

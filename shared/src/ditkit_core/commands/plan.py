@@ -27,9 +27,6 @@ def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
 
     Returns:
         0 if the run fits its devices, `DOES_NOT_FIT` if not.
-
-    Raises:
-        UserError: If the run could not start as it is configured.
     """
     # JSON alone goes to stdout, so that a script can pipe it; progress and notes go to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():

@@ -38,9 +38,6 @@ def check_paths(
         verb: The option that selects other work of the command (`plan`, `check`, …), or empty.
         components: Keys of `[model]` whose files every architecture of the family reads.
         run_file: The run file; people write paths as if they began at its folder.
-
-    Raises:
-        UserError: For the first one that is missing.
     """
     folder, starts = config.run_folder, [] if run_file is None else [run_file.parent]
     if command == "train" and not verb:
@@ -84,11 +81,7 @@ _FOR_WEIGHTS = {
 
 
 def check_run_file(command: str, path: Path) -> None:
-    """Refuse what is given as the run file and is something else that a command takes, before it is read as TOML.
-
-    Raises:
-        UserError: With the flag for it.
-    """
+    """Refuse what is given as the run file and is something else that a command takes, before it is read as TOML."""
     refused = f"{path} is no run file"
     if path.is_dir():
         if RunFolder(path).config_file.is_file():
@@ -107,9 +100,6 @@ def check_family(command: str, folder: RunFolder, name: str) -> None:
         command: `train`, `encode`, `sample` or `export`.
         folder: The folder that the configuration names, whether there is a run or not.
         name: The family of the command.
-
-    Raises:
-        UserError: If the folder says that it is another one's.
     """
     family = json_part(folder.about, "model").get(
         "family", name

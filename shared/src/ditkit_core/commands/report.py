@@ -38,11 +38,7 @@ from ditkit_core.training.trainer import TrainResult
 
 
 def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
-    """Rewrite report.html of the run in `run.folder`; also works while the run is training.
-
-    Raises:
-        UserError: If the folder contains no run that has begun to train.
-    """
+    """Rewrite report.html of the run in `run.folder`; also works while the run is training."""
     say(f"report:   {write_report(config.run_folder.path)}")
 
 

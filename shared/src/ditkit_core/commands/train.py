@@ -38,7 +38,6 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     """Do everything that is missing between clips and verified exports.
 
     Raises:
-        UserError: For mistakes that the user can fix, before anything slow where possible.
         Interrupted: If a signal ended it early.
     """
     ranks = current_ranks()

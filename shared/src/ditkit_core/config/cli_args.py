@@ -54,9 +54,6 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type, *, section: 
 
     Returns:
         The values and options that were given.
-
-    Raises:
-        UserError: If a flag is unknown, lacks its value, or has a value of the wrong type.
     """
     keys = config_fields(tree)
     hints = {key: field.type for key, field in keys.items()}

@@ -13,9 +13,6 @@ def command_words(written: Sequence[str], key: str) -> list[str]:
     Args:
         written: The value of the key; empty for no command.
         key: Its name, for messages.
-
-    Raises:
-        UserError: If it names no program, or quotes in the text do not end.
     """
     try:
         words = (

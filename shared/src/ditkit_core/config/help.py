@@ -29,9 +29,6 @@ def format_help(
         options: Dataclasses of the command's options.
         topic: What is asked for: `all`, a section, a key, or `short` for the options and the keys that matter.
         keys: The keys that matter, by title.
-
-    Raises:
-        UserError: If there is no such topic.
     """
     fields_by_key, sections = config_fields(tree), config_sections(tree)
     if topic in fields_by_key:

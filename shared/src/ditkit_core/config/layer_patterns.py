@@ -25,9 +25,6 @@ def parse_patterns(key: str, entries: Sequence[str], metavar: str, *, is_integer
         entries: Its entries.
         metavar: What a value is, for messages.
         is_integer: Whether values are whole numbers of at least 1; otherwise any number above 0.
-
-    Raises:
-        UserError: If an entry is not of this form, or a pattern is given twice.
     """
     by_pattern: dict[str, float] = {}
     for entry in entries:
@@ -51,11 +48,7 @@ def value_for(layer: str, values: Mapping[str, float]) -> float | None:
 
 
 def check_used(key: str, values: Mapping[str, float], layers: Iterable[str]) -> None:
-    """Refuse patterns that decide nothing.
-
-    Raises:
-        UserError: If a pattern fits no layer, or only layers that a pattern before it fits.
-    """
+    """Refuse patterns that decide nothing."""
     layers = list(layers)
     decided = {next((pattern for pattern in values if fits(layer, pattern)), None) for layer in layers}
     for pattern in values:

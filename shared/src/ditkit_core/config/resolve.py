@@ -40,10 +40,6 @@ def resolve(
         stored: Folder of a run to continue: its stored configuration is read, and `run.folder` is this folder.
         flags: Checked values from the command line.
         name: Names the run's folder in `runs/` if neither a layer nor the run file's name does.
-
-    Raises:
-        UserError: If a file cannot be read, a key is unknown, a value has the wrong type or is refused by its section, or flags name another
-            folder than `stored`.
     """
     # So that the runs of two run files never share a folder; a stored run has its own.
     layers = [Layer("by default", {"run.folder": f"runs/{name if file is None else file.stem}"})]
@@ -67,11 +63,7 @@ def resolve(
 
 
 def build_config(tree: type[Tree], layers: list[Layer]) -> Tree:
-    """Build the configuration from layers; later layers win.
-
-    Raises:
-        UserError: If a section refuses its values; the message also says where the values were set.
-    """
+    """Build the configuration from layers; later layers win."""
     values, sections = _merged(layers), {}
     origins = {key: layer.where for layer in layers for key in layer.values}
     for section, section_type in config_sections(tree).items():

@@ -14,11 +14,7 @@ SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(?:gib|gb|g)")
 
 
 def parse_size(text: str, key: str) -> int:
-    """The bytes of a size such as `64GiB`; GB are read as GiB, as in the names of GPUs (an 80 GB GPU has 80 GiB).
-
-    Raises:
-        UserError: If the text is not a size.
-    """
+    """The bytes of a size such as `64GiB`; GB are read as GiB, as in the names of GPUs (an 80 GB GPU has 80 GiB)."""
     match = SIZE.fullmatch(text.strip().lower())
     if not match:
         raise UserError(f"{key} {text!r} is not a size; write {key} 64GiB")
@@ -39,9 +35,6 @@ def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Nu
 
     Returns:
         `num_devices` values.
-
-    Raises:
-        UserError: If there is neither one value per device nor one for all.
     """
     if len(values) not in (0, 1, num_devices):
         raise UserError(

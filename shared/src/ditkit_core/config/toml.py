@@ -18,11 +18,7 @@ from ditkit_core.errors import UserError
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file without checking its keys.
-
-    Raises:
-        UserError: If the file cannot be read or is not TOML in UTF-8; the message names file and line.
-    """
+    """Read a TOML file without checking its keys."""
     try:
         with open(path, "rb") as file:
             content = file.read(_MOST_BYTES)
@@ -130,9 +126,6 @@ def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[st
 
     Args:
         stored: Whether a run stored the file, perhaps with another version: unknown keys are ignored, and former names are accepted.
-
-    Raises:
-        UserError: If the file cannot be read, a key or section is unknown, or a value has the wrong type.
     """
     where, fields_by_key = f"in {path}", config_fields(tree)
     if stored:
@@ -144,11 +137,7 @@ def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[st
 
 
 def read_stored_file(tree: type, path: Path) -> dict[str, Any]:
-    """Read the values that a run stored, unchecked, by dotted key; renamed keys get their present names.
-
-    Raises:
-        UserError: If the file cannot be read or is not TOML in UTF-8.
-    """
+    """Read the values that a run stored, unchecked, by dotted key; renamed keys get their present names."""
     values, renamed = flatten(read_toml(path)), renamed_keys(tree)
     # A file with both names was written by the present version, so the present name takes precedence.
     return {renamed.get(key, key): value for key, value in values.items() if renamed.get(key) not in values}

@@ -44,9 +44,6 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
 
     Returns:
         The value in the type of the key.
-
-    Raises:
-        UserError: If the type does not accept it; the message names the key, the place, the expected type and the value.
     """
     wrapped = [raw] if Ellipsis in get_args(field.type) and not isinstance(raw, list) else raw
     try:
@@ -69,9 +66,6 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
 
     A list is a TOML array, or the flag is repeated for each item. Commas do not separate items, because captions and paths contain commas.
     If a flag that is not a list is repeated, the last text counts.
-
-    Raises:
-        UserError: As `value_from_file`.
     """
     try:
         raw: Any = texts[-1]
@@ -99,9 +93,6 @@ def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
     """Check that a run file can contain the characters of a value, and that a path is valid.
 
     Checked here once, because sections look up paths in many places, and each would need a message of its own.
-
-    Raises:
-        UserError: If a value fails a check; the message names the key and the place.
     """
     for text in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(text, str):

@@ -26,9 +26,6 @@ def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tu
 
     Returns:
         Height and width of each bucket, sorted.
-
-    Raises:
-        UserError: If no size fits the step and the aspect ratio.
     """
     area = height * width
     sizes: set[Size] = set()

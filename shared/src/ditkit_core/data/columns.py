@@ -47,11 +47,7 @@ def media_columns(headers: Iterable[str]) -> tuple[str, ...]:
 
 
 def only_column(where: str, headers: Iterable[str], accepted: tuple[str, ...], kind: str) -> str:
-    """The one accepted column among the headers.
-
-    Raises:
-        UserError: If none of the accepted columns is present, or several are.
-    """
+    """The one accepted column among the headers."""
     names = list(headers)
     matches = [name for name in names if name in accepted]
     if len(matches) > 1:
@@ -78,9 +74,6 @@ def reference_columns(
 
     Args:
         headers: The headers that are present, without the model's own columns.
-
-    Raises:
-        UserError: If a header is a misspelt reference column, is ambiguous, or occurs twice.
     """
     headers = list(headers)
     numbered = {name: number for name in headers if (number := number_of(name)) is not None}

@@ -142,9 +142,6 @@ class DataConfig:
         Args:
             frame_step: Clips have 1 + k * frame_step frames; 0 if the model takes still images only.
             size_step: Height and width are multiples of this many pixels.
-
-        Raises:
-            UserError: If a setting does not fit the model.
         """
         for frames in self.lengths:
             several = f"data.frame_buckets = {list(self.frame_buckets)}: {frames}"

@@ -50,9 +50,6 @@ def control_headers(
 
     Returns:
         By header, the names of its columns. The columns of a list include those that have a header of their own, which takes precedence.
-
-    Raises:
-        UserError: If a column is present under two names, or a header is misspelt.
     """
     names = {name: [column.name for column in targets] for name, targets in named_columns(columns).items()}
     headers = [header for header in headers if isinstance(header, str)]
@@ -83,11 +80,7 @@ def control_headers(
 
 
 def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -> list[str]:
-    """The column of `control_path_0` if the model takes a single file as `control_path`; empty for any other header.
-
-    Raises:
-        UserError: If the number is above 0: the model takes one file.
-    """
+    """The column of `control_path_0` if the model takes a single file as `control_path`; empty for any other header."""
     if NUMBERED_REFERENCES not in names or (number := number_of(header)) is None:
         return []
     targets = names[NUMBERED_REFERENCES]
@@ -107,9 +100,6 @@ def control_values(
 
     Returns:
         Path or text by column name, in the order of `columns`.
-
-    Raises:
-        UserError: If a value is not a path (in a text column: neither a text nor numbers), or a list has more values than free columns.
     """
     kinds = {column.name: column.kind for column in columns}
     column_values: dict[str, str] = {}
@@ -155,11 +145,7 @@ def _is_number(value: object) -> bool:
 
 
 def control_folders(settings: Sequence[str], columns: Sequence[Column], masks: str = "") -> dict[str, Path]:
-    """The folders in `data.controls` and `data.masks`, by column.
-
-    Raises:
-        UserError: If an item is not `column=folder`, or names an unknown column, a column twice, or a folder that does not exist.
-    """
+    """The folders in `data.controls` and `data.masks`, by column."""
     names = {name: targets[0].name for name, targets in named_columns(columns).items()}
     folder_by_column: dict[str, Path] = {}
     for item in settings:
@@ -207,9 +193,6 @@ def controls_by_name(
 
     Returns:
         The file of each clip by id and column, and the files that match no clip.
-
-    Raises:
-        UserError: If no file in a folder has the name of a clip.
     """
     controls: dict[str, dict[str, Control]] = defaultdict(dict)
     left_over: list[str] = []
@@ -261,9 +244,6 @@ def checked_control(
 
     Returns:
         The path of the file; for a text column the text itself.
-
-    Raises:
-        UserError: If the file cannot be used.
     """
     if column.kind == "text":
         return name
@@ -312,11 +292,7 @@ def checked_control(
 
 
 def text_of(folder: Path, name: str, *, allow_outside: bool) -> str:
-    """Read the file of a text column.
-
-    Raises:
-        UserError: If it is outside the folder, empty or not a text.
-    """
+    """Read the file of a text column."""
     text = read_dataset_text(folder, name, allow_outside=allow_outside).strip()
     if not text:
         raise UserError(f"{folder / name} is empty; fill it in or remove it")

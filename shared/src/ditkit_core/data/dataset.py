@@ -128,10 +128,6 @@ def scan(
 
     Returns:
         The samples and the files that were left out.
-
-    Raises:
-        UserError: If a setting does not fit the model, a folder is unusable or has no usable sample, or an entry is bad
-            and the configuration does not skip it.
     """
     config = config.with_home()
     folders, key = (config.folders, "data.folders") if config.folders else ((config.folder,), key)
@@ -308,9 +304,6 @@ class _Reader:
             entries: The records with this id; more than one is an error.
             references: Its images in `data.references`, or the reason why they cannot be used.
             controls: Its files in `data.controls` by column.
-
-        Raises:
-            UserError: If the record cannot be used.
         """
         entry, folder = entries[0], Path(self.config.folder)
         _check_single(id, entries, folder)

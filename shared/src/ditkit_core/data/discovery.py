@@ -60,9 +60,6 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
         The records in the order of the file, or of the sorted paths. Then files that were probably meant as samples and are none, as
         (files, reason): if a file lists the clips, those with a caption of their own that it does not list; otherwise those that look
         like clips but are of a format that is not read, one entry for each format.
-
-    Raises:
-        UserError: If the metadata as a whole cannot be used.
     """
     folder = reader.folder
     list_names = (
@@ -121,9 +118,6 @@ def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = F
 
     Returns:
         Usually one name or none; several if `data.metadata` has to choose.
-
-    Raises:
-        UserError: If the folder cannot be read.
     """
     if names := [name for name in METADATA_NAMES if status(folder / name) is not None]:
         return names
@@ -239,11 +233,7 @@ def _masks_by_clip(media: Sequence[str], texts: _Texts) -> dict[str, list[str]]:
 
 
 def _hint_at_tables(folder: Path) -> None:
-    """Explain a folder without media files that has a Parquet table, which may contain them.
-
-    Raises:
-        UserError: If there is such a table; the message names it.
-    """
+    """Explain a folder without media files that has a Parquet table, which may contain them."""
     table = next((path for pattern in ("*.parquet", "*/*.parquet") for path in sorted(folder.glob(pattern))), None)
     if table is not None:
         raise UserError(
@@ -297,9 +287,6 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
 
     Args:
         image_folders: Whether a subfolder that contains only numbered images is listed instead of its images.
-
-    Raises:
-        UserError: If a folder cannot be read.
     """
     for directory, folders, names in walk(folder, skip=skip):
         if image_folders and directory != Path(folder) and not folders and numbered(names):
@@ -354,11 +341,7 @@ def _not_listed(reader: Reader, path: Path, entries: Sequence[Record]) -> list[t
 
 
 def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
-    """The records of a media list and the caption list next to it.
-
-    Raises:
-        UserError: If there is no caption list, or several, or one of another length: then it is unclear which lines belong together.
-    """
+    """The records of a media list and the caption list next to it."""
     captions = _caption_list(reader, path)
     clips, texts = _lines(text), _lines(_read_list(reader, captions))
     if len(clips) != len(texts):

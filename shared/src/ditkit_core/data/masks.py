@@ -37,9 +37,6 @@ def checked_mask(mask: Path, media: Path, size: tuple[int, int]) -> Path:
     Args:
         mask: A readable image or video, long enough.
         size: Height and width of the clip's file.
-
-    Raises:
-        UserError: If the mask of an image is a video, or the mask has another aspect ratio than its clip.
     """
     if media_kind(media) == "image" and media_kind(mask) == "video":
         raise UserError(f"mask {mask} is a video, but {media} is an image; convert the mask to an image")

@@ -79,11 +79,7 @@ class Reader:
         return stored_path(self.folder, path)
 
     def check_media(self, where: str, paths: Sequence[str]) -> None:
-        """Refuse a path that is not a media file by its name. The check is made here so that the message names the line.
-
-        Raises:
-            UserError: If a path has another extension; the message names the line and the path.
-        """
+        """Refuse a path that is not a media file by its name. The check is made here so that the message names the line."""
         try:
             for path in paths:
                 if status(self.folder / path) is None:
@@ -94,11 +90,7 @@ class Reader:
             raise error.at(where) from error
 
     def split(self, where: str, texts: Sequence[str]) -> tuple[str, ...]:
-        """The captions in some texts: one for each text, or one for each line, as `data.captions` says.
-
-        Raises:
-            UserError: If a text is empty, too long, or not valid UTF-8.
-        """
+        """The captions in some texts: one for each text, or one for each line, as `data.captions` says."""
         captions = []
         for text in texts:
             lines = text.splitlines() if self.captions == "lines" else [text]
@@ -129,11 +121,7 @@ def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
 
 
 def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
-    """The records of a JSON list of objects.
-
-    Raises:
-        UserError: If the text is not a JSON list; errors in single entries are part of the records.
-    """
+    """The records of a JSON list of objects."""
     rows = _json(str(path), text, "file")
     if not isinstance(rows, list):
         raise UserError(f'{path} is not a JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]')
@@ -165,11 +153,7 @@ def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
-    """The records of a CSV table whose first line names the columns.
-
-    Raises:
-        UserError: If the text is not valid CSV, or its columns cannot be used; errors in single lines are part of the records.
-    """
+    """The records of a CSV table whose first line names the columns."""
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     try:
         where = f"{path} line 1"

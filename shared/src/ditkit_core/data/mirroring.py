@@ -21,9 +21,6 @@ def check_flip(samples: Sequence[Sample], columns: Sequence[Column]) -> None:
     Args:
         samples: All samples.
         columns: The model's condition columns.
-
-    Raises:
-        UserError: If a caption has a word for a side, or a sample has a condition that is not an image or a video.
     """
     for column in columns:
         named = next((sample for sample in samples if column.name in sample.controls), None)

@@ -31,9 +31,6 @@ def references_by_name(
     Returns:
         For each sample that has references, their paths relative to the folder, or the reason why they cannot be used. Then the files
         that match no sample.
-
-    Raises:
-        UserError: If the folder cannot be read, or nothing in it has the name of a sample.
     """
     if not config.references:
         return {}, []
@@ -81,11 +78,7 @@ def _in_order(folder: Path, id: str, files: dict[int | None, list[str]]) -> tupl
 def checked_references(
     folder: Path, names: Sequence[str], reference_size: ReferenceSize, *, allow_outside: bool
 ) -> tuple[Path, ...]:
-    """Check the references of one sample, and return their paths.
-
-    Raises:
-        UserError: If a reference is outside the folder, cannot be read, or has a size that the model does not take.
-    """
+    """Check the references of one sample, and return their paths."""
     for name in names:
         inside(folder, name, allow_outside=allow_outside)
     paths = tuple(folder / name for name in names)
@@ -94,11 +87,7 @@ def checked_references(
 
 
 def encoded_sizes(paths: Sequence[Path], reference_size: ReferenceSize) -> list[tuple[int, int]]:
-    """Height and width in pixels that each reference of one sample is encoded at.
-
-    Raises:
-        UserError: If a file is not an image, cannot be read, or has a size that the model does not take.
-    """
+    """Height and width in pixels that each reference of one sample is encoded at."""
     sizes = []
     for path in paths:
         if media_kind(path) == "video":

@@ -46,9 +46,6 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
     Args:
         mesh: The ranks; by default all of them. With two dimensions, parameters are sharded over the second and
             replicated over the first.
-
-    Raises:
-        UserError: Without a process group, for a model that is sharded already, or for a model on several devices.
     """
     devices = {parameter.device for parameter in model.parameters()}
     if (ranks := world()) is None:
@@ -78,9 +75,6 @@ def divide(
 
     Returns:
         The trained parameters that stay whole, which are left to `reduce_whole`.
-
-    Raises:
-        UserError: For a quantized base that this torch cannot shard.
     """
     if not shards_integers() and not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise UserError(
@@ -193,9 +187,6 @@ def check_reduced(model: nn.Module | StagedModel) -> None:
 
     FSDP2 does not report this: where blocks are sharded and the model around them is not, the ranks' embeddings drift apart silently.
     Call it again after anything is added to a sharded model.
-
-    Raises:
-        UserError: With the name of the first such parameter.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor) and parameter not in _REDUCED:

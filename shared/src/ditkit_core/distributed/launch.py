@@ -30,9 +30,6 @@ def check_launch() -> None:
     """Refuse one of several processes that does not know its place: each of them would train the whole run alone.
 
     Scripts that start processes with srun or mpirun set some of the variables, and DeepSpeed's launcher has another name for the last one.
-
-    Raises:
-        UserError: With the variables that are missing.
     """
     missing = [name for name in _NAMES if not os.environ.get(name, "").isdecimal()]
     size = os.environ.get("WORLD_SIZE", "")

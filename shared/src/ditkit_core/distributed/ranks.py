@@ -108,11 +108,7 @@ class Ranks:
             self.on_step(step)
 
     def grouped(self, context: int) -> "Ranks":
-        """These ranks in context groups of so many; all ranks call it at once.
-
-        Raises:
-            UserError: If ranks are left over.
-        """
+        """These ranks in context groups of so many; all ranks call it at once."""
         if context == 1:
             return self
         if self.size % context:
@@ -272,11 +268,7 @@ class Ranks:
         self.broadcast_object({"ask": request})
 
     def check_same(self, about: Mapping[str, str]) -> None:
-        """Refuse ranks that differ from the first in something that must be the same, by name.
-
-        Raises:
-            UserError: With the first difference; on all ranks.
-        """
+        """Refuse ranks that differ from the first in something that must be the same, by name."""
         by_rank = self.all_gather_object({"host": socket.gethostname(), **about})
         for rank, facts in enumerate(by_rank):
             for name, value in facts.items():
@@ -291,9 +283,6 @@ class Ranks:
 
         Args:
             local: The number of this process's GPU.
-
-        Raises:
-            UserError: With the first two; on all ranks.
         """
         import torch
 

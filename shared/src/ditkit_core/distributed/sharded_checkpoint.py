@@ -35,9 +35,6 @@ def write_part(folder: Path, part: Part, ranks: Ranks) -> Mapping[str, Any]:
 
     Returns:
         The entries of all ranks' files for the index of the save.
-
-    Raises:
-        UserError: On all ranks, if one of them cannot write.
     """
     files: dict[str, Any] = {}
     failure, problem = "", f"rank {ranks.rank} cannot write its part of {folder.parent}"
@@ -77,11 +74,7 @@ class BackgroundWriter:
         self._writing = self._thread.submit(write)
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if any.
-
-        Raises:
-            UserError: If it could not be written.
-        """
+        """Wait for the save that is being written, if any."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -31,9 +31,6 @@ def open_run(path: Path, config: Any, ranks: Ranks | None = None) -> Iterator[tu
 
     Yields:
         The folder, and the stated changes against the stored configuration, which the caller logs.
-
-    Raises:
-        UserError: As `RunFolder.check`; or if another process uses the folder, it cannot be written to, or a rank sees another one.
     """
     folder, ranks = RunFolder(Path(path)), ranks or Ranks()
     if not ranks.is_first:
@@ -71,9 +68,6 @@ def check_shared(folder: Path, key: str, ranks: Ranks) -> None:
         folder: The folder. Where the first rank cannot write there, nothing is checked.
         key: What configures it.
         ranks: The processes that train the run together.
-
-    Raises:
-        UserError: On all ranks, with the first that sees another folder.
     """
     if ranks.size == 1:
         return

@@ -94,11 +94,7 @@ def siblings(processes: Sequence[tuple[int, str]]) -> dict[int, Process]:
 
 
 def refuse_shared_gpus(num: int) -> None:
-    """Refuse so many processes of one torchrun on a machine with fewer GPUs.
-
-    Raises:
-        UserError: With the number that it has.
-    """
+    """Refuse so many processes of one torchrun on a machine with fewer GPUs."""
     import torch
 
     gpus = torch.cuda.device_count()

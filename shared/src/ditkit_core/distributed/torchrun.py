@@ -65,10 +65,6 @@ def joined_ranks(config: RanksConfig, device: str, about: Mapping[str, str]) -> 
         config: The `[ranks]` section.
         device: Where the run trains, as in `train.device`.
         about: What must be the same for all ranks, by name: versions, settings.
-
-    Raises:
-        UserError: If a rank does not start, ranks differ in something, two would use one GPU, or `ranks.context` does not divide
-            them; or out of memory.
     """
     global _present
     if (launch := launched()) is None:
@@ -212,11 +208,7 @@ def _rendezvous(launch: Launch, store: "Store", early: "Store") -> "Store":
 
 
 def _starting(launch: Launch, early: "Store", missing: "set[int]") -> Iterator[None]:
-    """Look for the missing ranks again and again. In a wait inside of torch, Python would handle no signal, such as torchrun's own.
-
-    Raises:
-        UserError: If they do not start in time, or one has said why it ends.
-    """
+    """Look for the missing ranks again and again. In a wait inside of torch, Python would handle no signal, such as torchrun's own."""
     end = time.monotonic() + _START_SECONDS
     while missing:
         yield

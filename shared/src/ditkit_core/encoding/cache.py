@@ -84,7 +84,6 @@ def opened(path: Path) -> Iterator[Any]:
     Raises:
         FileNotFoundError: If there is none, or another process has just removed it.
         SafetensorError: If it is truncated or not such a file.
-        UserError: If it cannot be read.
     """
     try:
         with open(path, "rb"):  # safe_open reports every file that it may not read as missing
@@ -121,11 +120,7 @@ def matches_digest(file: Any, tensors: Mapping[str, Tensor]) -> bool | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file of the cache, if it is still there.
-
-    Raises:
-        UserError: If it cannot be removed.
-    """
+    """Remove a file of the cache, if it is still there."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -160,11 +155,7 @@ class Cache:
         return self._read(kind, key, _shapes)
 
     def get(self, kind: str, key: str) -> dict[str, Tensor] | None:
-        """The tensors of an entry on the CPU, or None if it is absent. The first time, they are compared with the stored digest.
-
-        Raises:
-            UserError: If the entry cannot be read, or cannot be removed although it is damaged.
-        """
+        """The tensors of an entry on the CPU, or None if it is absent. The first time, they are compared with the stored digest."""
         path = self.path(kind, key)
 
         def tensors(file: Any) -> dict[str, Tensor] | None:
@@ -184,9 +175,6 @@ class Cache:
 
         Args:
             encode_again: Called if the entry was damaged, to store it again.
-
-        Raises:
-            UserError: If the entry was removed since by somebody else, or cannot be encoded again.
         """
         taken = read(kind, key)
         if taken is None and self.path(kind, key) in self._removed and not _ahead.get():
@@ -204,9 +192,6 @@ class Cache:
             key: The result of `key` for everything that the entry depends on.
             tensors: Tensors by name; copied to the CPU.
             metadata: Information for people who inspect the file; not read back.
-
-        Raises:
-            UserError: If the entry cannot be written.
         """
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with atomic_write(self.path(kind, key)) as temporary:
@@ -298,9 +283,6 @@ class MediaHashes:
 
         Args:
             as_stored: Whether an image's colours are not converted when it is read, as for a mask.
-
-        Raises:
-            UserError: If the file cannot be read.
         """
         try:
             if path.is_dir():
@@ -353,11 +335,7 @@ class MediaHashes:
         return [path for path in map(Path, self._entries) if path.is_file()]
 
     def has_changed_unseen(self, path: Path) -> bool:
-        """Read all of a file whose hash is remembered: whether its content is another although nothing else of it has changed.
-
-        Raises:
-            UserError: If the file cannot be read.
-        """
+        """Read all of a file whose hash is remembered: whether its content is another although nothing else of it has changed."""
         try:
             remembered = self._remembered(path, _FileState.of(path))
             return remembered is not None and remembered[0] != file_hash(path)

@@ -37,9 +37,6 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
 
     Args:
         advance: Called with 1.0 after each entry.
-
-    Raises:
-        UserError: If a file cannot be read or removed.
     """
     checked, without, damaged = 0, 0, []
     for path in cache.entries():
@@ -68,9 +65,6 @@ def changed_sources(cache: Cache, advance: Callable[[float], None] = NullProgres
 
     Returns:
         The files whose content is another although their sizes, times and samples are as they were.
-
-    Raises:
-        UserError: If a file cannot be read.
     """
     remembered, changed = MediaHashes(cache.folder), []  # not inside: other processes would wait for hours
     for path in remembered.files():
@@ -107,11 +101,7 @@ class Rule:
 
 
 def parse_rule(text: str) -> Rule:
-    """Parse a rule: `unused`, `30d`, `50GB`.
-
-    Raises:
-        UserError: If the text is not a rule.
-    """
+    """Parse a rule: `unused`, `30d`, `50GB`."""
     written = text.strip().upper()
     if written == "UNUSED":
         return Rule(unused=True)
@@ -130,9 +120,6 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
 
     Returns:
         What was removed and what is left.
-
-    Raises:
-        UserError: If a file cannot be removed.
     """
     now = time.time() if now is None else now
     for leftover in cache.folder.glob("**/.*.tmp"):  # of a process that was killed while it wrote
@@ -161,11 +148,7 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
 
 
 def keys_in(records: Iterable[Path]) -> set[str]:
-    """The cache keys that runs need, read from the files in which they list their samples.
-
-    Raises:
-        UserError: If a file cannot be read: then it is unknown what its run needs.
-    """
+    """The cache keys that runs need, read from the files in which they list their samples."""
     keys: set[str] = set()
     for record in records:
         for parts in read_json_object(record, "remove that run, or prune by age or size").values():

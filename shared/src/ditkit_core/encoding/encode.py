@@ -176,9 +176,6 @@ def encode_references(
 
     Returns:
         The latents of each image, in order.
-
-    Raises:
-        UserError: If a file is not an image, cannot be read, or has a size that the model does not take.
     """
     clips = _reference_clips(paths, reference_size)
     keys = _media_keys(clips, cache, media_encoder, progress)
@@ -243,11 +240,7 @@ class Conditioning:
         return {name: tuple(conditions) for name, conditions in conditions_by_name.items()}
 
     def used(self, inputs: Mapping[str, ClipInputs], *, keep_going: bool = False) -> list[dict[str, Used]]:
-        """The columns that each conditioner reads for each clip, by name; with `keep_going` possibly the reason why it cannot.
-
-        Raises:
-            UserError: The first failure; with `keep_going` only a failure that affects every sample (a missing package).
-        """
+        """The columns that each conditioner reads for each clip, by name; with `keep_going` possibly the reason why it cannot."""
         columns_by_conditioner: list[dict[str, Used]] = []
         for conditioner in self.conditioners:
             columns_by_name: dict[str, Used] = {}
@@ -264,11 +257,7 @@ class Conditioning:
         return columns_by_conditioner
 
     def check(self, controls: ClipInputs) -> None:
-        """Read everything that would be encoded for a clip or a prompt, without loading weights.
-
-        Raises:
-            UserError: If it cannot be encoded.
-        """
+        """Read everything that would be encoded for a clip or a prompt, without loading weights."""
         for conditioner in self.conditioners:
             conditioner.check(controls)
 

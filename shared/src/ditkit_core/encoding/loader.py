@@ -79,9 +79,6 @@ def split_held_out(
 
     Returns:
         Ids to train on and held-out ids, each in the given order.
-
-    Raises:
-        UserError: If no sample would be left to train on.
     """
     held_out: set[str] = set()
     windows: dict[str, list[str]] = defaultdict(list)

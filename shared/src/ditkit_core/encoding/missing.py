@@ -68,9 +68,6 @@ def encode_missing(
 
     Returns:
         By cache key, the reason why an item could not be read; empty unless `keep_going`.
-
-    Raises:
-        UserError: If an item cannot be read, or a result is not finite or cannot be stored.
     """
     missing = [key for key in jobs.wanted if not cache.has(jobs.kind, key)]
     if not missing:

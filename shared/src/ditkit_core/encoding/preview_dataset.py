@@ -32,9 +32,6 @@ def dump(
 
     Returns:
         The files of the clips and images, without captions, controls and references.
-
-    Raises:
-        UserError: If a file cannot be read or written.
     """
     kinds = {column.name: column.kind for column in columns}
     written = []

@@ -138,10 +138,6 @@ class ACSchedule:
 
         Args:
             devices: The device of each block; None for one without parameters, which runs where the one before it does.
-
-        Raises:
-            UserError: If the rules name a block that does not exist, name one twice, or leave one out; or if a budget
-                is not resolved yet.
         """
         if self.budget is not None:
             raise UserError(f"{argument(KEY)} = budget: a plan must resolve it into policies before a model runs")
@@ -188,11 +184,7 @@ def _blocks(where: str, devices: "Sequence[torch.device | None]") -> list[int]:
 
 
 def parse_schedule(text: str) -> ACSchedule:
-    """Parse a schedule that a user wrote.
-
-    Raises:
-        UserError: In one line, with the wrong part and what could be written instead.
-    """
+    """Parse a schedule that a user wrote."""
     parts = [part.strip() for part in _NOT_INSIDE_PARENTHESES.split(text)]
     matches = [_RULE.fullmatch(part.replace(" ", "")) for part in parts]
     if (wrong := next((part for part, entry in zip(parts, matches, strict=True) if entry is None), None)) is not None:
@@ -218,11 +210,7 @@ def as_schedule(schedule: ScheduleLike) -> ACSchedule:
 
 
 def parse_policy(text: str) -> Policy:
-    """The one policy that a text names.
-
-    Raises:
-        UserError: If the text is not a policy, or is a schedule of several.
-    """
+    """The one policy that a text names."""
     policy = parse_schedule(text).uniform
     if policy is None:
         raise UserError(f"{argument(KEY)} = {text!r} is a schedule; write one policy: {examples()}")
@@ -264,11 +252,7 @@ def examples() -> str:
 
 
 def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[int, ...]:
-    """Bytes of `budget(20GiB, 12GiB)`, one per device if `num_devices` is given and there are sizes.
-
-    Raises:
-        UserError: If one is not a size, or if there is neither one per device nor one for all.
-    """
+    """Bytes of `budget(20GiB, 12GiB)`, one per device if `num_devices` is given and there are sizes."""
     num_bytes = [parse_size(size, f"{argument(KEY)} = budget:") for size in sizes]
     return tuple(
         num_bytes

@@ -66,9 +66,6 @@ def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Se
     Args:
         counts: `train.swap_blocks`: the number of blocks for each device, in order, or one number for all devices.
         has_weights: Whether each block has weights; one without is never streamed.
-
-    Raises:
-        UserError: If a device has fewer blocks.
     """
     if not counts:
         return frozenset()
@@ -105,9 +102,6 @@ class BlockSwap(BlockHooks):
 
         Args:
             trained: Whether trained weights are streamed as well; otherwise they stay where they are.
-
-        Raises:
-            UserError: If a trained weight of a streamed block is also used elsewhere.
         """
         self._queues: dict[torch.device, BlockQueue] = {}
         self._pages = PinnedPool(self)

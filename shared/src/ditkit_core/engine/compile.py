@@ -56,11 +56,7 @@ def backend_of(compile: bool | str) -> str:
 
 
 def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
-    """Refuse, before anything runs, a backend of torch's compiler that cannot work on these types of device.
-
-    Raises:
-        UserError: In one line, with what to write or install.
-    """
+    """Refuse, before anything runs, a backend of torch's compiler that cannot work on these types of device."""
     if not backend:
         return
     if backend != DEFAULT:
@@ -104,9 +100,6 @@ def check_compiled(
         policies: Every policy that a block may have; empty for a budget, which may keep everything in any block.
         attention: The attention backend.
         quantized: Whether the blocks' matrices are quantized.
-
-    Raises:
-        UserError: With what to write instead.
     """
     if not backend:
         return
@@ -172,9 +165,6 @@ def run_compiled(
 
     Returns:
         The output carry; None while torch's compiler is disabled.
-
-    Raises:
-        UserError: If torch cannot compile the block, or would compile it for too many kinds of input.
     """
     settings = BlockSettings(backend=attention, keep=policy.kept_attention)
     kind: Any = type(block)
@@ -291,9 +281,6 @@ def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], A
 
     Args:
         run: Runs the block with an attention backend that takes such tensors, whatever the compiled block uses.
-
-    Raises:
-        UserError: If values of its output carry other than tensors differ from its input's.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

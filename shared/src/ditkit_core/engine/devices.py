@@ -19,9 +19,6 @@ def choose_device(name: str, key: str) -> torch.device:
     """The device of the setting `key`; `auto` is the first GPU, this rank's GPU where there are several, or the CPU if there is no GPU.
 
     A GPU always has an index.
-
-    Raises:
-        UserError: If this machine has no such device, or `auto` would be a CPU because torch cannot use the GPU.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -45,11 +42,7 @@ def choose_device(name: str, key: str) -> torch.device:
 
 
 def choose_devices(names: Sequence[str]) -> tuple[torch.device, ...]:
-    """The devices of `train.devices`, in the given order; `all` means the GPUs of this machine.
-
-    Raises:
-        UserError: If this machine lacks one, or one is named twice.
-    """
+    """The devices of `train.devices`, in the given order; `all` means the GPUs of this machine."""
     if ALL in names:
         if len(names) > 1:
             raise UserError(f'{argument("train.devices")} = {list(names)}: "all" means every GPU; leave the others out')

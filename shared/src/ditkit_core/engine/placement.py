@@ -65,9 +65,6 @@ def place_blocks(model: StagedModel, devices: Sequence[torch.device], split_poin
 
     Args:
         split_points: The first block of each device but the first.
-
-    Raises:
-        UserError: If the split points do not give every device a block.
     """
     num_blocks = len(model.blocks())
     # A block without parameters runs where its carry is, so no device can begin with it.

@@ -53,11 +53,7 @@ def keeping_attention(policy: Policy, body: Body, tensors: list[Tensor], name: s
 
 
 def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    """Run a body that is recomputed without the operations that the policy names.
-
-    Raises:
-        UserError: If the names say `attention` and a call of it is not one operation.
-    """
+    """Run a body that is recomputed without the operations that the policy names."""
     names, hook = policy.names, GeneratorHook(tensors[0].device)
     replayed, region = Replayed(body, hook), Region(kept_ops(names), hook)
     calls = calls_in_force()

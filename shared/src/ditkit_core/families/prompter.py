@@ -19,11 +19,7 @@ class Prompter:
     """A tokenizer of captions in the template of one family."""
 
     def __init__(self, folder: Path, family: TextFamily, encoding: TextEncoding):
-        """Check the tokenizer's own file; the tokenizer itself is built by `load`.
-
-        Raises:
-            UserError: If it is not the tokenizer of the family.
-        """
+        """Check the tokenizer's own file; the tokenizer itself is built by `load`."""
         self.file = folder / "tokenizer.json"
         self._family, self._num_tokens = family, encoding.num_tokens
         token_ids = added_tokens(folder)

@@ -60,9 +60,6 @@ class LanguageModelEncoder:
             device: Device of the features' computation.
             dtype: Dtype of weights and features.
             streaming: Whether layers are read one by one.
-
-        Raises:
-            UserError: If either is missing, damaged, or not of such a language model, or the weights are in an unknown form.
         """
         self.encoding = encoding
         self._source = open_weights(components.locate("text_encoder"))
@@ -146,11 +143,7 @@ class LanguageModelEncoder:
         self._mapping = mapping
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """Number of tokens of a caption that are cut, and the part that is read; None if all of it is read. Needs no weights.
-
-        Raises:
-            UserError: If tokenizer and encoder do not belong together.
-        """
+        """Number of tokens of a caption that are cut, and the part that is read; None if all of it is read. Needs no weights."""
         if not self._prompter.is_loaded:
             self._prompter.load(self._model.config.vocab_size)
         return self._prompter.cut_of(caption)
@@ -267,12 +260,7 @@ def attention_mask(real: Bool[Tensor, " tokens"]) -> Bool[Tensor, "1 1 tokens to
 
 
 def text_model(encoding: TextEncoding, text_dim: int, components: ModelPaths) -> AuxiliaryModel:
-    """The text encoder as plans count it, in the sizes of the local files or of the published one whose features have this width.
-
-    Raises:
-        UserError: If local files are damaged or belong to another model. Building it raises it too, if no published encoder has this
-            width: a model with an unknown text encoder can still plan its VAE.
-    """
+    """The text encoder as plans count it, in the sizes of the local files or of the published one whose features have this width."""
     described = None
     if components.here("text_encoder"):
         described = describe(encoding, open_weights(components.locate("text_encoder")))

@@ -36,11 +36,7 @@ _ADVICE = Advice(
 
 
 def describe(encoding: TextEncoding, source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
-    """The language model that some files contain, its layers counted from the start, and its configuration up to the last layer that is needed.
-
-    Raises:
-        UserError: If they are none of the family's language models, or have too few layers.
-    """
+    """The language model that some files contain, its layers counted from the start, and its configuration up to the last layer that is needed."""
     if source.path.is_dir():
         family, config = _of_folder(encoding, source, read_config(source.path))
     else:
@@ -67,11 +63,7 @@ def _counted(family: TextFamily, depth: int) -> tuple[TextFamily, int]:
 
 
 def published(encoding: TextEncoding, text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
-    """The language model whose features are this wide, and its configuration up to the last layer that is needed.
-
-    Raises:
-        UserError: If there is none: the model was made for another encoder.
-    """
+    """The language model whose features are this wide, and its configuration up to the last layer that is needed."""
     for family in encoding.models:
         for config in family.published.values():
             if len(family.layers) * config["hidden_size"] == text_dim:
@@ -133,21 +125,13 @@ def _without_prefix(name: str) -> str:
 
 
 def build(family: TextFamily, config: Mapping[str, Any], device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The language model on `meta` without its last norm, and the module of its rotary tables on a device.
-
-    Raises:
-        UserError: If no model can be built from the configuration.
-    """
+    """The language model on `meta` without its last norm, and the module of its rotary tables on a device."""
     model = build_layers(family, config)
     return model, rotary_of(model, device)
 
 
 def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
-    """The language model on `meta` without its last norm.
-
-    Raises:
-        UserError: If no model can be built from the configuration.
-    """
+    """The language model on `meta` without its last norm."""
     make_config, make_model = (resolve_name(f"transformers:{family.kind}{part}") for part in ("Config", "Model"))
     with given_to_library(f"the text encoder's config.json does not describe a {family.name}", _REMEDY):
         full = make_config.from_dict(dict(config), attn_implementation=ATTENTION)
@@ -168,11 +152,7 @@ def rotary_of(model: Any, device: torch.device) -> nn.Module:
 
 
 def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[TensorSlice, ...]]:
-    """Where the files store each weight of the model; other weights (vision, later layers, head) are ignored.
-
-    Raises:
-        UserError: If a weight is missing or mis-shaped, or a layer that is used has a weight that the model lacks.
-    """
+    """Where the files store each weight of the model; other weights (vision, later layers, head) are ignored."""
     wanted = {name: tuple(tensor.shape) for name, tensor in without_scales(model.state_dict(), model).items()}
     num_layers = len([*model.get_submodule("layers").children()])
 

@@ -85,9 +85,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     Yields:
         A temporary path in the same folder. When the block ends, it is flushed to disk and renamed to `path`; after an error it is removed.
-
-    Raises:
-        UserError: If the file cannot be written (full disk, no permission); the message names the path.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -111,9 +108,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     Yields:
         A temporary path for the new folder; after an error it is removed.
-
-    Raises:
-        UserError: If it cannot be renamed.
     """
     temporary = temporary_path(path)
     try:
@@ -134,11 +128,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 text file; a byte order mark is removed.
-
-    Raises:
-        UserError: If the file cannot be read, or is not UTF-8.
-    """
+    """Read a UTF-8 text file; a byte order mark is removed."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -177,9 +167,6 @@ def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
 
     Returns:
         The resolved path.
-
-    Raises:
-        UserError: If the resolved path (links followed) is outside `folder`.
     """
     root = Path(folder).resolve()
     path = (root / relative).resolve()
@@ -191,11 +178,7 @@ def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
 
 
 def refuse_backslashes(path: str) -> None:
-    """Refuse a path that does not exist and has backslashes, if this system is not Windows.
-
-    Raises:
-        UserError: If the path has backslashes; the message has the path with slashes.
-    """
+    """Refuse a path that does not exist and has backslashes, if this system is not Windows."""
     if "\\" not in path or os.sep == "\\":
         return
     if re.match(r"[A-Za-z]:|\\\\", path):
@@ -215,11 +198,7 @@ def local_path(path: str) -> Path:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about a file or folder, while it is looked at or read, into one line.
-
-    Raises:
-        UserError: If it cannot be read: no permission, a failing disk, no such file.
-    """
+    """Turn what the operating system says about a file or folder, while it is looked at or read, into one line."""
     try:
         yield
     except OSError as error:
@@ -239,9 +218,6 @@ def parse_json_object(content: str | bytes, where: object, remedy: str = _FETCH_
         content: The JSON.
         where: The file, or the part of it, for messages.
         remedy: What the user should do if it is anything else.
-
-    Raises:
-        UserError: If it is not UTF-8, not JSON, nested deeply, not an object, or an object with a key twice.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -306,9 +282,6 @@ def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType(
 
     Args:
         safe_names: For known pickles, by name: the file to get instead.
-
-    Raises:
-        UserError: If it is a pickle; the message gives the reason and the file to get instead.
     """
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     pickles = [file for file in files if file.suffix.lower() in PICKLES]

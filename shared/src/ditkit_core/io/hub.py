@@ -27,12 +27,7 @@ class Hub:
 
 
 def check_hub(hub: Hub) -> None:
-    """Refuse, before anything slow and without asking the network, what could not be uploaded or written.
-
-    Raises:
-        UserError: If the id has the wrong form, the libraries are set to offline, nobody is logged in, or the card's file must or must not
-            exist.
-    """
+    """Refuse, before anything slow and without asking the network, what could not be uploaded or written."""
     card = Path(hub.card) if hub.card not in ("", "-") else None
     if not hub.repository:
         if card is not None and card.exists():
@@ -65,9 +60,6 @@ def upload(hub: Hub, files: Mapping[str, Path | bytes], message: str) -> str:
 
     Returns:
         The page of what was uploaded.
-
-    Raises:
-        UserError: If the hub refuses it or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, errors
     from huggingface_hub.utils.tqdm import disable_progress_bars

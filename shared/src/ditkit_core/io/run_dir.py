@@ -46,9 +46,6 @@ def reserve_sample_number(folder: Path) -> Iterator[str]:
 
     Yields:
         The start of the names.
-
-    Raises:
-        UserError: If the folder cannot be written to.
     """
     number = 0
     try:
@@ -218,11 +215,7 @@ class RunFolder:
         return Path(os.path.abspath(self.path)).name or "run"
 
     def check_name(self) -> None:
-        """Refuse a name that is too long to be part of the names of exports.
-
-        Raises:
-            UserError: If it has more than 200 bytes.
-        """
+        """Refuse a name that is too long to be part of the names of exports."""
         if (length := len(os.fsencode(self.name))) > _LONGEST_NAME_BYTES:
             raise UserError(
                 f"run.folder: the name {self.name[:20]}... has {length} bytes, and exports get this name; rename the folder or choose "
@@ -297,9 +290,6 @@ class RunFolder:
 
         Returns:
             The stated changes, which the caller logs.
-
-        Raises:
-            UserError: If the folder is not the folder of a run, or a change would make another run.
         """
         if not self.path.exists():
             return []

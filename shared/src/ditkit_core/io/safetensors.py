@@ -293,11 +293,7 @@ _WRAPPERS = re.compile(r"^module\.|(?:^|(?<=[._]))(?:_orig_mod|_fsdp_wrapped_mod
 
 
 def _without_wrappers(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    """A header with the names that its tensors have without torch's wrappers.
-
-    Raises:
-        UserError: If two names are then one.
-    """
+    """A header with the names that its tensors have without torch's wrappers."""
     plain: dict[str, Any] = {}
     for name, about in header.items():
         short = _WRAPPERS.sub("", name)
@@ -337,9 +333,6 @@ def write_safetensors(
         shapes: Shape and dtype by name, in the order of writing.
         tensor_of: From a name to its tensor; called once for each name, so that only one tensor is in memory at a time.
         check: Called with the written file before it gets its name; it may raise.
-
-    Raises:
-        UserError: If the file cannot be written, or what is read back differs from what was written.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0

@@ -53,9 +53,6 @@ def check_installed(tracker: str, package: str) -> None:
     Args:
         tracker: `log.tracker`.
         package: The distribution that has the extra.
-
-    Raises:
-        UserError: Naming the extra.
     """
     if tracker != "none" and importlib.util.find_spec(tracker) is None:
         raise MissingDependency(

@@ -29,9 +29,6 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
 
     Returns:
         The preset's name, empty if the architecture matches no preset, and the architecture.
-
-    Raises:
-        UserError: If the name is unknown, or nothing says which architecture this is.
     """
     preset = components.preset
     if preset:
@@ -79,9 +76,6 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     Args:
         components: Path of the transformer.
         fetch: Whether a missing config.json is downloaded from the hub; weights never are.
-
-    Raises:
-        UserError: If nothing says it.
     """
     if components.preset:
         # A preset decides by itself, so an empty source is enough.

@@ -25,9 +25,6 @@ def resolve_kernels(
         devices: Those that run the model.
         compiles: Whether blocks are compiled, which have kernels of the compiler.
         ranks: The processes that train together; None for this one alone.
-
-    Raises:
-        UserError: If a kernel of `triton` fails the check.
     """
     if kernels == "torch":
         return kernels

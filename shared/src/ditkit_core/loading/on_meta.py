@@ -65,9 +65,6 @@ def model_on_meta(
         component: The one to load, where a model has several transformers.
         keeps_codes: Whether matrices that a file has in 8 or 4 bits stay in them.
         say: Called with one line for each setting that a file decided.
-
-    Raises:
-        UserError: If a file is missing, damaged, or does not fit the model or the configuration.
     """
     source = open_weights(components.locate(component))
     if adapter is not None:
@@ -227,11 +224,7 @@ def formats_in_blocks(
 
 
 def formats_of_file(spec: ModelSpec, arch: Any, source: SafetensorsSource, precision: Precision) -> dict[str, str]:
-    """The same for a model that is not built.
-
-    Raises:
-        UserError: If the file does not fit the architecture.
-    """
+    """The same for a model that is not built."""
     if not (num_scaled(source) or num_packed(source)):
         return {}
     model = build_on_meta(spec, arch, precision)

@@ -49,9 +49,6 @@ def load_weights(
         seed: The run's seed, for the adapters' first values.
         division: How the rows of the model are divided over ranks, which read their rows alone.
         say: Called with one line if a quantized base was read from the cache or written to it.
-
-    Raises:
-        UserError: If a file is damaged.
     """
     make_current((placement.embed, *placement.blocks))
     module, origin, stored = model.module, model.origin, model.origin.stored

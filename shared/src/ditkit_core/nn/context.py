@@ -44,11 +44,7 @@ class AttentionCalls:
         self.wanted |= dict.fromkeys(names or ("",), policy)
 
     def check(self) -> None:
-        """Refuse, after a forward and before the first update, a policy that keeps nothing.
-
-        Raises:
-            UserError: With the names that the policy could keep.
-        """
+        """Refuse, after a forward and before the first update, a policy that keeps nothing."""
         # A misspelled name would otherwise train with `full` in effect, only slower.
         for name, policy in self.wanted.items():
             if not self.counts:

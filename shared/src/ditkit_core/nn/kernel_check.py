@@ -88,11 +88,7 @@ def rounds_products(device: torch.device) -> bool:
 
 
 def compare_kernels(device: torch.device) -> KernelCheck:
-    """Compare the kernels with torch on a GPU.
-
-    Raises:
-        UserError: If a kernel failed in a way that leaves the GPU unusable for this process.
-    """
+    """Compare the kernels with torch on a GPU."""
     runtime = runtime_of(device)
     capability = _WITH_FP8 if runtime is None else runtime.get_device_capability(device)
     if capability < _OLDEST:

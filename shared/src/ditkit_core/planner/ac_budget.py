@@ -91,11 +91,7 @@ class Choice:
 
 
 def choose(task: BudgetTask) -> Choice:
-    """The policies that fit and recompute least; activations are offloaded to the host only if nothing fits otherwise.
-
-    Raises:
-        UserError: If nothing fits.
-    """
+    """The policies that fit and recompute least; activations are offloaded to the host only if nothing fits otherwise."""
     for policies in _menus(task):
         for best in _within(task, policies):
             return best
@@ -112,11 +108,7 @@ def choose(task: BudgetTask) -> Choice:
 
 
 def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ...]:
-    """The devices limited to the sizes of `budget(20GiB, 12GiB)`; unchanged without sizes.
-
-    Raises:
-        UserError: As `check_sizes`.
-    """
+    """The devices limited to the sizes of `budget(20GiB, 12GiB)`; unchanged without sizes."""
     if not (limits := check_sizes(sizes, len(budgets))):
         return tuple(budgets)
     pairs = zip(budgets, limits, strict=True)

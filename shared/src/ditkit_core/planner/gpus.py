@@ -148,9 +148,6 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
 
     Args:
         text: Entries separated by commas, each a size (`24GiB`) or a known GPU (`rtx4090`), with `2x` before it for two.
-
-    Raises:
-        UserError: If an entry is neither.
     """
     gpus: list[GPU] = []
     for entry in text.lower().split(","):
@@ -223,11 +220,7 @@ def weakest(gpus: Sequence[GPU]) -> GPU:
 
 
 def gpus_here(devices: Sequence[torch.device]) -> tuple[GPU, ...]:
-    """The GPUs of these devices of this machine.
-
-    Raises:
-        UserError: If a device is no GPU.
-    """
+    """The GPUs of these devices of this machine."""
     gpus = []
     for device in devices:
         if device.type != "cuda":
@@ -243,9 +236,6 @@ def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple
     Args:
         gpus: The GPUs in order.
         reserve_gib: GiB for each, or one number for all, or none.
-
-    Raises:
-        UserError: If the number of reserves does not fit, or one leaves nothing.
     """
     reserves = per_device(reserve_gib, len(gpus), "train.reserve")
     for index, (gpu, gib) in enumerate(zip(gpus, reserves, strict=True)):

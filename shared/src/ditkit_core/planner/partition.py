@@ -51,9 +51,6 @@ def choose_split_points(
         budgets: The devices, in order.
         swap_blocks: `train.swap_blocks`.
         work: Micro-batches of the step.
-
-    Raises:
-        UserError: If there are more devices than blocks, more streamed blocks than blocks, or a wrong number of `swap_blocks`.
     """
     profiles = [profile] * len(budgets) if isinstance(profile, Profile) else list(profile)
     blocks = profiles[0].blocks
@@ -136,11 +133,7 @@ def budgets_of(gpus: Sequence[GPU]) -> tuple[Budget, ...]:
 
 
 def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) -> tuple[Budget, ...]:
-    """The budgets of this machine's devices: GPUs without the plan's reserve and `train.reserve`; for the host its free memory.
-
-    Raises:
-        UserError: If a reserve leaves nothing, or the devices cannot be compared.
-    """
+    """The budgets of this machine's devices: GPUs without the plan's reserve and `train.reserve`; for the host its free memory."""
     kinds = {device.type for device in devices}
     if len(kinds) > 1:
         raise UserError(
@@ -159,9 +152,6 @@ def host_limit(host: str, *, here: bool) -> int | None:
     Args:
         host: `--host`; empty for the host's free memory.
         here: Whether the run is planned for this machine.
-
-    Raises:
-        UserError: If `host` is not a size.
     """
     if host:
         return parse_size(host, "--host")
@@ -254,11 +244,7 @@ class Partitioner:
     """The profile of a step in which all blocks have the policy; cached."""
 
     def solve(self) -> Solution:
-        """The device and the policy of each block.
-
-        Raises:
-            UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, or a budget is too small.
-        """
+        """The device and the policy of each block."""
         schedule = self.job.schedule
         if schedule.budget is not None:
             return self._within(schedule.budget)
@@ -355,9 +341,6 @@ def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> 
         model: The model with its adapters, also on `meta`.
         job: The step; its batch may be empty unless `needs_profile`.
         training: Whether the model is trained.
-
-    Raises:
-        UserError: If split points or streamed blocks do not fit the model, the devices cannot be compared, or a budget is too small.
     """
     execution = job.execution
     devices, planned = execution.torch_devices, training and needs_profile(execution)

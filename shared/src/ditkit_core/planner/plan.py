@@ -197,9 +197,6 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
         gpus: The GPUs to plan for, of one machine; empty for the devices of `execution` on this machine.
         host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
         layout: The ranks on the machine; None for a process alone.
-
-    Raises:
-        UserError: If a GPU is unknown or lacks the products of `execution.compute`, or `host` is for a CPU.
     """
     per_machine, reserve = 1 if layout is None else layout.nproc, execution.reserve
     if not gpus and execution.torch_devices[0].type == "cpu":
@@ -251,11 +248,7 @@ def notes_on_codes(
 
 
 def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
-    """Refuse products in 8 bits on a GPU that has none of that format.
-
-    Raises:
-        UserError: With the GPU's name.
-    """
+    """Refuse products in 8 bits on a GPU that has none of that format."""
     for gpu in gpus if compute != "dtype" else ():
         if gpu.bf16_flops and not rate_of_codes(gpu, compute):
             raise UserError(

@@ -46,9 +46,6 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
         like: A profile of the same step, optimizer included, under another policy, or with another format of the frozen weights. What depends on neither is
             taken from it, so that updates, and the backward with each stage on its own, need not be run again.
-
-    Raises:
-        UserError: If the configuration does not fit the model; the run itself would raise the same.
     """
     schedule = job.schedule
     if job.kind == "cpu":

@@ -72,9 +72,6 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
 
     Args:
         of_each: Number of blocks of a kind to run, at least 3: the first, the last, and some in between; None runs all.
-
-    Raises:
-        UserError: If a target of the adapter matches no layer, or a quantized base would be trained.
     """
     spec, adapter = job.spec, job.adapter
     model = build_on_meta(spec, job.arch, job.precision)

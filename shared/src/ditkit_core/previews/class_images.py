@@ -30,9 +30,6 @@ def num_missing_class_images(data: RunData, *, started: bool) -> int:
 
     Args:
         started: Whether training has begun. Then the answer is 0: only the base model can generate class images.
-
-    Raises:
-        UserError: If some are missing and cannot be generated.
     """
     config, prior, folder = data.config, data.config.prior, data.prior_folder
     # Any media counts, not only generated files: people put images of their own into the folder.
@@ -81,9 +78,6 @@ def generate_class_images(
 
     Returns:
         The new files, of all ranks.
-
-    Raises:
-        UserError: If an image cannot be written, or is not finite.
     """
     config, folder, bare = run.config, run.data.prior_folder, run.for_class_images
     sampling, negative = guided_by(bare.data, stages)
@@ -122,11 +116,7 @@ def _write(path: Path, pixels: Tensor, prompt: str) -> None:
 
 
 def encoded_class_images(run: RunContext, stages: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
-    """Generate class images and encode them; all ranks call it, and each does its share of both.
-
-    Raises:
-        UserError: As `generate_class_images`; or if a rank finds other images in the folder.
-    """
+    """Generate class images and encode them; all ranks call it, and each does its share of both."""
     ranks = current_ranks()
     generate_class_images(run, stages, count, class_conditions(run.data), SampleShares.of(ranks))
     encoded = encode_prior(run.data)

@@ -62,11 +62,7 @@ def samples_in_place(
 
 
 def _exchanged(job: TrainingJob, jobs: Jobs, prepared: Model) -> Callable[[], Sequence[DenoiserStage]]:
-    """A function that gives all experts as stages: the one that trains as it is, the others with their saves.
-
-    Raises:
-        UserError: If they cannot be exchanged.
-    """
+    """A function that gives all experts as stages: the one that trains as it is, the others with their saves."""
     run, sampled = job.run, jobs.run
     if obstacle := why_no_samples(sampled.config.model, sampled.experts):
         raise UserError(obstacle)

@@ -46,9 +46,6 @@ def generate_samples(
 
     Returns:
         The files, as `render_samples` returns them.
-
-    Raises:
-        UserError: If a sample is not finite, or a file cannot be written.
     """
     if not prompts:
         return []

@@ -73,9 +73,6 @@ def put(folder: Path, preview: Preview, weights: Mapping[str, Tensor]) -> None:
         folder: The queue.
         preview: The preview to generate.
         weights: The trained parameters by canonical name, on any device.
-
-    Raises:
-        UserError: If the file cannot be written.
     """
     about = {"step": str(preview.step), "expert": preview.expert, "others": json.dumps(dict(preview.others))}
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
@@ -83,11 +80,7 @@ def put(folder: Path, preview: Preview, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_preview(path: Path) -> Preview:
-    """The preview that a file asks for.
-
-    Raises:
-        UserError: If it is not a file of a queue.
-    """
+    """The preview that a file asks for."""
     about = SafetensorsSource.open(path).metadata
     try:
         return Preview(step=int(about["step"]), expert=about["expert"], others=json.loads(about["others"]))
@@ -96,10 +89,6 @@ def read_preview(path: Path) -> Preview:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the weights of a file, on the CPU, and close it.
-
-    Raises:
-        UserError: If the file is damaged.
-    """
+    """Read the weights of a file, on the CPU, and close it."""
     source = SafetensorsSource.open(path)
     return {name: source.read(name) for name in source.tensors}

@@ -94,9 +94,6 @@ def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, Model]:
 
     The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its modules differ in rank or scale, the file is
     merged into the base instead.
-
-    Raises:
-        UserError: If the file does not exist, is not an adapter, or does not fit the model.
     """
     if not file:
         return run, build_model(run)
@@ -122,9 +119,6 @@ def trained_weights_in(jobs: Jobs, *, without: str | None = None) -> tuple[dict[
 
     Returns:
         The weights by name of the expert, and the step of the latest save.
-
-    Raises:
-        UserError: If an expert has saves and none of them can be used.
     """
     trained: dict[str, ExpertWeights] = {}
     newest = 0
@@ -137,11 +131,7 @@ def trained_weights_in(jobs: Jobs, *, without: str | None = None) -> tuple[dict[
 
 
 def load_preview_weights(prepared: Model, path: Path) -> None:
-    """Load the weights of a queued preview into the model.
-
-    Raises:
-        UserError: If the file is damaged, or belongs to another model or adapter.
-    """
+    """Load the weights of a queued preview into the model."""
     weights = read_weights(path)
     with prepared.readable():
         parameters = trainable_parameters(prepared.module)

@@ -57,9 +57,6 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
         device: Device to sample on.
         streamed: Number of blocks whose weights stay in host memory.
         left_out: Names of queue files to skip.
-
-    Raises:
-        UserError: For mistakes that the user can fix; previews that are left stay in the queue.
     """
     # The stored configuration: the parent has written what it resolved, flags included.
     config = with_kernels(resolve(RunConfig, stored=path).on_device(device, streamed))

@@ -8,11 +8,7 @@ from ditkit_core.training.config import TrainConfig
 
 
 def device_names(config: TrainConfig) -> tuple[str, ...]:
-    """The names in `train.devices`, or else the one in `train.device`.
-
-    Raises:
-        UserError: If both are set.
-    """
+    """The names in `train.devices`, or else the one in `train.device`."""
     if not config.devices:
         return (config.device,)
     if config.device != "auto":
@@ -21,10 +17,6 @@ def device_names(config: TrainConfig) -> tuple[str, ...]:
 
 
 def training_devices(config: TrainConfig) -> tuple[torch.device, ...]:
-    """The devices that `train.device` or `train.devices` names.
-
-    Raises:
-        UserError: If both are set, or a device is not in this machine.
-    """
+    """The devices that `train.device` or `train.devices` names."""
     names = device_names(config)
     return choose_devices(names) if config.devices else (choose_device(config.device, "train.device"),)

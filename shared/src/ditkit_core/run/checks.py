@@ -72,11 +72,7 @@ from ditkit_core.weights.quantize import check_compute, check_quantize
 
 
 def check_jobs(jobs: Jobs, num_ranks: int) -> None:
-    """Refuse settings that cannot be trained, before anything is written.
-
-    Raises:
-        UserError: If a setting of the run or of a job contradicts another, or a job's folder belongs to another configuration.
-    """
+    """Refuse settings that cannot be trained, before anything is written."""
     run, folder = jobs.run, jobs.run.config.run_folder.path
     if jobs.in_folders:
         check_run(run)
@@ -207,9 +203,6 @@ def check_ranks(run: RunContext, size: int) -> None:
     """Refuse settings that do not work on several ranks, which all have the complete model on their own GPUs.
 
     To be called again once the architecture is known.
-
-    Raises:
-        UserError: Naming the setting and a value that works.
     """
     config, train = run.config, run.config.train
     if size % config.ranks.shard:
@@ -255,11 +248,7 @@ def check_ranks(run: RunContext, size: int) -> None:
 
 
 def _check_sharded(config: RunConfig, base_format: str, *, trains_bf16: bool) -> None:
-    """Refuse settings that need a weight whole, where ranks divide it.
-
-    Raises:
-        UserError: Naming the setting and a value that works.
-    """
+    """Refuse settings that need a weight whole, where ranks divide it."""
     from ditkit_core.distributed.fsdp import keeps_wide_gradients, shards_integers  # torch's parts take seconds
 
     shard = f"ranks.shard = {config.ranks.shard}"
@@ -312,11 +301,7 @@ def _check_context(config: RunConfig, size: int, architecture: ArchitectureSpec,
 
 
 def check_preview_device(run: RunContext) -> None:
-    """Refuse a `sample.device` that is missing or trains, and warn of one that has no effect.
-
-    Raises:
-        UserError: With the setting to change.
-    """
+    """Refuse a `sample.device` that is missing or trains, and warn of one that has no effect."""
     name = run.config.sample.device
     if not name:
         return
@@ -350,9 +335,6 @@ def check_beginning(job: TrainingJob, *, is_started: bool) -> None:
 
     Args:
         is_started: Whether the job has a save, so that it starts from nothing else.
-
-    Raises:
-        UserError: If a caption is missing, a sample of the run is gone, or `--init-from` names no run to start from.
     """
     check_listed(job.folder, job.run.data)
     if not is_started:
@@ -365,9 +347,6 @@ def check_listed(folder: RunFolder, data: RunData) -> None:
     Args:
         folder: The run's folder.
         data: Its data; the dataset is read.
-
-    Raises:
-        UserError: Naming the first sample that is missing.
     """
     ids = {sample.id for sample in data.dataset.samples}  # read before the record: its own mistakes come first
     recorded = (read_record(folder) or {}).keys() - NO_SAMPLES - ids
@@ -384,11 +363,7 @@ def _refuse_data(folder: RunFolder, changed: Collection[str]) -> None:
 
 
 def check_start(run: str, folder: RunFolder) -> None:
-    """Refuse a run whose trained weights a new run cannot start from.
-
-    Raises:
-        UserError: If it is the same run, has no save, or is of several experts.
-    """
+    """Refuse a run whose trained weights a new run cannot start from."""
     other = RunFolder(local_path(run))
     if run and other.path.resolve() == folder.path.resolve():
         raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
@@ -418,9 +393,6 @@ def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started
         job: With its architecture.
         unloaded: Its model.
         is_started: As for `check_beginning`.
-
-    Raises:
-        UserError: If `--init-from` is of another adapter, the model cannot be trained by these ranks, or it has several experts.
     """
     if job.init_from and not is_started:
         check_same_adapter(
@@ -441,9 +413,6 @@ def check_same_adapter(
         folder: The run whose weights are to be loaded.
         theirs: Its section; None reads it.
         merge_key: The key that names what is merged into the transformer.
-
-    Raises:
-        UserError: If rank, scale, method or patterns differ: weights of another scale would load, and act with another strength.
     """
     theirs = resolve(RunConfig, stored=folder.path).adapter if theirs is None else theirs
     of_layers = [
@@ -468,9 +437,6 @@ def check_encoding(run: RunContext, ranks: Ranks, *, num_class_images: int) -> N
 
     Args:
         num_class_images: Class images that are still to be generated.
-
-    Raises:
-        UserError: As `check_components`, or if machines have different folders of one name.
     """
     data = run.data
     check_components(run, data.dataset.samples, sampling=num_class_images > 0)
@@ -486,9 +452,6 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
     Args:
         samples: The samples that it trains on; [sample] may take captions from them.
         sampling: Whether images are generated even if [sample] asks for none.
-
-    Raises:
-        UserError: If a model or a library is missing, a file is of another model, or a prompt lacks a condition that the model needs.
     """
     # Asking for each is the check: making one finds its files and its libraries, and loads no weights.
     assert run.auxiliary.encoders
@@ -509,9 +472,6 @@ def check_prompts(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
 
     Args:
         prompts: Prompts with their conditions.
-
-    Raises:
-        UserError: If a condition that the model needs is missing or unreadable.
     """
     for prompt in prompts:
         if data.auxiliary.readers is not None:
@@ -519,11 +479,7 @@ def check_prompts(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
 
 
 def check_class_prompt(data: RunData) -> None:
-    """Refuse to generate class images with a model that needs more than a text, before anything is loaded.
-
-    Raises:
-        UserError: If the model needs another condition, which is named.
-    """
+    """Refuse to generate class images with a model that needs more than a text, before anything is loaded."""
     needed = [f"has no {column.name}" for column in data.auxiliary.columns if column.required]
     try:
         for conditioner in data.auxiliary.conditioning.conditioners if data.auxiliary.conditioning else ():
@@ -541,11 +497,7 @@ def check_class_prompt(data: RunData) -> None:
 
 
 def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSample]) -> None:
-    """Check one sample of each shape; otherwise one that the model cannot take would fail in the middle of an epoch.
-
-    Raises:
-        UserError: Naming the sample that the model cannot take.
-    """
+    """Check one sample of each shape; otherwise one that the model cannot take would fail in the middle of an epoch."""
     # Reversed, so that the error names the first sample of a shape.
     for sample in {shapes_of(sample): sample for sample in reversed(samples)}.values():
         try:
@@ -555,11 +507,7 @@ def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSa
 
 
 def check_samples(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
-    """Refuse samples other than those that a run was trained on. For an expert that is complete, which `check_data` does not see again.
-
-    Raises:
-        UserError: Naming a sample that was added, removed or changed.
-    """
+    """Refuse samples other than those that a run was trained on. For an expert that is complete, which `check_data` does not see again."""
     if before := read_record(folder):
         _refuse_data(folder, differing(keys_of(encoded), before) - NO_SAMPLES)
 
@@ -574,9 +522,6 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, s
         encoded: The samples, class images included.
         base: Fingerprint of the base's weights.
         steps: `base_steps` of the run.
-
-    Raises:
-        UserError: Naming a sample that was added, removed or changed, or the base.
     """
     now = keys_of(encoded)
     # The base is part of the record: a resumed adapter would otherwise continue on other weights.

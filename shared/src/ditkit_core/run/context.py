@@ -187,9 +187,6 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None, *, fetch: b
         config: The configuration of the user.
         arch: The architecture; None reads it from local files, without loading any weights.
         fetch: Whether a missing description of the architecture is downloaded; weights never are.
-
-    Raises:
-        UserError: If the configuration does not fit the architecture; with `fetch` also if nothing says which architecture a named model has.
     """
     request, model = RunRequest(spec, config), config.model
     if arch is None:

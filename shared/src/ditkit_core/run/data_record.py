@@ -30,11 +30,7 @@ def keys_of(encoded: Sequence[EncodedSample]) -> dict[str, list[str]]:
 
 
 def read_record(folder: RunFolder) -> dict[str, Any] | None:
-    """The record of the samples that a run was trained on; None before its first save, because until then nothing depends on them.
-
-    Raises:
-        UserError: If it is damaged.
-    """
+    """The record of the samples that a run was trained on; None before its first save, because until then nothing depends on them."""
     if not (folder.data_file.exists() and folder.has_save):
         return None
     record = read_json_object(folder.data_file, _REMEDY)

@@ -33,9 +33,6 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
     Args:
         model: Paths of its files.
         having: Names of the presets that have experts.
-
-    Raises:
-        UserError: Naming the key and a value that works.
     """
     if not experts:
         presets = f"set model.preset to one of {', '.join(having)}" if having else "no preset of this model has any"
@@ -84,9 +81,6 @@ def check_merges(base: BaseConfig, experts: Sequence[Expert], *, trains: Expert 
 
     Args:
         trains: The expert that is trained; None for all of them.
-
-    Raises:
-        UserError: Naming the key and what to set instead.
     """
     if base.merge_low and not experts:
         raise UserError(
@@ -150,11 +144,7 @@ def _first_from(sigma: float) -> torch.Tensor:
 
 
 def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tuple[FlowConfig, HeldOutConfig]:
-    """The [flow] and [held_out] sections of an expert: the configured noise levels that it sees, and a grid over its whole range.
-
-    Raises:
-        UserError: If it sees none of the configured levels.
-    """
+    """The [flow] and [held_out] sections of an expert: the configured noise levels that it sees, and a grid over its whole range."""
     lowest, highest = noise_range(expert)
     low, high = max(lowest, flow.min_sigma), min(highest, flow.max_sigma)
     if low >= high:

@@ -25,9 +25,6 @@ def check_capability(execution: Execution, devices: Collection[torch.device]) ->
 
     Args:
         devices: The devices that hold the model. Only GPUs are checked.
-
-    Raises:
-        UserError: With the GPU, its compute capability, and what to set or install.
     """
     capabilities = {device: torch.cuda.get_device_capability(device) for device in devices if device.type == "cuda"}
     for device, capability in capabilities.items():
@@ -84,9 +81,6 @@ def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
     Args:
         config: The configuration of the user.
         ranks: The processes that train together; None for this one alone.
-
-    Raises:
-        UserError: If a kernel of `triton` fails the check.
     """
     train = config.train
     if train.kernels == "torch":

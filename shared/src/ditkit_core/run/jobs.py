@@ -46,11 +46,7 @@ class TrainingJob:
         return self.run.request.config
 
     def changes(self) -> list[ConfigChange]:
-        """The stated changes of its settings since its last save.
-
-        Raises:
-            UserError: If its folder belongs to another configuration.
-        """
+        """The stated changes of its settings since its last save."""
         return self.folder.check(self.settings)
 
     @property
@@ -64,9 +60,6 @@ class TrainingJob:
 
         Args:
             passed_over: Called with one line for each save that is damaged.
-
-        Raises:
-            UserError: If there are saves, and none can be used.
         """
         save = latest(self.folder.state, passed_over)
         return None if save is None else int(save.name.removeprefix("step-"))
@@ -119,9 +112,6 @@ def jobs_of(run: RunContext, init_from: str = "") -> Jobs:
 
     Args:
         init_from: The run whose trained weights it starts from; empty for none.
-
-    Raises:
-        UserError: If that has no weights for one of several experts.
     """
     if not run.experts:
         return Jobs(run=run, all=(TrainingJob(run=run, init_from=init_from),))
@@ -157,11 +147,7 @@ def config_of(run: RunContext, expert: Expert) -> RunConfig:
 
 
 def _start_of_expert(init_from: str, expert: Expert) -> str:
-    """The folder that one expert's run starts from, if `--init-from` names a run of all experts.
-
-    Raises:
-        UserError: If that has no save of this expert.
-    """
+    """The folder that one expert's run starts from, if `--init-from` names a run of all experts."""
     if not init_from:
         return ""
     source = RunFolder(local_path(init_from))

@@ -28,9 +28,6 @@ def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | N
         paths: Adapter files, or folders of whole transformers.
         hub: Where to, and how.
         run: The folder of the run; None looks whether the first file is in the exports of one.
-
-    Raises:
-        UserError: If a header names folders of this machine, the card's file exists, or the hub refuses the upload; local files stay.
     """
     check_hub(hub)
     around = RunFolder(paths[0].absolute().parent.parent)

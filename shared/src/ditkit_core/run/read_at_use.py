@@ -36,9 +36,6 @@ def read_at_use(
         adapter: The adapter to put on it, whose values are zeros; `full` for none.
         base: What is merged into the base, but for an assistant. Nothing is quantized.
         component: The one to load, where a model has several transformers.
-
-    Raises:
-        UserError: If a file is missing, damaged, or does not fit the model.
     """
     # Without an assistant: an export is for the base without it.
     base = replace(base, quantize="none", compute="dtype", assistant="", assistant_low="")

@@ -32,9 +32,6 @@ def load_trained(
 
     Returns:
         The save's step.
-
-    Raises:
-        UserError: If there is no such save, or it is of another model or adapter.
     """
     path = verified or _save(folder, step)
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.

@@ -50,9 +50,6 @@ class SampleAdapters:
         """Refuse adapters that are missing or do not fit, before any weights are read.
 
         Their names are compared with the model's once its architecture is known.
-
-        Raises:
-            UserError: Naming the key and the file.
         """
         sample = self.config.sample
         if self.arch is not None and sample.adapter_low and not self._experts:
@@ -71,11 +68,7 @@ class SampleAdapters:
             self.opened()
 
     def _check_assistants(self) -> None:
-        """Refuse `base.assistant` where what is trained or written would contain it.
-
-        Raises:
-            UserError: With what to do instead.
-        """
+        """Refuse `base.assistant` where what is trained or written would contain it."""
         config = self.config
         assistants = [(key, entry) for key, entry in config.base.assistants if entry]
         if not assistants:
@@ -101,11 +94,7 @@ class SampleAdapters:
             )
 
     def opened(self) -> list[list[AddedAdapter]]:
-        """The open adapters of each transformer of the model, the noisiest expert's first.
-
-        Raises:
-            UserError: If a file is missing, is damaged, or does not fit the model.
-        """
+        """The open adapters of each transformer of the model, the noisiest expert's first."""
         assistants = self.config.base.assistants
         if not any(entry for _, entry in assistants) and not any(entries for _, entries in self._keys):
             return [[] for _ in range(len(self._experts) or 1)]

@@ -52,11 +52,7 @@ def base_steps(data: RunData) -> BaseSteps | None:
 
 
 def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) -> None:
-    """Run the embedding on the shapes of a sample, on `meta`: the shapes of another model fail here, before weights are read.
-
-    Raises:
-        UserError: If the model cannot take it.
-    """
+    """Run the embedding on the shapes of a sample, on `meta`: the shapes of another model fail here, before weights are read."""
     try:
         with torch.no_grad():
             # Only shapes matter here, so any noise level works.

@@ -103,9 +103,6 @@ class SampleConfig:
             frame_step: Frames per latent frame of the model; 0 if it only generates images.
             size_step: The model's step of height and width, in pixels.
             takes_references: Whether the model edits images.
-
-        Raises:
-            UserError: If a size is impossible, naming the nearest possible one, or if references are not used.
         """
         if not frame_step and self.frames > 1:
             raise UserError(f"{argument('sample.frames')} = {self.frames}: this model generates images; set 1, or 0")

@@ -77,11 +77,7 @@ class SamplePrompt:
 
 
 def control_files(config: SampleConfig, columns: Sequence[Column]) -> dict[str, str]:
-    """`sample.controls` as a mapping from column to path or text, checked against the model's condition columns.
-
-    Raises:
-        UserError: If an entry is not column=path of this model, its file does not exist, or another entry gives the same condition.
-    """
+    """`sample.controls` as a mapping from column to path or text, checked against the model's condition columns."""
     columns_by_name = {name: meant[0] for name, meant in named_columns(columns).items()}
     files: dict[str, str] = {}
     for entry in config.controls:
@@ -126,9 +122,6 @@ def choose_prompts(
         size_step: The model's step of height and width, in pixels.
         columns: The model's condition columns. With any, samples that share a caption count as different, and each keeps its own
             number of frames unless `frames` is set.
-
-    Raises:
-        UserError: If `sample.controls` do not fit the model, or a reference whose shape is needed cannot be read.
     """
     references = tuple(local_path(reference) for reference in config.references)
     for reference in references:

@@ -70,9 +70,6 @@ def render_samples(
     Returns:
         The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, the files of their own. Empty if
         `on_step` ended them: then there is no STEM.json either.
-
-    Raises:
-        UserError: If a sample is not finite, or a file cannot be written.
     """
     local_indices, rendered = shares.local_indices(len(requests)), list[RenderedSample]()
     num_remaining = len(local_indices)

@@ -62,9 +62,6 @@ def save_state(
     """Write a save, `folder/step-000020`, in place of one of the same step; then remove those not to be kept.
 
     `write` writes the tensors into a folder, if they are not to be written here as one file for each group.
-
-    Raises:
-        UserError: If it cannot be written (full disk, no permission); earlier saves stay, and no partial files remain.
     """
     folder = Path(folder)
     final = folder / f"step-{state.step:06d}"
@@ -146,9 +143,6 @@ def load_state(path: Path, shards: "Shards | None" = None, groups: Collection[st
     """Read a save whose files `latest` or `check_save` verified; of its tensors, only some groups.
 
     The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows). With `shards`, they are this rank's rows.
-
-    Raises:
-        UserError: If its index does not belong to an intact save, or may not be read.
     """
     path = Path(path)
     with _permission_named(path):
@@ -197,12 +191,7 @@ def best(folder: Path) -> Best | None:
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest intact save in a folder; None if there is no save. `warn` gets a line for each damaged one.
-
-    Raises:
-        UserError: If there are saves and none is intact (whether to start from the beginning is for the user to
-            decide), or one may not be read.
-    """
+    """The newest intact save in a folder; None if there is no save. `warn` gets a line for each damaged one."""
     fault = None
     for path in sorted(Path(folder).glob("step-*"), key=_order, reverse=True):
         fault = _fault(path)
@@ -221,11 +210,7 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def check_save(path: Path) -> None:
-    """Verify all files of a save that was chosen by its name.
-
-    Raises:
-        UserError: If one is missing or damaged, or may not be read.
-    """
+    """Verify all files of a save that was chosen by its name."""
     if (fault := _fault(path)) is not None:
         raise UserError(f"{path}: {fault}; choose another save")
 

@@ -110,11 +110,7 @@ class MetricsLog:
         return "".join(f"{line}\n" for line in lines if 0 <= _step_of(line) <= self._start_step)
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write one line of finite numbers and of names; trackers get the numbers.
-
-        Raises:
-            UserError: If the disk is full.
-        """
+        """Write one line of finite numbers and of names; trackers get the numbers."""
         row = {"step": step, **values}
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")

@@ -129,11 +129,7 @@ class TrainState:
         return State(step=self.step, tensors=groups, values=values, held_out=self.held_out)
 
     def load_state_dict(self, state: State, path: Path) -> None:
-        """Restore a saved state, bitwise identically; of divided weights, one with the rows of this rank.
-
-        Raises:
-            UserError: If it has other parameters; names `path`, the save.
-        """
+        """Restore a saved state, bitwise identically; of divided weights, one with the rows of this rank."""
         saved = saved_weights(state, self.parameters, path)
         copy_values(self.values, saved)
         tensors, streamed = state.tensors.get("optimizer", {}), self.optimizer.streamed
@@ -167,11 +163,7 @@ class TrainState:
 
 
 def saved_weights(state: State, parameters: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
-    """The trained weights of a save, which fit these parameters.
-
-    Raises:
-        UserError: If the save has others; names `path`, the save.
-    """
+    """The trained weights of a save, which fit these parameters."""
     saved = state.tensors.get("trainable", {})
     shapes = {name: tensor.shape for name, tensor in saved.items()}
     if shapes != {name: parameter.shape for name, parameter in parameters.items()}:

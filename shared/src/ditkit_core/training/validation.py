@@ -187,11 +187,7 @@ class Validator:
         return self._config.due(step, saving=saving)
 
     def measure(self, model: Model, step: int, last_save: Path | None, ranks: Ranks | None = None) -> ValidationResult:
-        """Measure the held-out loss of the model, of whose clips each rank takes its share.
-
-        Raises:
-            UserError: If the loss is not finite; names `last_save` to resume from.
-        """
+        """Measure the held-out loss of the model, of whose clips each rank takes its share."""
         clips = self._clips
         loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._flow, ranks)
         if (broken := loss.broken()) is not None:

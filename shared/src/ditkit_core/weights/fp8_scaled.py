@@ -45,20 +45,12 @@ _GET = "get the bf16 or the fp8_scaled file"
 
 
 def open_weights(path: Path) -> SafetensorsSource:
-    """Open a file or folder of weights, and attach the scales of 8-bit matrices to their weights.
-
-    Raises:
-        UserError: As `SafetensorsSource.open` does, or if the weights are quantized in an unsupported form.
-    """
+    """Open a file or folder of weights, and attach the scales of 8-bit matrices to their weights."""
     return attach_scales(SafetensorsSource.open(path))
 
 
 def attach_scales(source: SafetensorsSource) -> SafetensorsSource:
-    """The weights of a source, each with its scale if it has one, without marks and scales as tensors of their own.
-
-    Raises:
-        UserError: If they are quantized in an unsupported form.
-    """
+    """The weights of a source, each with its scale if it has one, without marks and scales as tensors of their own."""
     source = _unpacked(source)
     if problem := next(_problems(source), None):
         raise UserError(f"{source.path} contains {problem}, which is not supported; {_GET}")

@@ -36,11 +36,7 @@ _SAMPLES = 64
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's `config.json`.
-
-    Raises:
-        UserError: If it is missing or not a JSON object.
-    """
+    """A folder's `config.json`."""
     path = folder / "config.json"
     with readable(path):
         if not path.exists():

@@ -56,9 +56,6 @@ def match(
 
     Returns:
         By our name: the parts of the file's tensors that make up the parameter's rows, in order.
-
-    Raises:
-        UserError: If tensors are missing, unexpected or mis-shaped: with the first ten of each, and the likely reason.
     """
     # One prefix for the complete file, so that a stray tensor with another one is reported and not taken.
     prefix, _ = known_prefix(source, names, wanted)
@@ -195,9 +192,6 @@ def load_into(
         dtype_of: Its dtype there, if it is not quantized.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
         division: Of the rows over ranks: only this rank's are read, except where an edit needs all.
-
-    Raises:
-        UserError: If a file ends before its tensor does.
     """
     state = model.state_dict()
     full_names = {name.replace(".base_layer.", "."): name for name in state}

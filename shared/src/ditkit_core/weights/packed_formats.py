@@ -53,9 +53,6 @@ def packed_weight(layer: str, about: Mapping[str, Any], parts: Parts) -> StoredT
         layer: Its name, for messages.
         about: What `comfy_quant` says of it.
         parts: Its tensors.
-
-    Raises:
-        UserError: If its tensors do not fit the format.
     """
     read_format = _FORMATS.get(str(about.get("format")))
     if read_format is None:

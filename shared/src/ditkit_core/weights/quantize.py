@@ -33,9 +33,6 @@ def check_quantize(kind: str, method: str) -> None:
     Args:
         kind: `base.quantize`.
         method: `adapter.method`.
-
-    Raises:
-        UserError: If the method trains the base's own weights.
     """
     if kind != "none" and method == "full":
         raise UserError(
@@ -50,9 +47,6 @@ def check_scaled(file: str, method: str) -> None:
     Args:
         file: The base's file.
         method: `adapter.method`.
-
-    Raises:
-        UserError: If the method trains the base's own weights.
     """
     if method == "full":
         raise UserError(
@@ -68,9 +62,6 @@ def check_compute(compute: str, stored: str, method: str) -> None:
         compute: `base.compute`.
         stored: `base.quantize`, or the format of the base's file where that is `none`.
         method: `adapter.method`.
-
-    Raises:
-        UserError: If the base is trained, or stored in another format.
     """
     if compute == "dtype":
         return
@@ -98,9 +89,6 @@ def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
     Args:
         compute: `base.compute`.
         devices: The devices of the blocks.
-
-    Raises:
-        UserError: With the GPU, and what works there.
     """
     for device in devices if compute in _CAPABILITY else ():
         if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]:

@@ -47,11 +47,7 @@ def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tup
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
-    """The tokens that a `tokenizer.json` never splits, with their ids by text.
-
-    Raises:
-        UserError: If the file cannot be read, or its list has something else.
-    """
+    """The tokens that a `tokenizer.json` never splits, with their ids by text."""
     path = folder / "tokenizer.json"
     listed = _vocabulary(path).get("added_tokens", [])
     try:

@@ -46,11 +46,7 @@ class Written:
 
 
 def read_adapters(file: AdapterFile) -> dict[str, Scaled[Any]]:
-    """Read every module's adapter in fp32. LoRAs with zeros in both matrices, which fill a form's gaps, are left out.
-
-    Raises:
-        UserError: If the file mixes LoRA with LoKr or LoHa, a module has factors with others, or a value is not finite.
-    """
+    """Read every module's adapter in fp32. LoRAs with zeros in both matrices, which fill a form's gaps, are left out."""
     path, modules = file.source.path, file.modules
     factored = [name for name, module in modules.items() if module.method != "lora"]
     if factored and len(factored) < len(modules):
@@ -73,11 +69,7 @@ def read_adapters(file: AdapterFile) -> dict[str, Scaled[Any]]:
 
 
 def check_finite(adapter: FoundAdapter) -> None:
-    """Refuse a file with values that are not finite, in which LoRA may be mixed with LoKr or LoHa.
-
-    Raises:
-        UserError: With the names of the modules.
-    """
+    """Refuse a file with values that are not finite, in which LoRA may be mixed with LoKr or LoHa."""
     file = adapter.file
 
     def tensors(name: str, module: FileModule) -> Sequence[Tensor]:
@@ -102,9 +94,6 @@ def reduce_rank(
 
     Returns:
         The adapters, and the share that each module keeps.
-
-    Raises:
-        UserError: If no module has a higher rank, or an adapter has a magnitude.
     """
     largest = max(len(adapter.matrices.down) for adapter in adapters.values())
     if rank is not None and rank >= largest:
@@ -137,9 +126,6 @@ def add_missing_modules(
         adapters: Adapters by our name of the module.
         form: One of `ADAPTER_FORMS`.
         layers: Known shapes of layers.
-
-    Raises:
-        UserError: If the shape of such a layer is unknown.
     """
     wanted = [name for name in spec.adapters.rules.fillers(form, list(adapters)) if name not in adapters]
     # Layers of one kind have one shape in all blocks, so an adapter of one block gives the shape for another.
@@ -177,9 +163,6 @@ def write_converted(
 
     Returns:
         The file, with the differences that rounding made: of a LoRA's products, or of the tensors of a LoKr or LoHa.
-
-    Raises:
-        UserError: If the form cannot represent the adapter, the file cannot be written, or it differs when it is read.
     """
     # Before anything is written: readers of this form may ignore or misread some modules.
     spec.adapters.check(form, list(adapters))

@@ -64,9 +64,6 @@ def find_differences(
         keys: Their keys, from `split_differences`.
         parameters: Shapes of the model's parameters, by our name.
         scale_of: From our name of a module to the scale of its LoRA.
-
-    Raises:
-        UserError: If a key fits no parameter, or one of another shape.
     """
     by_parameter: dict[str, list[Difference]] = {}
     aliases = _underscored(names, parameters)

@@ -80,11 +80,7 @@ def method_of_all(layers: Mapping[str, Any]) -> str:
 
 
 def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
-    """Refuse, before training, a configuration that could not be exported after it.
-
-    Raises:
-        UserError: If a form is unknown, or form or dtype cannot represent what will be trained.
-    """
+    """Refuse, before training, a configuration that could not be exported after it."""
     if config.scaled and adapter.method != "full" and not config.merged:
         raise UserError(
             f"export.dtype = {FP8_SCALED} is for complete transformers, and an adapter of rank {adapter.rank} gains nothing from it; "
@@ -97,11 +93,7 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
 
 
 def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
-    """The configured forms in which complete transformers are written.
-
-    Raises:
-        UserError: If there is none.
-    """
+    """The configured forms in which complete transformers are written."""
     native_forms = spec.architecture.names.from_native
     forms = [form for form in config.forms if form in native_forms]
     if not forms:
@@ -117,9 +109,6 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> 
     Args:
         config: The forms.
         model: The model with its adapter, if it has one.
-
-    Raises:
-        UserError: If a form has such readers.
     """
     layers = adapter_layers(model)
     method, use_dora = method_of_all(layers), has_magnitudes(layers)
@@ -202,9 +191,6 @@ def export_adapter(
 
     Returns:
         The files, in the order of the forms. Each was read back and compared before it got its name.
-
-    Raises:
-        UserError: If a form cannot represent the adapter, or a file cannot be written.
     """
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
@@ -263,9 +249,6 @@ def export_merged(
 
     Returns:
         The folders, in the order of the forms. A folder with more than one file and no index was never finished.
-
-    Raises:
-        UserError: If a form is unknown, or a file cannot be written or read back with every name of the model in it.
     """
     folders = []
     for form in whole_forms(spec, config):

@@ -67,9 +67,6 @@ class FileAdapter:
             modules: Weight shapes [out, in] of our modules.
             header: For a file without keys of alpha.
             names: The module's names in all forms.
-
-        Raises:
-            UserError: If they are not a LoRA, LoKr or LoHa of the module.
         """
         # The layer's shape in the file's form: fused modules have one A and the rows of all.
         layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])

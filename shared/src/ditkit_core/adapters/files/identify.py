@@ -96,9 +96,6 @@ def adapter_in(
     Args:
         part: The expert to choose in a file with an adapter for each; None if the file has one adapter.
         layers: Linear layers of an architecture that is not a preset, whose names are known too.
-
-    Raises:
-        UserError: If the file is not an adapter of this family, or has two adapters and none was chosen.
     """
     complete, path = part_of(container, part), container.path
     source, differences = split_differences(complete)
@@ -141,11 +138,7 @@ def parts_in(source: SafetensorsSource) -> tuple[str, ...]:
 
 
 def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
-    """The adapter of one expert in a file, with names as if it were the only one.
-
-    Raises:
-        UserError: If the file has two and none is chosen, or lacks the chosen one.
-    """
+    """The adapter of one expert in a file, with names as if it were the only one."""
     parts = parts_in(source)
     if part is None and len(parts) > 1:
         raise UserError(

@@ -51,9 +51,6 @@ def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: 
 
     Returns:
         The description, which can be written as JSON.
-
-    Raises:
-        UserError: If the file cannot be read, or belongs to another model.
     """
     source = SafetensorsSource.open(path)
     # Each file counts once, although a folder's files have many tensors each.

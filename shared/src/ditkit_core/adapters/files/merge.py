@@ -14,11 +14,7 @@ MAX_STRENGTH = 100
 
 
 def parse_merge(entry: str, key: str = "base.merge") -> tuple[Path, float]:
-    """Parse `FILE@strength`, or `FILE` with a strength of 1, of a setting.
-
-    Raises:
-        UserError: If the text behind the last @ is not a number, and the complete entry is not a file.
-    """
+    """Parse `FILE@strength`, or `FILE` with a strength of 1, of a setting."""
     # A file whose own name has an @ counts as a file.
     file, at, strength = entry.rpartition("@")
     if not at or Path(entry).is_file():

@@ -97,11 +97,7 @@ class AdapterFile:
         add_difference(self.source, self.differences.get(name, ()), parameter, strength)
 
     def read_factored(self, module: str) -> FactoredMatrices:
-        """Read a module's LoKr or LoHa.
-
-        Raises:
-            UserError: If the file has it in several pieces.
-        """
+        """Read a module's LoKr or LoHa."""
         pieces = self.modules[module].pieces
         adapter = pieces[0].adapter if pieces[0] is not None and len(pieces) == 1 else None
         if adapter is None or adapter.method == "lora":
@@ -156,11 +152,7 @@ def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], 
 
 
 def refuse_damaged(path: Path, modules: Iterable[tuple[str, Sequence[Tensor]]]) -> None:
-    """Refuse a file with values that are not finite, from its modules with the tensors to examine.
-
-    Raises:
-        UserError: With the names of the modules.
-    """
+    """Refuse a file with values that are not finite, from its modules with the tensors to examine."""
     finite = {name: all(bool(tensor.isfinite().all()) for tensor in tensors) for name, tensors in modules}
     if broken := [name for name, is_finite in finite.items() if not is_finite]:
         raise UserError(
@@ -183,9 +175,6 @@ def open_adapter(
     Args:
         modules: Weight shapes [out, in] of the model's Linear layers, by our name.
         parameters: Shapes of all its parameters, by our name, for what is merged: only merging can use a file's differences.
-
-    Raises:
-        UserError: If this is not a safetensors file, has no adapter, or has keys that do not fit the model; with the first ten.
     """
     source = SafetensorsSource.open(path)
     # Weights of whole layers, which no adapter has: many of a transformer's other tensors are biases and norms.
@@ -228,9 +217,6 @@ def understand_adapter(
     Args:
         known_names: Names of these Linear layers, and perhaps of others.
         modules: Weight shapes [out, in], by our name, of all layers that the file adapts.
-
-    Raises:
-        UserError: As `open_adapter`.
     """
     path = source.path
     if not source.tensors:

@@ -34,7 +34,6 @@ def config_from_file(
 
     Raises:
         MixedAdapter: If only some of the file's modules are DoRA.
-        UserError: If patterns or another method are configured too, or a module could not be trained, because its scale is not positive.
     """
     path, modules = file.source.path, file.modules
     if config.rank_pattern or config.alpha_pattern:
@@ -171,9 +170,6 @@ def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[st
     Args:
         file: The adapter to start from.
         adapted: Names of the modules with an adapter.
-
-    Raises:
-        UserError: If the file adapts a module without an adapter.
     """
     if dropped := [module for module in file.modules if module not in adapted]:
         raise UserError(

@@ -86,9 +86,6 @@ def write_adapter(
         form: One of `ADAPTER_FORMS`.
         dtype: The dtype of the tensors in the file.
         check: Checks the written file before it gets its name; it may raise.
-
-    Raises:
-        UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
     """
     is_lora = all(isinstance(adapter.matrices, LoraMatrices) for adapter in adapters.values())
     magnitudes = [adapter.matrices for adapter in adapters.values() if "magnitude" in adapter.matrices.parts]
@@ -139,9 +136,6 @@ def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     """Refuse a form that cannot represent the adapter: before training, and again when it is written.
 
     DoRA is written in the forms of diffusers and ComfyUI, whose norms are known (`dora.py`).
-
-    Raises:
-        UserError: If the model has no such form, or its readers would make another adapter of it.
     """
     forms = forms_of(names)
     if form not in forms:
@@ -157,11 +151,7 @@ def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
 
 
 def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, use_dora: bool) -> None:
-    """Refuse DoRA for a module that a form fuses into one tensor with modules without an adapter.
-
-    Raises:
-        UserError: If there is one: an adapter does not have the magnitudes of the other modules' rows.
-    """
+    """Refuse DoRA for a module that a form fuses into one tensor with modules without an adapter."""
     if not use_dora:
         return
     for name, parts in fused_modules(modules, names, form).parts.items():
@@ -174,11 +164,7 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
 
 
 def check_one_to_one(form: str, names: StateDictNames, modules: Collection[str]) -> None:
-    """Refuse, for a LoKr or LoHa, a form that has a name for several of these modules, or several for one.
-
-    Raises:
-        UserError: Naming the first of them, and forms that can be written.
-    """
+    """Refuse, for a LoKr or LoHa, a form that has a name for several of these modules, or several for one."""
     able = [candidate for candidate in forms_of(names) if _not_alone(candidate, names, modules) is None]
     instead = set_forms(able) if able else "merge it"
     if form not in able:
@@ -264,9 +250,6 @@ def _compare(path: Path, adapters: Mapping[str, Scaled[Any]], names: StateDictNa
     """Compare a file, as our own reader sees it, with the adapters.
 
     Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module.
-
-    Raises:
-        UserError: If a module, a scale or a value differs.
     """
     file = open_adapter(path, names, _layer_shapes(adapters, names, form))
     for module, expected in adapters.items():

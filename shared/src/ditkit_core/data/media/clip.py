@@ -76,11 +76,7 @@ def media_kind(path: Path) -> Kind:
 
 
 def kind_by_name(path: Path) -> Kind:
-    """Video or image, by the name alone; the file need not exist.
-
-    Raises:
-        UserError: If the extension is unknown.
-    """
+    """Video or image, by the name alone; the file need not exist."""
     if not called_like_media(path):
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
         raise UserError(f"{path} does not have the extension of a media file; convert it to one of {accepted}")
@@ -213,11 +209,7 @@ class Colours(NamedTuple):
 
 
 def colours_of(path: Path) -> Colours | None:
-    """How a file stores its colours, by its header; None for sRGB, and for HDR videos, which are tone mapped (`video.is_hdr`).
-
-    Raises:
-        UserError: If the file cannot be read, or is not called like media.
-    """
+    """How a file stores its colours, by its header; None for sRGB, and for HDR videos, which are tone mapped (`video.is_hdr`)."""
     if kind_by_name(path) == "image":
         colours = still.image_colours(path)
         return None if colours is None else Colours(colours.name, colours.to_srgb is not None)
@@ -290,9 +282,6 @@ def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps:
 
     Args:
         pixels: Values in [0, 1]; values outside are clamped.
-
-    Raises:
-        UserError: If the file cannot be written.
     """
     height, width = pixels.shape[2:]
     images: list[RgbImage] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
@@ -305,9 +294,6 @@ def write_image(path: Path, pixels: Float[Tensor, "3 height width"]) -> None:
 
     Args:
         pixels: Values in [0, 1]; values outside are clamped.
-
-    Raises:
-        UserError: If the file cannot be written.
     """
     from PIL import Image
 

@@ -28,9 +28,6 @@ def decoder(path: Path, stream: "VideoStream") -> Callable[["VideoPacket"], Sequ
 
     Args:
         stream: Stream of an open container, with the options of its decoder set.
-
-    Raises:
-        UserError: If the installed decoders cannot read the stream's transparency.
     """
     import av
 

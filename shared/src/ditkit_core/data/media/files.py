@@ -43,9 +43,6 @@ def refuse_foreign(path: Path, kind: str) -> None:
 
     Args:
         kind: What its ending says: `image` or `video`.
-
-    Raises:
-        UserError: With what it is.
     """
     mark = mark_of(head_of(path), path.name)
     other = {"image": "is a video", "video": "is an image"}[kind]
@@ -78,11 +75,7 @@ def can_allocate(num_bytes: int) -> bool:
 
 
 def status(path: Path) -> os.stat_result | None:
-    """The status of the file at a path, links followed; None if there is no file.
-
-    Raises:
-        UserError: If the path cannot be read: no permission, circular links, a name that no file can have.
-    """
+    """The status of the file at a path, links followed; None if there is no file."""
     try:
         return os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -110,9 +103,6 @@ def walk(folder: Path, *, skip: Iterable[Path] = ()) -> Iterator[tuple[Path, lis
     """Each folder below a folder, with the sorted names of its folders and files; hidden ones are left out, links followed once.
 
     As with `os.walk`, folders that the caller removes from the list are not entered.
-
-    Raises:
-        UserError: If a folder cannot be read.
     """
     visited = {os.path.realpath(path) for path in skip}
     for directory, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
@@ -140,9 +130,6 @@ def read_dataset_text(
         folder: The folder that the file must be in.
         name: Its path, relative to the folder or absolute.
         most_bytes: Largest size that is read.
-
-    Raises:
-        UserError: If it is outside the folder, not a regular file, too large, or not UTF-8.
     """
     path = folder / name
     inside(folder, name, allow_outside=allow_outside)

@@ -100,11 +100,7 @@ def _opened(path: Path) -> Iterator["Image"]:
 
 
 def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS) -> None:
-    """Refuse an image with more pixels than any training image has, or that is little more than a line.
-
-    Raises:
-        UserError: If there are more than `most` pixels, or the aspect ratio is above `MOST_ASPECT`; the message names the file.
-    """
+    """Refuse an image with more pixels than any training image has, or that is little more than a line."""
     if width * height > most:
         raise UserError(
             f"{path} claims to have {width} x {height} pixels, more than {most} in total; make it smaller or remove it"
@@ -116,11 +112,7 @@ def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Height and width of an upright image in pixels, from its header alone where that has all of them.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """Height and width of an upright image in pixels, from its header alone where that has all of them."""
     from PIL import Image
 
     with _opened(path) as image:
@@ -150,11 +142,7 @@ def _ends_with_pixels(path: Path) -> bool:
 
 
 def image_colours(path: Path) -> StoredColours | None:
-    """How a file stores its colours, by its header; None for sRGB.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """How a file stores its colours, by its header; None for sRGB."""
     with _opened(path) as image:
         return stored_colours(image, path)
 
@@ -164,9 +152,6 @@ def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
 
     Args:
         as_stored: Do not convert colours to sRGB: the values mean something else, as in a mask.
-
-    Raises:
-        UserError: If the file cannot be read.
     """
     from PIL import Image, ImageOps
 

@@ -30,11 +30,7 @@ class ImageFolder:
     """Images per second; 0 means that every image is one frame at whatever rate the clip is read."""
 
     def size(self) -> tuple[int, int]:
-        """Height and width of every image in pixels, from their headers.
-
-        Raises:
-            UserError: If an image cannot be read, or the sizes differ.
-        """
+        """Height and width of every image in pixels, from their headers."""
         sizes = {still.image_size(file): file.name for file in reversed(self.files)}
         if len(sizes) > 1:
             one, other = list(sizes.values())[:2]
@@ -54,9 +50,6 @@ class ImageFolder:
             times: Seconds since the first image.
             fps: The clip's frames per second; the folder's own rate takes precedence.
             as_stored: As for `read_image`.
-
-        Raises:
-            UserError: If an image cannot be read, or the last time is after the last image.
         """
         for time in times:
             position = time * (self.fps or fps)
@@ -95,11 +88,7 @@ def numbered(names: Sequence[str]) -> dict[int, str]:
 
 
 def open_folder(folder: Path) -> ImageFolder:
-    """Open a folder of numbered images; no number may be missing.
-
-    Raises:
-        UserError: If the folder does not contain numbered images only, a number is missing, or `fps.txt` is not a rate.
-    """
+    """Open a folder of numbered images; no number may be missing."""
     try:
         images = numbered(sorted(os.listdir(folder)))
     except OSError as error:
@@ -127,9 +116,6 @@ def check_inside(images: Path, folder: Path, *, allow_outside: bool) -> None:
 
     Args:
         folder: The folder that the files must be in.
-
-    Raises:
-        UserError: If a file is outside; the message names it. Also the errors of `open_folder`.
     """
     for file in [*open_folder(images).files, *_rate_files(images)]:
         inside(folder, os.path.abspath(file), allow_outside=allow_outside)

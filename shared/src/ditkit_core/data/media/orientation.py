@@ -36,11 +36,7 @@ class Orientation(NamedTuple):
 
 
 def orientation_of(frame: "VideoFrame", path: Path) -> Orientation:
-    """How a player shows a frame.
-
-    Raises:
-        UserError: If it would show it turned by another angle than quarter turns, or sheared; the message names the file.
-    """
+    """How a player shows a frame."""
     matrix = _matrix(frame)
     if matrix is None:
         return Orientation()

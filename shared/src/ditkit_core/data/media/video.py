@@ -115,9 +115,6 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
 
     Args:
         until_seconds: Stop reading when this many seconds are found; by default the whole file is read.
-
-    Raises:
-        UserError: If the file cannot be read, or its first frame cannot be decoded.
     """
     timeline = Timeline()
     first: VideoFrame | None = None
@@ -141,21 +138,13 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
 
 
 def is_hdr(path: Path) -> bool:
-    """Whether a video is marked as HDR; its frames are then converted to SDR (`hdr.to_sdr`).
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """Whether a video is marked as HDR; its frames are then converted to SDR (`hdr.to_sdr`)."""
     with _opened(path) as (_, stream):
         return stream.codec_context.color_trc in (hdr.PQ, hdr.HLG)
 
 
 def is_turned_otherwise(path: Path) -> bool:
-    """Whether earlier versions, which knew no mirrored clips, turned a video's first frame in another way.
-
-    Raises:
-        UserError: If its first frame cannot be decoded, or cannot be shown upright.
-    """
+    """Whether earlier versions, which knew no mirrored clips, turned a video's first frame in another way."""
     with _opened(path) as (container, stream):
         decode = decoder(path, stream)
         first = next((frame for packet in container.demux(stream) for frame in decode(packet)), None)
@@ -163,11 +152,7 @@ def is_turned_otherwise(path: Path) -> bool:
 
 
 def converted_primaries(path: Path) -> str:
-    """The primaries from which the colours of a video's frames are converted to sRGB, by its header; "" if they are not converted.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """The primaries from which the colours of a video's frames are converted to sRGB, by its header; "" if they are not converted."""
     with _opened(path) as (_, stream):
         context = stream.codec_context
         wide = wide_primaries(int(context.color_primaries), int(context.color_trc))
@@ -179,11 +164,7 @@ _UNSPECIFIED = 2
 
 
 def has_no_matrix(path: Path) -> bool:
-    """Whether a video stores brightness and colour differences and does not say by which matrix; libav then takes BT.601.
-
-    Raises:
-        UserError: If the file cannot be read.
-    """
+    """Whether a video stores brightness and colour differences and does not say by which matrix; libav then takes BT.601."""
     with _opened(path) as (_, stream):
         context = stream.codec_context
         is_yuv = context.pix_fmt is not None and context.pix_fmt.startswith(("yuv", "nv", "p0"))
@@ -198,9 +179,6 @@ def frames_at(path: Path, times: Sequence[float]) -> Iterator[RgbImage]:
 
     Args:
         times: Seconds since the first frame; ascending, not negative.
-
-    Raises:
-        UserError: If a frame up to the last time cannot be decoded, or the video ends before it.
     """
     if times and times[0] > SLACK_SECONDS:
         with _opened(path) as (container, stream):
@@ -276,11 +254,7 @@ def _upright(frame: "VideoFrame", stream: "VideoStream", orientation: Orientatio
 
 
 def write_h264(path: Path, images: Sequence[RgbImage], *, fps: float) -> None:
-    """Write images of one even height and width as an H.264 mp4, atomically. The index comes first, so that browsers play it while it loads.
-
-    Raises:
-        UserError: If the file cannot be written.
-    """
+    """Write images of one even height and width as an H.264 mp4, atomically. The index comes first, so that browsers play it while it loads."""
     import av
 
     options = {"movflags": "faststart"}

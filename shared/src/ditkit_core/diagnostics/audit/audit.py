@@ -100,9 +100,6 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
 
     Returns:
         The findings, with the place first that has the largest error.
-
-    Raises:
-        UserError: If the loss or a gradient is not finite in fp64.
     """
     # Not ACTING, which a short audit replaces by fewer places: the reference is in fp64 everywhere.
     low, acting = subject.lowered, [group for group in PLACES if group not in NOT_IN_A_BATCH]

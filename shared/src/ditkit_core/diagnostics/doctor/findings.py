@@ -318,9 +318,5 @@ class CutsCaptions(Protocol):
     """A line for each caption that was truncated during encoding."""
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """The number of tokens that are cut off, and the text that is read; None if the whole caption is read.
-
-        Raises:
-            UserError: If the tokenizer cannot be read.
-        """
+        """The number of tokens that are cut off, and the text that is read; None if the whole caption is read."""
         ...

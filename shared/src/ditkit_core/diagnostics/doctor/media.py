@@ -91,9 +91,6 @@ def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float 
         frames: Frames of the window; 1 for an image.
         fps: Frames per second of the window; 0 for an image.
         start_seconds: Time of its first frame, counted from the file's first.
-
-    Raises:
-        UserError: If a frame of the window cannot be decoded; encoding would fail in the same way.
     """
     images = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds)
     return judge_thumbnails(np.stack(list(_thumbnails(images))), fps=fps, start_seconds=start_seconds)

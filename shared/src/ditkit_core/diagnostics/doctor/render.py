@@ -59,11 +59,7 @@ def check_verdict(checkup: CheckReport) -> str:
 
 
 def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
-    """Write `check.json` and `check.html` into a folder, each atomically.
-
-    Raises:
-        UserError: If they cannot be written.
-    """
+    """Write `check.json` and `check.html` into a folder, each atomically."""
     # Fixed names: a second check replaces the first, so that the files always describe the folder as it is.
     files = [folder / name for name in CHECKS]
     write_text(files[0], json_text(check_json(checkup)) + "\n")

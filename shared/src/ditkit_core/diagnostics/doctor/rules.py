@@ -286,9 +286,6 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
     Args:
         sample: The clip; its conditions have been read without an error.
         fps: Frames per second of the clip; 0 for a still image.
-
-    Raises:
-        UserError: If an image cannot be read.
     """
     scale = _SIDE / max(sample.height, sample.width)
     height, width = max(1, round(sample.height * scale)), max(1, round(sample.width * scale))

@@ -126,9 +126,6 @@ def read_sections(folder: Path) -> list[Section]:
     """The run in a folder, and the runs in the folders directly below it (of experts).
 
     Without metrics of its own, a folder with such runs comes last: it contains the samples of all experts.
-
-    Raises:
-        UserError: If there is no run.
     """
     folder = Path(folder)
     below = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))

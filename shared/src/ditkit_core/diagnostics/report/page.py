@@ -19,11 +19,7 @@ RELOAD_SECONDS = 20
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of a run's folder atomically, replacing an older one.
-
-    Raises:
-        UserError: If the folder contains no run, or the page cannot be written.
-    """
+    """Write the report of a run's folder atomically, replacing an older one."""
     path = RunFolder(Path(folder)).report
     write_text(path, report_page(path.parent, read_sections(folder)))
     return path

@@ -165,9 +165,6 @@ def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
         bind: Address to listen at.
         port: Port to listen at; 0 for a free one.
         log: File with the output of the run's command; empty for none.
-
-    Raises:
-        UserError: If the address cannot be listened at.
     """
     try:
         server = ReportServer(folder, host=bind, port=port, log=local_path(log) if log else None)

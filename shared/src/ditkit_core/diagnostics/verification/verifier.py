@@ -92,7 +92,6 @@ class Verifier:
 
         Raises:
             Interrupted: If a signal ended it early.
-            UserError: If one of the finished model is not what was trained.
         """
         self.start()
         if self._worker is not None:

@@ -35,9 +35,6 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     Args:
         run: The run, of one transformer.
         skipped: Names of exports to leave alone.
-
-    Raises:
-        UserError: If an export could not be compared, whatever the reason; the others are verified before.
     """
     adapted: Model | None = None
     gone: set[str] = set()

@@ -37,9 +37,6 @@ def verify_in(spec: ModelSpec, path: Path, skipped: Collection[str] = ()) -> Non
 
     Args:
         skipped: Names of exports to leave alone.
-
-    Raises:
-        UserError: For mistakes that the user can fix.
     """
     # The stored configuration: the parent has written what it resolved, flags included.
     config = resolve(RunConfig, stored=path).on_device("cpu")

@@ -216,9 +216,6 @@ def check_backend(name: str, *, training: bool, devices: Collection[str] = ()) -
     """Refuse, before the first step, a backend that is unknown, not installed, or does not run on these types of device.
 
     One without a backward is refused for training. Without `devices`, no device is checked.
-
-    Raises:
-        UserError: With the names of the backends that would work.
     """
     if name in BACKENDS and (reason := _obstacle(name, training, devices)) is None:
         return

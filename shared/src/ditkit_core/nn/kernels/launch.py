@@ -42,11 +42,7 @@ def why_not(devices: Collection[str]) -> str:
 
 
 def check_kernels(name: str, devices: Collection[str]) -> None:
-    """Refuse `train.kernels = "triton"` where something that it needs is missing, or a device of these types is no GPU.
-
-    Raises:
-        UserError: With what is missing.
-    """
+    """Refuse `train.kernels = "triton"` where something that it needs is missing, or a device of these types is no GPU."""
     if name == "triton" and devices and (reason := why_not(devices)):
         raise UserError(f"train.kernels = triton {reason}; set train.kernels = torch")
 

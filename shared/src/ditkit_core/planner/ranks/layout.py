@@ -76,9 +76,6 @@ def layout_of(
         num_gpus: GPUs of a machine, as `--gpus` names them or as there are here; 1 without any.
         launch: Processes and machines.
         devices: `train.devices`, which ranks cannot have.
-
-    Raises:
-        UserError: If the numbers do not fit each other.
     """
     shard, context = ranks.shard, ranks.context
     if not launch.nproc and launch.nodes == 1 and shard == context == 1:

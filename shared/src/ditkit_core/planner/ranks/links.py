@@ -83,11 +83,7 @@ class Route:
 
 
 def parse_links(text: str, layout: RankLayout) -> tuple[Route, ...]:
-    """The links that `--link` names: one for ranks of one machine, or between machines; two, for both; without any, two usual choices.
-
-    Raises:
-        UserError: If a link is unknown.
-    """
+    """The links that `--link` names: one for ranks of one machine, or between machines; two, for both; without any, two usual choices."""
     names = [name.strip() for name in text.lower().split(",")] if text else []
     if unknown := [name for name in names if name not in LINKS]:
         raise UserError(

@@ -264,9 +264,6 @@ def fitted(step: StepPlan) -> Execution:
 
     Args:
         step: The plan of the step as it is, on GPUs.
-
-    Raises:
-        UserError: If nothing fits, with the bytes that lack; or if the plan is for a CPU.
     """
     job, targets = step.job, step.targets
     if not targets.gpus:

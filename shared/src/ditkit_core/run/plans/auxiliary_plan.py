@@ -46,9 +46,6 @@ def plan_auxiliary(
         streamed: Bytes of streamed weights on the host.
         per_machine: Ranks on a machine; all of them encode.
         host: Bytes of host memory for streamed weights and offloaded activations; None if unknown.
-
-    Raises:
-        UserError: If local files of an encoder are damaged or of another model.
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
     kind = "cuda" if gpus else run.devices[0].type

@@ -165,11 +165,7 @@ def _of_updates(level: Level, *, in_backward: bool) -> Iterator[Level]:
 
 
 def accepted(tried: Iterator[Level], attempt: Callable[[RunConfig], T]) -> Iterator[tuple[Level, T]]:
-    """Levels with the result of an attempt; those that contradict another setting of the run are passed over.
-
-    Raises:
-        UserError: If the run itself is refused.
-    """
+    """Levels with the result of an attempt; those that contradict another setting of the run are passed over."""
     for level in tried:
         try:
             result = attempt(level.config)

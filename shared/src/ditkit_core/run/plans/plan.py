@@ -142,11 +142,7 @@ def num_gpus(run: RunContext, gpus: str) -> int:
 
 
 def _routes(run: RunContext, gpus: str, launch: PlannedLaunch) -> tuple[Route, ...]:
-    """The links to plan for, with the ranks between them; none for a process alone.
-
-    Raises:
-        UserError: If the flags do not fit, or the run cannot have these ranks.
-    """
+    """The links to plan for, with the ranks between them; none for a process alone."""
     layout = layout_of(run.config.ranks, num_gpus(run, gpus), launch, devices=run.config.train.devices)
     if layout is None:
         return ()

@@ -104,10 +104,6 @@ def place_run(run: RunContext, unloaded: Model, *, training: bool = False) -> Pl
         run: The run.
         unloaded: Its model, with its adapters.
         training: Whether it is trained, with the policies of `train.checkpointing`; in training as the run's plan says.
-
-    Raises:
-        UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, the devices cannot be compared, or a budget is
-            too small.
     """
     arch, planned = unloaded.origin.arch, training and needs_profile(run.execution)
     bucket = largest_bucket(run.data, arch) if planned else None
@@ -157,11 +153,7 @@ def num_kinds(data: DataConfig, bucket: Bucket) -> int:
 
 
 def _stored_formats(run: RunContext) -> Mapping[str, str]:
-    """Formats in which matrices stay as the file has them, by layer.
-
-    Raises:
-        UserError: If the run trains such weights.
-    """
+    """Formats in which matrices stay as the file has them, by layer."""
     if run.stored_formats:
         check_scaled(str(run.config.model.here(run.component)), run.config.adapter.method)
     return run.stored_formats

@@ -102,11 +102,7 @@ class OptimizerInBackward:
             self._complete(name, gradient)
 
     def _apply_late(self) -> None:
-        """Apply what the last backward did not complete: it used no weight of a stage, or fewer than those before it.
-
-        Raises:
-            UserError: If such a weight is streamed: it is on the host again.
-        """
+        """Apply what the last backward did not complete: it used no weight of a stage, or fewer than those before it."""
         late = {name: gradient for name, gradient in self._sums.items() if name not in self._norms}
         away = [name for name in (*late, *itertools.chain(*self._waiting.values())) if name in self._optimizer.streamed]
         if away:

@@ -30,11 +30,7 @@ def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, adapts: boo
 
 
 def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
-    """Refuse to stream trained weights if a step needs them all at once. Runs before a model is built.
-
-    Raises:
-        UserError: Naming a setting that works.
-    """
+    """Refuse to stream trained weights if a step needs them all at once. Runs before a model is built."""
     if not any(counts) or method != "full":
         return
     where = f"train.swap_blocks = {list(counts)} with adapter.method = full streams trained weights"

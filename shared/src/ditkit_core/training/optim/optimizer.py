@@ -52,11 +52,7 @@ class _Single:
 
 
 def check_rates(config: OptimConfig, layers: Collection[str]) -> None:
-    """Refuse patterns of learning rates that fit none of the trained layers.
-
-    Raises:
-        UserError: Naming the first of them.
-    """
+    """Refuse patterns of learning rates that fit none of the trained layers."""
     check_used("optim.lr_pattern", config.rates, layers)
 
 
@@ -97,9 +93,6 @@ class NamedOptimizer:
                 if wider.
             elements: Of parameters that are parts of others: the place of their first element, and the number of elements of the whole.
             kernels: Implementation of the rounding of bf16 weights, as `train.kernels` has it.
-
-        Raises:
-            UserError: If the optimizer's package is missing, or Muon has no matrices to train.
         """
         self.parameters = dict(parameters)
         self.fused_backward = config.fused_backward
@@ -396,11 +389,7 @@ class NamedOptimizer:
     def load_state(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
     ) -> None:
-        """Load what `state` returned. The state of the parameters named in `on_host` stays on the host for now.
-
-        Raises:
-            UserError: If it is the state of other parameters or another optimizer.
-        """
+        """Load what `state` returned. The state of the parameters named in `on_host` stays on the host for now."""
         import_state(self.parts, self._progress(), self._proxies, tensors, values, untouched=on_host)
         for name, parameter in self.parameters.items():
             state = self.state_of(name)

@@ -65,9 +65,6 @@ def import_state(
     """Load an exported state into newly built optimizers; settings (decay, betas) stay as the optimizers have them.
 
     The state of the parameters named in `untouched` stays on its device.
-
-    Raises:
-        UserError: If it names parameters that are not trained here, has other groups, or contains an unknown class.
     """
     entries: dict[str, dict[str, Any]] = {}
     plain = {key: tensor for key, tensor in tensors.items() if key.count("|") == 1}
