@@ -21,7 +21,7 @@ from ditkit_core.run.model import tracked_run
 from ditkit_core.training.metrics import log_left_samples
 
 
-def is_run_complete(jobs: Jobs, folder: RunFolder) -> bool:
+def is_complete_run(jobs: Jobs, folder: RunFolder) -> bool:
     """Whether all jobs of a run are complete, and the run's folder has their results."""
     return (
         folder.completed_step() is not None

@@ -10,7 +10,7 @@ Each step only does what is missing, so the same command starts a run, continues
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from ditkit_core.commands.complete import is_run_complete, leave_complete
+from ditkit_core.commands.complete import is_complete_run, leave_complete
 from ditkit_core.commands.export import copy_expert_adapters, rename_exports
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.report import held_out_lines, say_results
@@ -49,7 +49,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         if ranks.is_first:
             keep_log(folder.log)  # not before the folder is locked: another run's log is not ours
             rename_exports(folder, jobs.run.experts)
-        if ranks.broadcast_object(is_run_complete(jobs, folder)):
+        if ranks.broadcast_object(is_complete_run(jobs, folder)):
             leave_complete(jobs, folder)
         else:
             if ranks.is_first:
