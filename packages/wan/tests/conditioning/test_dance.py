@@ -23,6 +23,7 @@ from conditions_help import (
 from safetensors.torch import save_file
 
 from ditkit_core.data.media.clip import read_clip
+from ditkit_core.data.media.sound import decode_sound
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.encoders import VaeMode
@@ -121,9 +122,9 @@ def test_a_header_is_believed_as_far_as_there_are_bytes(
 def test_no_more_sound_is_decoded_than_a_clip_needs(tmp_path: Path) -> None:
     samples = np.sin(np.arange(80_000) / 20).astype(np.float32) / 2
     path = Path(sound_file(tmp_path / "m.wav", samples))
-    part, rate = music_features.decode(path, until_seconds=1.5)
+    part, rate = decode_sound(path, until_seconds=1.5)
     assert len(part) == 1.5 * rate == 12_000 and np.abs(part - samples[:12_000]).max() < 1e-6
-    whole, _ = music_features.decode(path, until_seconds=1e9)
+    whole, _ = decode_sound(path, until_seconds=1e9)
     assert len(whole) == 80_000
     asked = []
 
@@ -132,21 +133,21 @@ def test_no_more_sound_is_decoded_than_a_clip_needs(tmp_path: Path) -> None:
         return samples, 8000
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(music_features, "decode", heard)
+        patch.setattr(music_features, "decode_sound", heard)
         music_features.check(path, start_seconds=0.5, seconds=2.0)
     assert asked == [2.5]
 
 
 def test_sound_is_decoded_to_the_mean_of_its_channels(tmp_path: Path) -> None:
     samples = np.sin(np.arange(4000) / 20).astype(np.float32) / 2
-    decoded, rate = music_features.decode(Path(sound_file(tmp_path / "m.wav", samples)))
+    decoded, rate = decode_sound(Path(sound_file(tmp_path / "m.wav", samples)))
     assert rate == 8000 and decoded.dtype == np.float32 and np.abs(decoded - samples).max() < 1e-6
     with wave.open(str(tmp_path / "mono.wav"), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(22050)
         file.writeframes((samples * 32767).astype("<i2").tobytes())
-    decoded, rate = music_features.decode(tmp_path / "mono.wav")
+    decoded, rate = decode_sound(tmp_path / "mono.wav")
     assert rate == 22050 and np.abs(decoded - samples).max() < 1e-4
 
 

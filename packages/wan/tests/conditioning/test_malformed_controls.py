@@ -14,6 +14,7 @@ from one_line import check_line
 from safetensors.torch import save_file
 
 from ditkit_core.config.resolve import resolve
+from ditkit_core.data.media.sound import decode_sound
 from ditkit_core.diagnostics.doctor.dataset import examine_dataset
 from ditkit_core.diagnostics.doctor.findings import CheckReport
 from ditkit_core.run.config import RunConfig
@@ -267,5 +268,5 @@ def test_sound_of_any_rate_is_decoded_as_it_is(tmp_path: Path, rate: int) -> Non
         file.setsampwidth(2)
         file.setframerate(rate)
         file.writeframes(np.arange(-500, 500, dtype="<i2").tobytes())
-    samples, found = music_features.decode(path)
+    samples, found = decode_sound(path)
     assert found == rate and np.allclose(samples * 32768, np.arange(-500, 500), atol=0.5)

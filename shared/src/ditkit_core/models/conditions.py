@@ -25,6 +25,8 @@ class Column:
     """Whether every clip needs it."""
     moment: Literal["", "begin", "end"] = ""
     """Frame of the clip that an image shows, if any; then the image fits only one window of a file."""
+    in_step: bool = False
+    """Whether a sound that lasts shorter or longer than its clip is probably out of step with it, as speech is."""
     in_front: bool = False
     """Whether it adds a latent frame in front of the clip's; `TrainingSpec.empty_item` gets it as a reference of the clip's size."""
     alternative_to: tuple[str, ...] = ()

@@ -1,9 +1,13 @@
 """What goes with clips is looked at before anything is encoded: by the doctor, by training, and for what is to be sampled."""
 
 import json
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 from doctor_codes import codes, error, errors
 from media_files import numbered_video, picture
@@ -11,7 +15,8 @@ from toy_controls import Guided
 from toy_world import World
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.diagnostics.doctor.rules import check_control_videos
+from ditkit_core.diagnostics.doctor.rules import check_control_videos, check_sounds
+from ditkit_core.models.conditions import Column
 
 
 @pytest.fixture
@@ -161,6 +166,40 @@ def test_masks_are_read_counted_and_compared_with_their_clips(
     reasons = {each["name"]: each["reason"] for each in found["excluded"]}
     assert status == 0 and len(found["masks"]) == 2 and reasons.keys() == {"2.png", "3"}
     assert "2.png has 32 x 16 pixels" in reasons["2.png"] and "3.jpg cannot be read as an image" in reasons["3"]
+
+
+def with_sound(path: Path, seconds: float, delay: float = 0.0) -> Path:
+    """A second of video with a sound track, which may begin later."""
+    with av.open(str(path), "w") as container:
+        pictures = container.add_stream("libx264", rate=24)
+        pictures.width, pictures.height, pictures.pix_fmt = 64, 48, "yuv420p"
+        sound = container.add_stream("flac", rate=16000, layout="mono")
+        for number in range(24):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * number, np.uint8), format="rgb24")
+            container.mux(pictures.encode(frame))
+        container.mux(pictures.encode(None))
+        samples = np.sin(np.arange(round(16000 * seconds)) / 20).astype(np.float32)
+        track = av.AudioFrame.from_ndarray((samples * 20000).astype(np.int16)[None], format="s16", layout="mono")
+        track.sample_rate, track.pts, track.time_base = 16000, round(16000 * delay), Fraction(1, 16000)
+        container.mux(sound.encode(track))
+        container.mux(sound.encode(None))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("seconds", "delay", "warned"), [(1.0, 0.0, False), (1.6, 0.0, True), (0.5, 0.0, True), (0.5, 0.5, False)]
+)
+def test_speech_that_is_not_as_long_as_its_clip_is_warned_of(
+    tmp_path: Path, seconds: float, delay: float, warned: bool
+) -> None:
+    clip = with_sound(tmp_path / "clip.mkv", seconds, delay)
+    sample = Sample(id="clip", media=clip, captions=("x",), frames=5, height=48, width=64)
+    speech, music = (Column(name="sound", kind="audio", in_step=in_step) for in_step in (True, False))
+    assert [finding.code for finding in check_sounds(sample, [speech])] == ["D19"] * warned
+    assert list(check_sounds(sample, [music])) == []
+    given = replace(sample, controls={"sound": str(with_sound(tmp_path / "speech.mkv", 1.6))})
+    (finding,) = check_sounds(given, [speech])
+    assert "speech.mkv lasts 1.60 s and its clip 1.00 s" in finding.what
 
 
 def test_a_mask_video_at_another_rate_is_warned_of(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
 import math
 import warnings
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.data.media.files import open_container
+from ditkit_core.data.media.sound import decode_sound
 from ditkit_core.errors import MissingDependency, UserError
 
 FEATURES = 35
@@ -28,7 +27,6 @@ TABLES = (".npy", ".safetensors")
 _HOP = 512
 _SHORT_ROWS = 15  # half a second: the last row is repeated for rows that a file lacks at its end
 _MOST_BYTES = 2**28
-_FORMATS = "wav,w64,aiff,mp3,flac,aac,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,asf"
 
 
 def window(path: Path, *, start_seconds: float, seconds: float) -> Float[Tensor, "rows 35"]:
@@ -62,7 +60,7 @@ def check(path: Path, *, start_seconds: float, seconds: float) -> None:
     if path.suffix.lower() in TABLES:
         rows = len(read(path))
     else:
-        sound, rate = decode(path, until_seconds=start_seconds + seconds)
+        sound, rate = decode_sound(path, until_seconds=start_seconds + seconds)
         rows = 1 + math.ceil(len(sound) * RATE * _HOP / rate) // _HOP
     _part(path, rows, start_seconds, seconds)
 
@@ -150,7 +148,7 @@ def _npy(path: Path) -> Tensor:
 
 
 def _of_sound(path: Path, until_seconds: float) -> Tensor:
-    sound, rate = decode(path, until_seconds=until_seconds)
+    sound, rate = decode_sound(path, until_seconds=until_seconds)
     check_library(path)
     import librosa
 
@@ -158,47 +156,6 @@ def _of_sound(path: Path, until_seconds: float) -> Tensor:
         # sound of a second or less has fewer samples than a window in the lowest octaves, which changes no result
         warnings.filterwarnings("ignore", "n_fft=", UserWarning)
         return torch.from_numpy(_features(librosa, sound, rate))
-
-
-def decode(path: Path, *, until_seconds: float = math.inf) -> tuple[Float[np.ndarray, " samples"], int]:
-    """The first sound track of a file, averaged over its channels.
-
-    Args:
-        path: The file.
-        until_seconds: Decoding stops here.
-
-    Returns:
-        Samples in about [-1, 1], fp32, and the number of samples per second.
-
-    Raises:
-        UserError: If there is none, it cannot be decoded, or samples are not finite.
-    """
-    import av
-
-    try:
-        with open_container(path, _FORMATS) as container:
-            if not container.streams.audio:
-                raise UserError(f"{path} has no sound; give a file with music")
-            stream = container.streams.audio[0]
-            rate = stream.rate
-            resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
-            parts: list[np.ndarray] = []
-            num_samples = 0
-            for decoded in chain(container.decode(stream), [None]):  # None: flushes the resampler
-                if num_samples >= until_seconds * rate:
-                    break
-                parts += [frame.to_ndarray().mean(axis=0) for frame in resampler.resample(decoded)]
-                num_samples += 0 if decoded is None else decoded.samples
-    except (av.FFmpegError, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
-        raise UserError(f"{path} cannot be decoded as sound ({reason}); convert it again or remove it") from error
-    sound = np.concatenate(parts).astype(np.float32) if parts else np.empty(0, np.float32)
-    sound = sound[: math.ceil(min(len(sound), until_seconds * rate))]
-    if not len(sound):
-        raise UserError(f"{path} has no sound in it; give music")
-    if not np.isfinite(sound).all():
-        raise UserError(f"{path} contains samples that are not finite numbers; convert it again")
-    return sound, rate
 
 
 def _features(librosa: Any, sound: Float[np.ndarray, " samples"], rate: int) -> Float[np.ndarray, "rows 35"]:

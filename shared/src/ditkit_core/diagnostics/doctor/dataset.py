@@ -63,6 +63,7 @@ from ditkit_core.diagnostics.doctor.rules import (
     check_mask,
     check_matrices,
     check_shortened,
+    check_sounds,
     file_row,
     same_content,
 )
@@ -238,6 +239,7 @@ class _Examination:
             # Once per file: its windows follow each other, so only the last sample needs comparing.
             if all(sample.media != other.media for other in self.good[-1:]):
                 of_conditions += check_control_videos(sample, self.data.auxiliary.columns)
+                of_conditions += check_sounds(sample, self.data.auxiliary.columns)
         except MissingDependency as error:
             self.missing_libraries[str(error)] = None
         except EnvironmentFault:

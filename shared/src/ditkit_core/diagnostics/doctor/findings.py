@@ -37,7 +37,7 @@ CODES: Mapping[str, str] = {
     "D16": "an empty caption",
     "D17": "fewer samples of a shape than a micro-batch has",
     "D18": "an image that does not match the beginning or end of its clip",
-    "D19": "a condition video that does not match its clip in time or shape",
+    "D19": "a condition video or sound that does not match its clip in time or shape",
     "D20": "the model was not tried",
     "D21": "the model, its files or its settings cannot be trained, or the samples cannot be generated",
     "D22": "a loss or gradient is not finite",

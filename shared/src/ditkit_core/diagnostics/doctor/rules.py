@@ -1,6 +1,6 @@
 """The rules that turn facts about a dataset into findings.
 
-Only `check_boundary_images` and `check_control_videos` read files, to compare conditions with their clips. Data with such findings can be
+Only `check_boundary_images`, `check_control_videos` and `check_sounds` read files, to compare conditions with their clips. Data with such findings can be
 trained on, but the model would learn from conditions and clips that do not belong together.
 """
 
@@ -16,6 +16,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample, shortened_clips
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import Colours, MediaInfo, media_kind, probe, read_clip
+from ditkit_core.data.media.sound import sound_seconds
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
@@ -333,6 +334,25 @@ def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[
             yield Finding.warning(
                 "D19", where, f"{control_name} is {sizes}: {reason}", "give both the same aspect ratio"
             )
+
+
+def check_sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
+    """Findings about sounds that have to be in step with their clip, and last longer or shorter: given files, or the clip's own sound track."""
+    for column in columns:
+        if not column.in_step or media_kind(sample.media) != "video" or sample.media.is_dir():
+            continue
+        path = Path(sample.controls.get(column.name, sample.media))
+        try:
+            clip, sound = probe(sample.media).seconds, sound_seconds(path)
+        except UserError:  # what is used of it has been read without an error
+            continue
+        if clip and sound and abs(sound - clip) > SAME_SECONDS * clip + 4 * SAME_SECONDS:
+            name = f"{column.name} {path}" if column.name in sample.controls else "its sound track"
+            observation = (
+                f"{name} lasts {sound:.2f} s and its clip {clip:.2f} s: they are matched by time, from the start"
+            )
+            remedy = "check that they are in step; cut or stretch the sound like the clip"
+            yield Finding.warning("D19", sample.media.name, observation, remedy)
 
 
 def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding]:
