@@ -116,3 +116,13 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clip") / "image_encoder"
     build_image_encoder().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def speech_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wav2vec2 of two narrow layers, as transformers stores it; tests only read it."""
+    from ditkit_wan.demo.write import write_audio_encoder
+
+    folder = tmp_path_factory.mktemp("speech") / "audio_encoder"
+    write_audio_encoder(folder)
+    return folder

@@ -23,6 +23,7 @@ WITHOUT_DIFFUSERS = {
     "fun-v1.1-control-camera-14b": (16_898_128_704, 1309),
     "wantodance-14b": (17_245_198_464, 1424),
     "wantodance-14b-global": (17_245_198_464, 1424),
+    "s2v-14b": (16_295_755_609, 1260),  # `WanModel_S2V` in Wan-Video/Wan2.2
     "fun-control-5b": (5_001_609_408, 827),
     "fun-control-camera-5b": (5_245_802_688, 831),
     "fun-control-a14b": (14_289_561_664, 1097),
@@ -48,6 +49,12 @@ BESIDE = {
         "control_adapter.conv.weight": (3072, 6144, 2, 2), "patch_embedding.weight": (3072, 100, 1, 2, 2),
     },
     "vace-fun-a14b": {"vace_patch_embedding.weight": (5120, 96, 1, 2, 2)},
+    "s2v-14b": {
+        "cond_encoder.weight": (5120, 16, 1, 2, 2), "frame_packer.proj_4x.weight": (5120, 16, 4, 8, 8),
+        "casual_audio_encoder.weights": (1, 25, 1, 1), "casual_audio_encoder.encoder.conv1_local.conv.weight": (5120, 1024, 3),
+        "casual_audio_encoder.encoder.padding_tokens": (1, 1, 1, 5120), "trainable_cond_mask.weight": (3, 5120),
+        "audio_injector.injector.11.norm_q.weight": (5120,), "audio_injector.injector_adain_layers.11.linear.weight": (10240, 5120),
+    },
     "wantodance-14b": {
         "music_projection.weight": (256, 35), "music_encoder.1.self_attn.in_proj_weight": (768, 256),
         "music_encoder.0.linear1.weight": (1024, 256), "music_injector.injector.7.q.weight": (5120, 5120),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conditions_help import sound_file
 from safetensors.torch import load_file
 
 from ditkit_core.data.media.clip import write_image
@@ -23,6 +24,7 @@ KINDS = {
     "t2v-a14b": set(), "i2v-a14b": {"first-last"}, "vace": {"vace"},
     "fun-control": {"control", "reference", "clip-vision"}, "fun-control-camera": {"camera", "first-latent", "clip-vision"},
     "wantodance": {"music", "keyframes", "clip-vision", "clip-vision-dancer"},
+    "s2v": {"speech", "speech-reference", "pose"},
 }  # fmt: skip
 """The conditions that a run of each leaves in its cache."""
 
@@ -44,10 +46,16 @@ def _music(file: Path, number: int) -> None:
     np.save(file.with_suffix(".npy"), np.random.default_rng(number).standard_normal((90, 35)).astype(np.float32))
 
 
+def _speech(file: Path, number: int) -> None:
+    sound = np.random.default_rng(number).standard_normal(32_000).clip(-3, 3) / 4
+    sound_file(file.with_suffix(".wav"), sound.astype(np.float32), 16_000)
+
+
 CONTROLS: dict[str, dict[str, Callable[[Path, int], None]]] = {
     "fun-control": {"control_video": _control, "reference_image": _reference},
     "fun-control-camera": {"camera_control_direction": _direction},
     "wantodance": {"wantodance_music_path": _music, "wantodance_reference_image": _reference},
+    "s2v": {"input_audio": _speech, "s2v_pose_video": _control},
 }
 """By variant and column, what writes the file that goes with a clip."""
 
@@ -74,8 +82,9 @@ def flags_of(variant: str, inputs: Path) -> list[str]:
             "--model.transformer",
             str(inputs / "checkpoint" / "transformer.safetensors"),
         ]
-    if variant == "wantodance":
-        flags += ["--adapter.targets", '["q,k,v,o,ffn.0,ffn.2,music"]']
+    if variant in ("wantodance", "s2v"):
+        layers = {"wantodance": "music", "s2v": "audio"}[variant]
+        flags += ["--adapter.targets", f'["q,k,v,o,ffn.0,ffn.2,{layers}"]']
     # VACE's adapters go into diffusers under its own names
     return flags + (["--export.forms", '["diffusers"]'] if variant == "vace" else [])
 

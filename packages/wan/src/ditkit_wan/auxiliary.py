@@ -1,4 +1,4 @@
-"""The models next to the transformer, for the planner: text encoder, VAE and CLIP on `meta`, in the sizes of the local files or the published ones."""
+"""The models next to the transformer, for the planner: text encoder, VAE, CLIP and wav2vec2 on `meta`, in the sizes of the local files or the published ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,12 +9,12 @@ from ditkit_core.families.vae import vae_models
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders import clip as image_encoder
-from ditkit_wan.encoders import text, vae
+from ditkit_wan.encoders import speech, text, vae
 from ditkit_wan.presets import WanArch
 
 
 def auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
-    """The VAE, the text encoder and, for models that take images, CLIP, as the encoders and the sampler use them.
+    """The VAE, the text encoder and, for models that take images or speech, CLIP and wav2vec2, as the encoders and the sampler use them.
 
     Raises:
         UserError: If local files are damaged, or belong to another model.
@@ -24,7 +24,8 @@ def auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[Auxiliar
         vae.VaeEncoder(components, torch.device("cpu"), channels=channels)  # refuses another model's
     encoder, decoder = vae_models(vae.vae_family(channels), components, channels=channels)
     image_encoders = [_clip(components)] if arch.image_dim else []
-    return [encoder, _text(components), *image_encoders, decoder]
+    speech_encoders = [_speech(components)] if arch.speech else []
+    return [encoder, _text(components), *image_encoders, *speech_encoders, decoder]
 
 
 def _text(components: ModelPaths) -> AuxiliaryModel:
@@ -62,3 +63,17 @@ def _clip(components: ModelPaths) -> AuxiliaryModel:
         return image_encoder.read(module, torch.empty(3, 1, height, width), device, torch.float32)
 
     return AuxiliaryModel(name="image encoder", stage="encode", build=build, run=encode)
+
+
+def _speech(components: ModelPaths) -> AuxiliaryModel:
+    config = speech.config_of(components)[1] if components.here("audio_encoder") else speech.PUBLISHED
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            return speech.build(config).requires_grad_(False).eval()
+
+    def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        frames, _, _ = size
+        return speech.read(module, torch.empty(max(frames - 1, 1) * speech.RATE // 16), device)
+
+    return AuxiliaryModel(name="speech encoder", stage="encode", build=build, run=encode)

@@ -35,6 +35,26 @@ class MusicArch:
         return self.fps < 30
 
 
+SPEECH_LAYERS = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)
+"""Blocks of S2V after which the audio is injected; its files number the injectors by their index in this list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechArch:
+    """Sizes of what S2V adds: its audio encoder, and the injectors after some blocks."""
+
+    layers: tuple[int, ...] = SPEECH_LAYERS
+    """Blocks after which the audio is injected, in order: `SPEECH_LAYERS`, or its first ones for a model with fewer blocks."""
+    features: int = 1024
+    """Width of wav2vec2's hidden states."""
+    states: int = 25
+    """Number of these hidden states: the input of wav2vec2's first layer, and the output of each."""
+    tokens: int = 4
+    """Tokens of the audio per latent frame; a learnt one is added."""
+    pose_channels: int = 16
+    """Channels of the latents of a video of poses."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WanArch:
     """Sizes and conditions of one Wan transformer."""
@@ -71,6 +91,8 @@ class WanArch:
     """Channels of a camera's rays, 6 for each of the four frames of a latent frame; 0 for a model without camera control."""
     music: MusicArch | None = None
     """The music layers of WanToDance; None for all other models."""
+    speech: SpeechArch | None = None
+    """What S2V adds; None for all other models."""
     fun: bool = False
     """Whether it is a model of VideoX-Fun. Its samples have other defaults, and some have the shapes of a model of Wan's authors."""
 
@@ -87,6 +109,8 @@ class WanArch:
     @property
     def reference_channels(self) -> int:
         """Channels of the latents of a reference image, as the model's VAE makes them."""
+        if self.speech:  # embedded like the clip
+            return self.out_channels
         return 48 if self.token_times else 16
 
     @property
@@ -113,6 +137,7 @@ PRESETS = {
     "ti2v-5b": _5B,
     "t2v-a14b": replace(_14B, boundary=0.875),
     "i2v-a14b": _I2V_A14B,
+    "s2v-14b": replace(_14B, speech=SpeechArch()),
     "fun-v1.1-inp-1.3b": replace(_1_3B, in_channels=36, image_dim=1280, fun=True),
     "fun-v1.1-inp-14b": replace(_I2V_14B, fun=True),
     "fun-v1.1-control-1.3b": replace(_1_3B, in_channels=48, image_dim=1280, ref_conv=True, fun=True),
@@ -140,6 +165,7 @@ HUB_PRESETS = {
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": "ti2v-5b",
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "t2v-a14b",
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": "i2v-a14b",
+    "Wan-AI/Wan2.2-S2V-14B": "s2v-14b",
     "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-InP": "fun-v1.1-inp-1.3b",
     "alibaba-pai/Wan2.1-Fun-V1.1-14B-InP": "fun-v1.1-inp-14b",
     "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-Control": "fun-v1.1-control-1.3b",

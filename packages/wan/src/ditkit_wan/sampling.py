@@ -33,6 +33,8 @@ def default_shift(arch: WanArch | None, height: int, width: int) -> float:
     if arch is None:
         return 5.0
     image_to_video = arch.in_channels > arch.out_channels
+    if arch.speech:
+        return 3.0
     if arch.boundary:
         return 5.0 if image_to_video else 12.0
     if arch.vace_layers or arch.image_positions:
@@ -71,7 +73,8 @@ class WanSampler:
         """Generate one sample.
 
         Timesteps are integers, as in the official sampler. Noise is sampled on the CPU. A clean first frame is put back after each
-        step. Frames of VACE's references are denoised with the others and removed at the end.
+        step. Frames of VACE's references are denoised with the others and removed at the end. S2V's reference, or the frames that it
+        continues, are put in front at the end.
 
         Args:
             job: What to generate; a shift of 0 takes the scheduler configuration's shift, or else the authors'. Without a
@@ -87,6 +90,8 @@ class WanSampler:
         negative = {name: tensor.to(self._device) for name, tensor in (job.negative or {}).items()}
         references, first = conditions.get("vace_reference"), conditions.get("first_frame")
         in_front = 0 if references is None else references.shape[1]
+        if "audio" in conditions:
+            in_front = -1  # S2V generates the frames after the first
         latents = self._noise(job, in_front)
         scheduler = self._scheduler(job)
         for t in scheduler.timesteps:
@@ -100,6 +105,10 @@ class WanSampler:
             if first is not None:
                 # The scheduler moved the first frame as well; the condition is its clean latents.
                 latents[:, :1] = first
+        if (
+            "audio" in conditions
+        ):  # the frames before the clip, or the image that it starts from, as the official code decodes them
+            return torch.cat([conditions.get("motion", conditions["reference"]), latents], dim=1)
         return latents[:, in_front:]
 
     def _noise(self, job: GenerationRequest, in_front: int) -> Float[Tensor, "channels f h w"]:
@@ -119,10 +128,13 @@ class WanSampler:
         *,
         negative: bool = False,
     ) -> Float[Tensor, "channels f h w"]:
-        """The model's velocity, with inputs made as in training; `negative` also skips the block that a variant's guidance skips."""
+        """The model's velocity, with inputs made as in training; `negative` also leaves out what a variant's guidance leaves out."""
         _, stride = self.decoder.strides
         inputs = make_inputs([latents], sigma, [{**conditions, "latents": latents}], 1.0, latent_stride=stride)
-        return denoiser(inputs._replace(skips=negative))[0].to(self._device, torch.float32)
+        if negative:
+            silence = None if inputs.audio is None else [torch.zeros_like(states) for states in inputs.audio]
+            inputs = inputs._replace(skips=True, audio=silence)
+        return denoiser(inputs)[0].to(self._device, torch.float32)
 
     def _scheduler(self, job: GenerationRequest) -> Any:
         from diffusers import UniPCMultistepScheduler

@@ -27,7 +27,12 @@ from ditkit_wan.state_dict import NAMES
 from ditkit_wan.variants import data_of, experts, sample_defaults, training_of
 
 # The operation group that a parameter computes in, by the start of its name, then by the end; all others compute in the matmuls' group.
-_STARTS = {"embed.time_embedding.": "time_mlp", "embed.time_projection.": "time_mlp", "head.": "head"}
+_STARTS = {
+    "embed.time_embedding.": "time_mlp",
+    "embed.time_projection.": "time_mlp",
+    "head.": "head",
+    "embed.speech.casual_audio_encoder.": "norms",
+}
 _ENDS = {
     ".modulation": "modulation",
     ".norm3.weight": "norms",
@@ -70,7 +75,9 @@ def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
     """The family's spec with everything that differs for this architecture."""
     encoder, sampler = partial(_MEDIA_ENCODER, arch=arch), partial(_sampler, arch=arch)
     adapters = spec.adapters
-    if arch.ref_conv or arch.camera_channels or arch.music:  # diffusers has no such model to compare with
+    if (
+        arch.ref_conv or arch.camera_channels or arch.music or arch.speech
+    ):  # diffusers has no such model to compare with
         adapters = replace(adapters, verify=None, verify_whole=None, rules=RULES_WITHOUT_DIFFUSERS)
     if arch.image_positions:
         adapters = replace(adapters, whole_unread={"official": f"does not know img_emb.emb_pos; {_DIFFUSERS}"})
@@ -110,7 +117,10 @@ WAN = ModelSpec(
         sampler=_sampler,
         sample_defaults=sample_defaults,
         models=lazy("ditkit_wan.auxiliary:auxiliary_models"),
-        components=lambda arch: ("image_encoder",) if arch.image_dim else (),
+        components=lambda arch: (
+            *(("image_encoder",) if arch.image_dim else ()),
+            *(("audio_encoder",) if arch.speech else ()),
+        ),
         conditioners=conditioners,
     ),
     adapters=AdapterSpec(
@@ -121,6 +131,8 @@ WAN = ModelSpec(
             "q,k,v,o,ffn.0,ffn.2,k_img,v_img": (*_ATTENTION, "ffn.0", "ffn.2", "cross_attn.k_img", "cross_attn.v_img"),
             # With the music layers of WanToDance, which DiffSynth's recipe adapts as well.
             "q,k,v,o,ffn.0,ffn.2,music": (*_ATTENTION, "ffn.0", "ffn.2", "music.v", "music.o"),
+            # With the injectors of S2V, which DiffSynth's recipe adapts as well.
+            "q,k,v,o,ffn.0,ffn.2,audio": (*_ATTENTION, "ffn.0", "ffn.2", *(f"injector.{part}" for part in "qkvo")),
             # VACE's default targets are all blocks of both kinds; these are the VACE blocks alone.
             "vace": tuple(f"vace_blocks.*.{name}" for name in (*_ATTENTION, "ffn.0", "ffn.2")),
         },

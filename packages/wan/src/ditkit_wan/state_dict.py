@@ -2,7 +2,7 @@
 
 Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names come from its
 `WanTransformer3DModel` and `WanVACETransformer3DModel`. All programs name the additional modules of the Fun models and
-WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py.
+WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py, and those of S2V as in Wan-Video/Wan2.2.
 
 Ours are the official names with two changes: modules that run before the blocks are below `embed`, and the blocks are in `layers`.
 The forms differ only in names of modules, so one table serves both directions.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames
-from ditkit_wan.presets import MUSIC_LAYERS
+from ditkit_wan.presets import MUSIC_LAYERS, SPEECH_LAYERS
 
 # official -> diffusers, modules and single parameters of one block
 _IN_BLOCK = {
@@ -85,6 +85,30 @@ _CONTROLS = {
         for inner in ("q", "k", "v", "o", "norm_q", "norm_k")
     },
     **{f"head.head_global.{inner}": f"head_global.{inner}" for inner in ("modulation", "head")},
+    **{
+        f"embed.speech.{inner}": inner
+        for inner in (
+            "cond_encoder",
+            "trainable_cond_mask",
+            *(f"frame_packer.{name}" for name in ("proj", "proj_2x", "proj_4x")),
+            "casual_audio_encoder.weights",
+            "casual_audio_encoder.encoder.padding_tokens",
+            "casual_audio_encoder.encoder.final_linear",
+            *(
+                f"casual_audio_encoder.encoder.{name}.conv"
+                for name in ("conv1_local", "conv1_global", "conv2", "conv3")
+            ),
+        )
+    },
+    **{
+        f"audio_blocks.{number}.injector.{inner}": f"audio_injector.injector.{number}.{inner}"
+        for number in range(len(SPEECH_LAYERS))
+        for inner in ("q", "k", "v", "o", "norm_q", "norm_k")
+    },
+    **{
+        f"audio_blocks.{number}.adain.linear": f"audio_injector.injector_adain_layers.{number}.linear"
+        for number in range(len(SPEECH_LAYERS))
+    },
 }
 
 # Ours, official, diffusers; `*` stands for the block's number.

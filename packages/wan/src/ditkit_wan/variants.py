@@ -21,6 +21,11 @@ _NEGATIVE = (
     "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
 )
 """`sample_neg_prompt` in wan/configs/shared_config.py of Wan2.1 and Wan2.2; Fun and WanToDance have the same text."""
+_SPEECH_NEGATIVE = (
+    "画面模糊，最差质量，画面模糊，细节模糊不清，情绪激动剧烈，手快速抖动，字幕，丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，"
+    "形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，倒着走"
+)
+"""`sample_neg_prompt` in wan/configs/wan_s2v_14B.py of Wan2.2."""
 
 
 def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
@@ -31,7 +36,9 @@ def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
             # One model generates from text or from an image, so half of the samples are trained without the image, as in VideoX-Fun.
             return replace(training, control_dropout=0.5)
     # The first latent frame is given, so a clip of fewer than 5 frames has nothing left to learn.
-    return replace(training, fewest_frames=5) if is_given_first_latent(arch) and not arch.music else training
+    if arch.speech or (is_given_first_latent(arch) and not arch.music):
+        return replace(training, fewest_frames=5)
+    return training
 
 
 def data_of(data: DataSpec, arch: WanArch) -> DataSpec:
@@ -40,6 +47,8 @@ def data_of(data: DataSpec, arch: WanArch) -> DataSpec:
         return replace(data, fps=24.0, size=(121, 704, 1280), size_step=32)
     if arch.image_positions:
         return replace(data, size=(81, 720, 1280))
+    if arch.speech:  # the frames before a clip have patches of 64 pixels
+        return replace(data, size=(81, 448, 832), size_step=64)
     if arch.music:
         return replace(data, fps=arch.music.fps, size=(149, 1280, 720))
     return data
@@ -60,6 +69,8 @@ def sample_defaults(arch: WanArch) -> SampleDefaults:
     """The authors' steps, guidance and negative prompt; for a pair of experts, the guidance of the first."""
     if arch.fun:
         return SampleDefaults(steps=50, guidance=_guidance(arch)[0], negative=_NEGATIVE)
+    if arch.speech:
+        return SampleDefaults(steps=40, guidance=4.5, negative=_SPEECH_NEGATIVE)
     if arch.boundary:
         return SampleDefaults(steps=40, guidance=_guidance(arch)[0], negative=_NEGATIVE)
     if arch.music:

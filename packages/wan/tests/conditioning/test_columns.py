@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, controls, encoded, image_file, video_file
+from conditions_help import CPU, FRAMES, controls, encoded, image_file, sound_file, video_file
 from narrow_vae import NARROW_2_2, narrow
 
 from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
@@ -16,8 +16,8 @@ from ditkit_core.models.conditions import named_columns
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.columns import columns, conditioners
-from ditkit_wan.demo.models import IMAGE_DIM
-from ditkit_wan.presets import PRESETS
+from ditkit_wan.demo.models import IMAGE_DIM, SPEECH_DIM, SPEECH_STATES
+from ditkit_wan.presets import PRESETS, SpeechArch, WanArch
 from ditkit_wan.spec import WAN
 
 PICTURES = ["input_image", "end_image"]
@@ -36,6 +36,7 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
     "fun-v1.1-control-camera-1.3b": (
         ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"], ["camera_path", "y", "image"],
     ),
+    "s2v-14b": (["input_audio", "reference_image", "s2v_pose_video", "motion_video"], ["audio", "reference", "pose"]),
     "fun-v1.1-inp-1.3b": (PICTURES, ["y", "image"]),
     "fun-inp-a14b": (PICTURES, ["y"]),
     "fun-inp-5b": (PICTURES, ["y", "first_frame"]),
@@ -59,22 +60,23 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("preset", EXPECTED)
 def test_every_variant_encodes_what_its_model_takes(
-    preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
+    preset: str, checkpoint: Path, clip_folder: Path, speech_folder: Path, tmp_path: Path
 ) -> None:
     names, tensors = EXPECTED[preset]
-    arch = PRESETS[preset]
-    arch = replace(arch, image_dim=IMAGE_DIM if arch.image_dim else 0, text_dim=32)
+    arch = narrowed(preset)
     assert [column.name for column in columns(arch)] == names
     assert all(column.doc.endswith(".") for column in columns(arch))
     vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
-    found = conditioners(arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, VaeMode())
+    paths = ModelPaths(vae=str(vae), image_encoder=str(clip_folder), audio_encoder=str(speech_folder))
+    found = conditioners(arch, paths, CPU, VaeMode())
     clip = video_file(tmp_path / "clip.mp4", 1)
     files = {column.name: value for column in columns(arch) if (value := given(column.name, column.kind, tmp_path))}
     item: dict[str, torch.Tensor] = {}
     for conditioner in found:
         wanted = controls(clip, files, height=64, width=64, fps=15.0 if arch.music else 16.0)
         assert set(conditioner.uses(wanted)) <= {"", *files}
-        item |= encoded(conditioner, wanted)
+        if conditioner.uses(wanted):
+            item |= encoded(conditioner, wanted)
     outlined = WAN.training.empty_item(arch, (FRAMES, 64, 64), ())
     assert [name for name in item if name != "vace_reference"] == tensors
     for name in tensors:  # music may be of any length, VACE's references are in front
@@ -86,14 +88,25 @@ def test_every_variant_encodes_what_its_model_takes(
     assert len({conditioner.kind for conditioner in found}) == len(found)
 
 
+def narrowed(preset: str) -> WanArch:
+    """An architecture for the narrow encoders of tests."""
+    arch = PRESETS[preset]
+    speech = SpeechArch(features=SPEECH_DIM, states=SPEECH_STATES) if arch.speech else None
+    return replace(arch, image_dim=IMAGE_DIM if arch.image_dim else 0, text_dim=32, speech=speech)
+
+
 def given(name: str, kind: str, folder: Path) -> str:
     """A value for a column: the smallest that its conditioner takes, "" for those that stand for another."""
     import numpy as np
 
+    if name == "motion_video":
+        return ""  # one of 73 frames: see test_speech.py
     if kind == "video":
         return video_file(folder / f"{name}.mp4", 2)
     if kind == "image":
         return image_file(folder / f"{name}.png", 3, 64, 64)
+    if name == "input_audio":
+        return sound_file(folder / "speech.wav", np.zeros(16_000, np.float32), 16_000)
     if kind == "audio":
         np.save(folder / "music.npy", np.zeros((30, 35), np.float32))
         return str(folder / "music.npy")
@@ -127,24 +140,32 @@ VIDEOS = [
     ("fun-v1.1-control-1.3b", "control_video", {}),
     ("vace-1.3b", "vace_video", {}),
     ("vace-1.3b", "vace_video_mask", {}),
+    ("s2v-14b", "s2v_pose_video", {}),
     ("wantodance-14b", "wantodance_keyframes", {"wantodance_keyframes_mask": str([1] * FRAMES)}),
 ]
 
 
 @pytest.mark.parametrize(("preset", "column", "beside"), VIDEOS)
 def test_a_still_image_in_place_of_a_video_stays_on_screen(
-    preset: str, column: str, beside: dict[str, str], checkpoint: Path, clip_folder: Path, tmp_path: Path
+    preset: str,
+    column: str,
+    beside: dict[str, str],
+    checkpoint: Path,
+    clip_folder: Path,
+    speech_folder: Path,
+    tmp_path: Path,
 ) -> None:
-    arch = replace(PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32)
-    where = ModelPaths(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
+    arch = narrowed(preset)
+    encoders = {"image_encoder": str(clip_folder), "audio_encoder": str(speech_folder)}
+    where = ModelPaths(vae=str(checkpoint / "vae"), **encoders)
     still = image_file(tmp_path / "still.png", 1)
     (tmp_path / "same").mkdir()
     for number in range(FRAMES):
         image_file(tmp_path / "same" / f"{number}.png", 1)
     read = 0
     for conditioner in conditioners(arch, where, CPU, VaeMode()):
-        # what a still clip is given its music as is of no concern here
-        if conditioner.kind == "music":
+        # what a still clip is given its sound as is of no concern here
+        if conditioner.kind in ("music", "speech"):
             continue
         given = [
             controls(video_file(tmp_path / "v.mp4", 2), {column: file, **beside})
@@ -161,7 +182,9 @@ def test_a_still_image_in_place_of_a_video_stays_on_screen(
 
 def test_every_column_of_videos_is_tried_with_a_still() -> None:
     named = {(column.name) for arch in PRESETS.values() for column in columns(arch) if column.kind == "video"}
-    assert named == {column for _, column, _ in VIDEOS}
+    assert named == {column for _, column, _ in VIDEOS} | {"motion_video"}, (
+        "which a still cannot be: see test_speech.py"
+    )
 
 
 def test_names_of_other_trainers_are_accepted_once() -> None:

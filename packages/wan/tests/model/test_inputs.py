@@ -195,7 +195,7 @@ def test_ti2v_has_its_own_sizes():
     assert (plain.training, plain.data, plain.adapters) == (WAN.training, WAN.data, WAN.adapters)
     told = {name for name, arch in PRESETS.items() if WAN.for_arch(arch).training.fewest_frames == 5}
     begun = {name for name in PRESETS if name.startswith("fun-") and ("-inp-" in name or "-camera-" in name)}
-    assert told == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", *begun}
+    assert told == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", "s2v-14b", *begun}
     fun = WAN.for_arch(PRESETS["fun-inp-5b"])
     assert (fun.data, fun.training.control_dropout) == (changed.data, 0), (
         "its image is in `y` too, which is there always"
@@ -237,6 +237,10 @@ def test_negative_prompts_are_the_authors():
     plain = found["t2v-14b"]
     assert (
         plain.startswith("色调艳丽，过曝，") and plain.endswith("，背景人很多，倒着走") and len(plain.split("，")) == 28
+    )
+    # wan/configs/wan_s2v_14B.py
+    assert found.pop("s2v-14b").startswith(
+        "画面模糊，最差质量，画面模糊，细节模糊不清，情绪激动剧烈，手快速抖动，字幕，丑陋的，"
     )
     prefixed = {name: text.removesuffix(plain) for name, text in found.items() if text != plain}
     assert prefixed == {

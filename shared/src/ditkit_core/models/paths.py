@@ -21,7 +21,7 @@ _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 _PIPELINE_INDEX = "model_index.json"
 
-_WITH_PATHS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "image_encoder")
+_WITH_PATHS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "image_encoder", "audio_encoder")
 """Components that may have a path of their own."""
 
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
@@ -111,6 +111,8 @@ class ModelPaths:
     """Folder of the tokenizer."""
     image_encoder: str = setting("", resume="free", holds="part")
     """Folder or single .safetensors file of the image encoder."""
+    audio_encoder: str = setting("", resume="free", holds="part")
+    """Folder of the speech encoder."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the frozen base and of matmuls: bf16, fp16 or fp32. For all other dtypes see [precision]."""
 

@@ -78,6 +78,24 @@ _EVERY = (
         )
     ),
     Column(
+        name="input_audio",
+        kind="audio",
+        aliases=("audio", "audio_path"),
+        in_step=True,
+        doc="The speech: a sound file or a video; defaults to the clip's own sound track.",
+    ),
+    Column(
+        name="s2v_pose_video",
+        kind="video",
+        aliases=("pose_video", "control_file_path"),
+        doc="A video of the speaker's poses.",
+    ),
+    Column(
+        name="motion_video",
+        kind="video",
+        doc="A video that the clip continues, by its last 73 frames; defaults to those before the clip in its own file, if it has them.",
+    ),
+    Column(
         name="wantodance_music_path",
         kind="audio",
         aliases=("music",),
@@ -110,6 +128,8 @@ def columns(arch: WanArch) -> Sequence[Column]:
 
 
 def _names(arch: WanArch) -> tuple[str, ...]:
+    if arch.speech:
+        return ("input_audio", "reference_image", "s2v_pose_video", "motion_video")
     if arch.music:
         return tuple(name for name in _COLUMNS if name.startswith("wantodance_"))
     if arch.vace_layers:
@@ -138,10 +158,11 @@ def conditioners(
     Raises:
         UserError: If an encoder's files are missing, damaged, or belong to another model.
     """
-    from ditkit_wan.conditioning import control, dance
+    from ditkit_wan.conditioning import control, dance, speech
     from ditkit_wan.conditioning import images as image
     from ditkit_wan.conditioning.vace import Vace
     from ditkit_wan.encoders.clip import ImageEncoder
+    from ditkit_wan.encoders.speech import SpeechEncoder
     from ditkit_wan.encoders.vae import VaeEncoder
 
     if not _names(arch):
@@ -152,7 +173,11 @@ def conditioners(
         vae = VaeEncoder(components, device, mode=mode, channels=arch.out_channels)
         clip = ImageEncoder(components, device, torch.float32) if arch.image_dim else None
     chosen: list[Conditioner] = []
-    if arch.music:
+    if arch.speech:
+        sizes = {"states": arch.speech.states, "features": arch.speech.features}
+        wav2vec = None if components is None else SpeechEncoder(components, device, **sizes)
+        chosen += [speech.Speech(wav2vec, 16.0), speech.SpeechReference(vae), speech.Poses(vae), speech.Motion(vae)]
+    elif arch.music:
         assert clip is not None
         chosen += [dance.Music(arch.music.fps), dance.Keyframes(vae), dance.KeyframeVision(clip, (dance.DANCER,))]
         chosen.append(image.ClipVision(clip, (dance.DANCER,), name="refimage", kind="clip-vision-dancer"))

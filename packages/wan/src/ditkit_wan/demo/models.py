@@ -16,12 +16,13 @@ from torch import Tensor
 from ditkit_core.data.media.synthetic import isometry, random_model
 from ditkit_wan.demo.media import CLIPS, FRAMES, SIDE, render
 from ditkit_wan.encoders.vae_kinds import WAN_2_2
-from ditkit_wan.presets import MUSIC_LAYERS, MusicArch, WanArch
+from ditkit_wan.presets import MUSIC_LAYERS, SPEECH_LAYERS, MusicArch, SpeechArch, WanArch
 from ditkit_wan.state_dict import to_official
 
 HEADS, HEAD_DIM, LAYERS, FFN_DIM = 4, 24, 3, 192
 TEXT_DIM = 32
 IMAGE_DIM, IMAGE_TOKENS = 32, 257
+SPEECH_DIM, SPEECH_STATES = 32, 3
 VAE_DIMS: Mapping[str, Any] = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 _LATENT_CHANNELS = 16
 
@@ -42,6 +43,8 @@ class Variant:
     """Fields of `model_index.json`."""
     has_image_encoder: bool = False
     """Whether it has an image encoder."""
+    has_audio_encoder: bool = False
+    """Whether it has an audio encoder."""
     experts: int = 1
     """Number of its transformers."""
     ours: WanArch | None = None
@@ -85,6 +88,14 @@ VARIANTS: Mapping[str, Variant] = {
             music=MusicArch(layers=MUSIC_LAYERS[:1], width=32, heads=2, ffn_dim=64, skipped=1),
         ),
         has_image_encoder=True,
+    ),
+    "s2v": Variant(
+        ours=replace(
+            _OURS,
+            image_dim=0,
+            speech=SpeechArch(layers=SPEECH_LAYERS[:1], features=SPEECH_DIM, states=SPEECH_STATES, tokens=2),
+        ),
+        has_audio_encoder=True,
     ),
 }
 """All variants, by name."""
@@ -147,6 +158,26 @@ def build_image_encoder() -> Any:
         hidden_act="gelu",
     )
     return random_model("image encoder", CLIPVisionModel, config)
+
+
+def build_audio_encoder() -> Any:
+    """A wav2vec2 of two narrow layers that makes as many rows per second as the real one."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    config = Wav2Vec2Config(
+        hidden_size=SPEECH_DIM,
+        num_hidden_layers=SPEECH_STATES - 1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        conv_dim=[8] * 7,
+        conv_bias=True,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2,
+        do_stable_layer_norm=True,
+        feat_extract_norm="layer",
+        mask_time_prob=0.0,
+    )
+    return random_model("audio encoder", Wav2Vec2Model, config)
 
 
 def build_vae(variant: Variant) -> Any:

@@ -82,7 +82,19 @@ def _write_others(folder: Path, kind: Variant, tokenizer: Any, text_encoder: Any
             "image_encoder": ["transformers", "CLIPVisionModel"],
             "image_processor": ["transformers", "CLIPImageProcessor"],
         }
+    if kind.has_audio_encoder:
+        write_audio_encoder(folder / "audio_encoder")
     write_index(folder, kind.pipeline, index | dict(kind.index))
+
+
+def write_audio_encoder(folder: Path) -> None:
+    """Write a tiny wav2vec2, as transformers stores it."""
+    from safetensors.torch import save_file
+
+    model = demo_models.build_audio_encoder()
+    model.config.save_pretrained(folder)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_image_encoder(folder: Path) -> None:

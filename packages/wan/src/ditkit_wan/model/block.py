@@ -44,6 +44,12 @@ class WanCrossAttention(nn.Module):
     def forward(
         self, h: Tensor, text: Float[Tensor, "batch text dim"], image: Float[Tensor, "batch image dim"] | None
     ) -> Tensor:
+        return self.o(self.attended(h, text, image))
+
+    def attended(
+        self, h: Tensor, text: Float[Tensor, "batch text dim"], image: Float[Tensor, "batch image dim"] | None
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """The input of the last layer."""
         q = normalised_heads(self.q(h), self.norm_q, self.heads, self.precision)
         k = normalised_heads(self.k(text), self.norm_k, self.heads, self.precision)
         v = self.v(text).unflatten(-1, (self.heads, -1)).to(self.precision.attention)
@@ -52,7 +58,7 @@ class WanCrossAttention(nn.Module):
             k = normalised_heads(self.k_img(image), self.norm_k_img, self.heads, self.precision)
             v = self.v_img(image).unflatten(-1, (self.heads, -1)).to(self.precision.attention)
             out = out + attend(q, k, v, name="image")
-        return self.o(out.flatten(2).to(self.precision.matmul))
+        return out.flatten(2).to(self.precision.matmul)
 
 
 class WanBlock(nn.Module):

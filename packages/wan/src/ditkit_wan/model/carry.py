@@ -34,6 +34,15 @@ class MusicCarry(NamedTuple):
     """Whether the block is skipped that the negative side of guidance leaves out."""
 
 
+class SpeechCarry(NamedTuple):
+    """State of S2V: encoded audio of every latent frame, padded with zeros."""
+
+    rows: Float[Tensor, "batch frames audio dim"]
+    """Tokens that the frame's tokens attend to."""
+    style: Float[Tensor, "batch frames dim"]
+    """The row that scales and shifts the frame's tokens before they do."""
+
+
 class WanCarry(NamedTuple):
     """Everything one block hands to the next; each variant's own state is a tuple, and None for other variants."""
 
@@ -47,7 +56,7 @@ class WanCarry(NamedTuple):
     padding_mask: Bool[Tensor, "batch tokens"] | None
     """False on the padding of samples shorter than the longest; None when all have one size."""
     grids: tuple[tuple[int, int, int], ...]
-    """Tokens of each sample along frames, height, width."""
+    """Tokens of each sample along frames, height, width, which come first; S2V's reference and motion follow."""
     late: Bool[Tensor, "batch tokens"] | None = None
     """Tokens with the second of their sample's two times; None if there is one time."""
     image: Float[Tensor, "batch image dim"] | None = None
@@ -55,11 +64,12 @@ class WanCarry(NamedTuple):
     reference: ReferenceCarry | None = None
     vace: VaceCarry | None = None
     music: MusicCarry | None = None
+    speech: SpeechCarry | None = None
 
 
 def token_streams(arch: WanArch) -> TokenStreams | None:
-    """What runs along tokens; None for WanToDance, whose blocks add music to groups of tokens of a frame."""
-    if arch.music:
+    """What runs along tokens; None for WanToDance and S2V, whose blocks add music or speech to groups of tokens of a frame."""
+    if arch.music or arch.speech:
         return None
     of_conditions = [f"cross_attn.{name}" for name in ("k", "v", "k_img", "v_img")]
     return TokenStreams(fields=_token_fields, head=("tokens", "late"), inputs=dict.fromkeys(of_conditions, ()))

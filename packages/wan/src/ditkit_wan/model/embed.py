@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -18,24 +17,13 @@ from ditkit_core.nn.padding import padding_mask
 from ditkit_core.nn.rope import rotary_table, timestep_features
 from ditkit_wan.model.carry import MusicCarry, ReferenceCarry, VaceCarry, WanCarry
 from ditkit_wan.model.inputs import WanInputs, check_conditions
+from ditkit_wan.model.patches import PatchEmbedding
 from ditkit_wan.model.rope import rotary_angles
 from ditkit_wan.model.variants.camera_adapter import CameraAdapter
 from ditkit_wan.model.variants.music import MusicEmbedding, frame_steps
 from ditkit_wan.model.variants.reference_conv import ReferenceConv, in_front, times_in_front
+from ditkit_wan.model.variants.speech import SpeechEmbedding, motion_angles, reference_angles
 from ditkit_wan.presets import WanArch
-
-
-class WanPatchEmbedding(nn.Module):
-    """The official Conv3d, computed as a matmul, since its stride equals its kernel size."""
-
-    def __init__(self, arch: WanArch, channels: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(arch.dim, channels, *arch.patch))
-        self.bias = nn.Parameter(torch.zeros(arch.dim))
-        nn.init.xavier_uniform_(self.weight.data.flatten(1))
-
-    def forward(self, patches: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch dim"]:
-        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class WanImageEmbedding(nn.Module):
@@ -85,7 +73,7 @@ class WanEmbed(nn.Module):
         super().__init__()
         self.arch, self.precision = arch, precision
         dim = arch.dim
-        self.patch_embedding = WanPatchEmbedding(arch, arch.in_channels)
+        self.patch_embedding = PatchEmbedding(dim, arch.in_channels, arch.patch)
         self.text_embedding = nn.Sequential(
             nn.Linear(arch.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
         )
@@ -94,7 +82,7 @@ class WanEmbed(nn.Module):
         if arch.image_dim:
             self.img_emb = WanImageEmbedding(arch, precision)
         if arch.vace_layers:
-            self.vace_patch_embedding = WanPatchEmbedding(arch, arch.vace_channels)
+            self.vace_patch_embedding = PatchEmbedding(dim, arch.vace_channels, arch.patch)
             self.vace_before_proj = nn.Linear(dim, dim)
             nn.init.zeros_(self.vace_before_proj.weight)
             nn.init.zeros_(self.vace_before_proj.bias)
@@ -103,24 +91,30 @@ class WanEmbed(nn.Module):
         if arch.camera_channels:
             self.control_adapter = CameraAdapter(arch)
         if arch.music:
-            self.patch_embedding_global = WanPatchEmbedding(arch, arch.in_channels)
+            self.patch_embedding_global = PatchEmbedding(dim, arch.in_channels, arch.patch)
             self.img_emb_refimage = WanImageEmbedding(arch, precision)
             self.music = MusicEmbedding(arch, arch.music, precision)
+        if arch.speech:
+            self.speech = SpeechEmbedding(arch, arch.speech, precision)
 
     def forward(self, inputs: WanInputs) -> WanCarry:
         check_conditions(self.arch, inputs)
         precision = self.precision
         grids = tuple(self._grid(latent) for latent in inputs.latents)
         latents = inputs.latents if inputs.y is None else map(_channels, inputs.latents, inputs.y)
-        patches = [self._patches(latent) for latent in latents]
+        patches = [self.patch_embedding.patches(latent) for latent in latents]
         lengths = [len(rows) for rows in patches]
         steps = () if inputs.music is None else frame_steps(inputs.music, inputs.latents)
         tokens = self._tokens(patches, steps).to(precision.entry)
         timestep = inputs.timestep if inputs.timestep.ndim == 2 else inputs.timestep[:, None]
-        late, fronts = inputs.late, tuple[int, ...]()
+        late, fronts, motions = inputs.late, tuple[int, ...](), inputs.motion or [None] * len(grids)
         if inputs.camera is not None:
             tokens = plain_sum(self._camera_tokens(inputs.camera, tokens, lengths), tokens)
-        if inputs.reference is not None:
+        if inputs.audio is not None:
+            tokens, lengths = self._with_reference(inputs, tokens, lengths)
+            late = _clip_tokens(grids, tokens)
+            timestep = torch.cat([torch.zeros_like(timestep), timestep], 1)  # reference and frames before have t = 0
+        elif inputs.reference is not None:
             reference_tokens = [
                 None if it is None else self.ref_conv(it.to(precision.matmul)) for it in inputs.reference
             ]
@@ -132,10 +126,12 @@ class WanEmbed(nn.Module):
                 timestep = times_in_front(timestep, num_in_front, lengths)
             fronts = tuple(int(it is not None) for it in reference_tokens)
             grids = tuple((f + front, h, w) for (f, h, w), front in zip(grids, fronts, strict=True))
-        layouts = list(zip(grids, steps or [1] * len(grids), strict=True))
+            lengths = [math.prod(grid) for grid in grids]
+        has_motion = [motion is not None for motion in motions]
+        layouts = list(zip(grids, steps or [1] * len(grids), has_motion, strict=True))
         if len(set(layouts)) == 1:
             layouts = layouts[:1]
-        angles = [rotary_angles(grid, self.arch.head_dim, tokens.device, step) for grid, step in layouts]
+        angles = [self._angles(*layout, tokens.device) for layout in layouts]
         table = pad_sequence(angles, batch_first=True)[:, :, None]  # padding has angle 0 and is not rotated
         features = timestep_features(timestep, self.arch.freq_dim, precision.timestep)
         time = self.time_embedding(features.to(precision.time_mlp))
@@ -149,14 +145,39 @@ class WanEmbed(nn.Module):
             time=time,
             rotary=rotary_table(table, precision.rotary_tables),
             text=text,
-            padding_mask=padding_mask([math.prod(grid) for grid in grids], tokens.device),
+            padding_mask=padding_mask(lengths, tokens.device),
             grids=grids,
             late=late,
             image=image,
-            reference=None if inputs.reference is None else ReferenceCarry(fronts),
+            reference=ReferenceCarry(fronts) if fronts else None,
             vace=None if inputs.vace is None else VaceCarry(self._vace(inputs.vace, tokens)),
             music=None if inputs.music is None else self._music(inputs.music, grids, steps, inputs.skips),
+            speech=None if inputs.audio is None else self.speech.audio(inputs.audio),
         )
+
+    def _angles(
+        self, grid: tuple[int, int, int], step: int, has_motion: bool, device: torch.device
+    ) -> Float[Tensor, "tokens pairs"]:
+        """Angles of a sample's tokens: those of its grid, then S2V's."""
+        head_dim, (_, height, width) = self.arch.head_dim, grid
+        angles = rotary_angles(grid, head_dim, device, step)
+        if not self.arch.speech:
+            return angles
+        more = [motion_angles(height, width, head_dim, device)] if has_motion else []
+        return torch.cat([angles, reference_angles(height, width, head_dim, device), *more])
+
+    def _with_reference(
+        self, inputs: WanInputs, tokens: Float[Tensor, "batch tokens dim"], lengths: Sequence[int]
+    ) -> tuple[Float[Tensor, "batch more dim"], list[int]]:
+        """S2V's tokens of all samples, and their numbers: the clip's with its poses, the reference image's, and those of the frames before it."""
+        assert inputs.reference is not None, "checked"
+        patches = [self.patch_embedding.patches(it) for it in inputs.reference if it is not None]
+        references = [self.patch_embedding(rows.to(self.precision.matmul)).to(tokens.dtype) for rows in patches]
+        tokens = plain_sum(self.speech.poses(inputs.pose, inputs.latents), tokens)
+        clips = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+        motions = inputs.motion or [None] * len(clips)
+        rows = [self.speech.marked(*kinds) for kinds in zip(clips, references, motions, strict=True)]
+        return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
 
     def _tokens(self, patches: Sequence[Tensor], steps: Sequence[int]) -> Float[Tensor, "batch tokens dim"]:
         """Embedded patches; WanToDance's keyframes have a separate embedding; each lasts several rows of music."""
@@ -185,7 +206,8 @@ class WanEmbed(nn.Module):
         self, controls: Sequence[Tensor], tokens: Float[Tensor, "batch tokens dim"]
     ) -> Float[Tensor, "batch tokens dim"]:
         """The input of VACE's first block; the official code computes it in that block."""
-        stream = self._embedded(self.vace_patch_embedding, [self._patches(control) for control in controls])
+        embedding = self.vace_patch_embedding
+        stream = self._embedded(embedding, [embedding.patches(control) for control in controls])
         return plain_sum(self.vace_before_proj(stream), tokens)
 
     def _music(
@@ -198,12 +220,18 @@ class WanEmbed(nn.Module):
         frames, height, width = (size // step for size, step in zip(latent.shape[1:], self.arch.patch, strict=True))
         return frames, height, width
 
-    def _patches(self, latent: Float[Tensor, "channels frames height width"]) -> Float[Tensor, "tokens features"]:
-        pf, ph, pw = self.arch.patch
-        return rearrange(latent, "c (f pf) (h ph) (w pw) -> (f h w) (c pf ph pw)", pf=pf, ph=ph, pw=pw)
-
     def _padded_text(self, text: Sequence[Tensor]) -> Float[Tensor, "batch text text_dim"]:
         return torch.stack([F.pad(rows, (0, 0, 0, self.arch.text_tokens - len(rows))) for rows in text])
+
+
+def _clip_tokens(
+    grids: Sequence[tuple[int, int, int]], tokens: Float[Tensor, "batch tokens dim"]
+) -> Bool[Tensor, "batch tokens"]:
+    """True for the tokens of each sample's clip, which come first."""
+    mask = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    for row, grid in zip(mask, grids, strict=True):
+        row[: math.prod(grid)] = True
+    return mask
 
 
 def _channels(latents: Tensor, y: Tensor) -> Float[Tensor, "channels frames height width"]:

@@ -14,6 +14,7 @@ from ditkit_wan.conditioning.camera import rays
 from ditkit_wan.model.variants.camera_adapter import check_cameras
 from ditkit_wan.model.variants.music import check_music
 from ditkit_wan.model.variants.reference_conv import check_references
+from ditkit_wan.model.variants.speech import MOTION_LATENTS, check_speech, motion_tokens
 from ditkit_wan.presets import PATCH, WanArch
 
 
@@ -42,6 +43,12 @@ class WanInputs(NamedTuple):
     """[rows, features] each, 30 rows per second, so their number per frame gives the frame rate."""
     refimage: Sequence[Tensor] | None = None
     """[rows, image_dim] each: CLIP tokens of the dancer's image for WanToDance."""
+    audio: Sequence[Tensor] | None = None
+    """[states, features, rows] each: hidden states of wav2vec2 for S2V, four rows per latent frame."""
+    pose: Sequence[Tensor | None] | None = None
+    """[pose_channels, frames, height, width] each: latents of a video of the clip's poses; None for samples without one."""
+    motion: Sequence[Tensor | None] | None = None
+    """[channels, frames, height, width] each: latents of the frames before the clip; None for samples without any."""
     skips: bool = False
     """Whether WanToDance skips a block, as for the negative side of guidance."""
 
@@ -61,7 +68,7 @@ def make_inputs(
     Args:
         noised: [channels, frames, height, width] of each sample.
         sigma: Noise levels, fp32 [batch].
-        items: Training items. All have the same conditions, except for `first_frame`, `reference` and `camera_path`.
+        items: Training items. All have the same conditions, except for `first_frame`, `reference`, `camera_path`, `pose` and `motion`.
         guidance: Unused: Wan has no embedding of it.
         latent_stride: Pixels per row or column of latents, for the rays of cameras.
 
@@ -99,6 +106,9 @@ def make_inputs(
         camera=_rays(some("camera_path"), noised, latent_stride),
         music=tensors_of("music"),
         refimage=tensors_of("refimage"),
+        audio=tensors_of("audio"),
+        pose=some("pose"),
+        motion=some("motion"),
     )
 
 
@@ -139,7 +149,8 @@ def _num_tokens(shape: Sequence[int]) -> int:
 
 def num_tokens(item: Mapping[str, Tensor]) -> int:
     """Number of tokens of an item in the blocks."""
-    return sum(_num_tokens(item[name].shape) for name in ("latents", "reference") if name in item)
+    before = motion_tokens(*item["motion"].shape[2:]) if "motion" in item else 0
+    return before + sum(_num_tokens(item[name].shape) for name in ("latents", "reference") if name in item)
 
 
 def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | None:
@@ -151,8 +162,14 @@ def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | Non
 
 
 def assemble(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A training item of a sample's cached tensors: VACE's reference images become frames in front of the clip."""
+    """A training item of a sample's cached tensors.
+
+    VACE's reference images become frames in front of the clip. S2V's clip loses its first frame, which is where the model starts; latents that
+    were encoded with the frames before it replace it.
+    """
     assembled = dict(item)
+    if "audio" in assembled:
+        assembled["latents"] = assembled.pop("continued", assembled["latents"][:, 1:])
     references = assembled.pop("vace_reference", None)
     if references is not None:
         assembled["latents"] = torch.cat([references.to(assembled["latents"]), assembled["latents"]], 1)
@@ -170,8 +187,16 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
         "image": arch.image_dim > 0,
         "vace": bool(arch.vace_layers),
         "music": arch.music is not None,
+        "audio": arch.speech is not None,
     }
-    optional = {"reference": arch.ref_conv, "camera": arch.camera_channels > 0, "refimage": arch.music is not None}
+    has_speech = arch.speech is not None
+    optional = {
+        "reference": arch.ref_conv or has_speech,
+        "pose": has_speech,
+        "motion": has_speech,
+        "camera": arch.camera_channels > 0,
+        "refimage": arch.music is not None,
+    }
     for name, takes in (needed | optional).items():
         values: Sequence[Tensor | None] | None = getattr(inputs, name)
         if takes and values is None and name in needed:
@@ -185,6 +210,7 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
             raise UserError(
                 f"this model takes {arch.in_channels} channels, and the samples have {len(latents)} of latents and {len(y)} of 'y'"
             )
+    check_speech(inputs.audio or (), inputs.reference, inputs.pose or (), inputs.latents)
     check_references(arch, inputs.reference or (), inputs.latents)
     check_cameras(arch, inputs.camera or (), inputs.latents)
     check_music(inputs.music or (), inputs.latents)
@@ -212,6 +238,12 @@ def empty_item(
         item["vace"] = torch.empty(arch.vace_channels, *grid)
     if arch.camera_channels:
         item["camera_path"] = torch.empty(frames, 16)
+    if arch.speech:
+        item["latents"] = torch.empty(arch.out_channels, grid[0] - 1, *grid[1:])
+        item["audio"] = torch.empty(arch.speech.states, arch.speech.features, 4 * (grid[0] - 1))
+        item["reference"] = torch.empty(arch.reference_channels, 1, *grid[1:])
+        item["pose"] = torch.empty(arch.speech.pose_channels, grid[0] - 1, *grid[1:])
+        item["motion"] = torch.empty(arch.out_channels, MOTION_LATENTS, *grid[1:])
     if arch.music:
         item["music"] = torch.empty(round(frames * 30 / arch.music.fps), arch.music.features)
         item["refimage"] = torch.empty(arch.image_tokens, arch.image_dim, dtype=torch.bfloat16)

@@ -1,7 +1,9 @@
 """Rotary angles over (frame, height, width), from fp64 positions."""
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from ditkit_core.nn.rope import axis_angles
@@ -29,13 +31,25 @@ def rotary_angles(
         device: Device of the angles.
         step: Positions per frame. The last frame is at the last position of its step, as in WanToDance.
     """
-    parts = []
-    for axis, (size, pairs) in enumerate(zip(grid, axis_pairs(head_dim), strict=True)):
+    positions = []
+    for axis, size in enumerate(grid):
         spacing = 1 if axis else step
         starts = torch.arange(0, spacing * (size - 1), spacing, device=device)
-        last = torch.arange(spacing * size - 1, spacing * size, device=device)
-        angles = axis_angles(torch.cat([starts, last]), pairs, THETA)
+        positions.append(torch.cat([starts, torch.arange(spacing * size - 1, spacing * size, device=device)]))
+    return angles_at(positions, head_dim)
+
+
+def angles_at(positions: Sequence[Num[Tensor, " axis"]], head_dim: int) -> Float[Tensor, "tokens pairs"]:
+    """fp64 angles of tokens at all combinations of positions, in (frame, height, width) order.
+
+    Args:
+        positions: Positions of the frames, of the rows and of the columns; negative ones rotate the other way.
+        head_dim: Width of an attention head.
+    """
+    parts, grid = [], [len(axis) for axis in positions]
+    for axis, pairs in enumerate(axis_pairs(head_dim)):
+        angles = axis_angles(positions[axis], pairs, THETA)
         shape = [1, 1, 1, pairs]
-        shape[axis] = size
+        shape[axis] = grid[axis]
         parts.append(angles.reshape(shape).expand(*grid, pairs))
     return torch.cat(parts, -1).flatten(0, 2)

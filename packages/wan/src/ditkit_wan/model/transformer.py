@@ -14,6 +14,7 @@ from ditkit_wan.model.embed import WanEmbed
 from ditkit_wan.model.head import WanHead
 from ditkit_wan.model.inputs import WanInputs
 from ditkit_wan.model.variants.dance import MusicBlock, SkippedBlock
+from ditkit_wan.model.variants.speech import AudioBlock
 from ditkit_wan.model.variants.vace import VaceBlock
 from ditkit_wan.presets import WanArch
 
@@ -29,14 +30,18 @@ class WanTransformer(nn.Module):
             kinds = {arch.music.skipped: SkippedBlock} | dict.fromkeys(arch.music.layers, MusicBlock)
         self.layers = nn.ModuleList(kinds.get(index, WanBlock)(arch, precision) for index in range(arch.layers))
         self.vace_blocks = nn.ModuleList(VaceBlock(arch, precision) for _ in arch.vace_layers)
+        audio_layers = arch.speech.layers if arch.speech else ()
+        self.audio_blocks = nn.ModuleList(AudioBlock(arch, precision) for _ in audio_layers)
         self.head = WanHead(arch, precision)
 
     def blocks(self) -> list[nn.Module]:
         # VACE's blocks run right after the blocks that they add their hints to; `VaceBlock` says why that changes no number.
-        vace_after = dict(zip(self.embed.arch.vace_layers, self.vace_blocks, strict=True))
+        arch = self.embed.arch
+        after = dict(zip(arch.vace_layers, self.vace_blocks, strict=True))
+        after |= dict(zip(arch.speech.layers if arch.speech else (), self.audio_blocks, strict=True))
         blocks: list[nn.Module] = []
         for index, layer in enumerate(self.layers):
-            blocks += [layer, vace_after[index]] if index in vace_after else [layer]
+            blocks += [layer, after[index]] if index in after else [layer]
         return blocks
 
     def forward(self, inputs: WanInputs, engine: Engine = run_plain) -> list[Tensor]:
