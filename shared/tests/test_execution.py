@@ -8,6 +8,7 @@ import torch
 from ditkit_core.adapters.config import BaseConfig
 from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.engine.ac_policies import AttentionOnly, Full
+from ditkit_core.engine.token_routing import TokenRouting
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.models.paths import ModelPaths
@@ -30,6 +31,7 @@ def test_a_run_states_all_of_its_execution() -> None:
         compile="eager",
         cuda_graphs="off",
         pipelined=True,
+        token_routing="0-1=0.5",
     )
     config = RunConfig(
         model=ModelPaths(dtype="fp32"),
@@ -48,6 +50,7 @@ def test_a_run_states_all_of_its_execution() -> None:
         "eager",
         "off",
     )
+    assert execution.routing == TokenRouting(0, 1, 0.5)
     assert (execution.split_points, execution.reserve, execution.swap_blocks) == ((2,), (1.0,), (1,))
     assert (execution.quantize, execution.compute, execution.ranks) == ("fp8", "fp8", RanksConfig(shard=4, context=2))
     same = [field.name for field in fields(Execution) if getattr(execution, field.name) == getattr(default, field.name)]

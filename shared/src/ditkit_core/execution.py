@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ditkit_core.distributed.ranks import RanksConfig
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
+from ditkit_core.engine.token_routing import TokenRouting
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 
@@ -46,6 +47,8 @@ class Execution:
     """Whether torch.compile compiles the blocks, or its backend if it is not `inductor`. Changes the last bits."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Whether micro-batches are recorded as CUDA graphs and replayed; `auto` does so where the GPU waits for the host."""
+    token_routing: str = ""
+    """Blocks that a random share of the tokens skips in training, such as `2-25=0.5`; empty for none. Changes what is learned."""
     pipelined: bool = False
     """Whether all forwards of a step run before one backward, so that several devices work at the same time."""
     quantize: Literal["none", "int8", "fp8", "nf4"] = "none"
@@ -66,6 +69,11 @@ class Execution:
     def schedule(self) -> ACSchedule:
         """`checkpointing`, parsed if it is a text."""
         return as_schedule(self.checkpointing)
+
+    @cached_property
+    def routing(self) -> TokenRouting | None:
+        """`token_routing`, parsed."""
+        return TokenRouting.parse(self.token_routing)
 
     @cached_property
     def torch_devices(self) -> "tuple[torch.device, ...]":

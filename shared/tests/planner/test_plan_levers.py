@@ -133,6 +133,18 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("policy", "cuts"), [("none", ()), ("full", (3,))])
+def test_blocks_that_tokens_skip_have_their_memory_and_arithmetic(policy, cuts):
+    """The range may begin on one device and end on another. Half of the tokens are under half of a block's arithmetic, for attention."""
+    routed, plain = (toy_job(checkpointing=policy, token_routing=text) for text in ("1-4=0.5", ""))
+    costs, all_tokens = agree(routed, cuts).blocks, profile(plain).blocks
+    for index, (cost, other) in enumerate(zip(costs, all_tokens, strict=True)):
+        inside = 1 <= index <= 4
+        assert (cost.flops_forward < 0.51 * other.flops_forward) == inside
+        assert (cost.kept < 0.6 * other.kept) == inside
+
+
+@pytest.mark.slow
 def test_matrices_in_several_formats_of_a_file_are_planned_one_by_one():
     formats = {"qkv": "nvfp4", "out": "mxfp8", "mlp.0": "int8_rotated_256"}
     stored = {f"layers.{block}.{layer}": kind for block in range(DEPTH - 1) for layer, kind in formats.items()}

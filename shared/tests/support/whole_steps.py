@@ -47,7 +47,8 @@ def to_host(block: nn.Module, *, trained: bool) -> None:
 def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
     """The highest of each device in the second step of a training: every block is there, and is streamed if it is to be."""
     full = of.adapter.method == "full"
-    model = reduced_model(of, of_each=None).full_model
+    reduced = reduced_model(of, of_each=None)
+    model = reduced.full_model
     names = {id(module): name for name, module in model.named_modules()}
     devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
     blocks = tuple(devices[index] for index in division.devices)
@@ -68,7 +69,8 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
             Batch(ids=[f"{micro} {i}" for i in range(len(items))], items=items) for micro in range(of.micro_batches)
         ]
         fused = of.optim.fused_backward
-        engine = BlockEngine(policy=of.schedule, kernels=of.kernels, hooks=() if swap is None else (swap,))
+        hooks = () if swap is None else (swap,)
+        engine = BlockEngine(policy=of.schedule, kernels=of.kernels, hooks=hooks, router=reduced.router)
         stage_of = stages_of(model, trained.optimizer.parameters)
         clipping = Clipping(max_norm=of.clip_norm, by=of.clip_by, last_norm=2 * of.clip_norm, stage_of=stage_of)
         for step in range(2):

@@ -58,6 +58,13 @@ def test_several_kinds_are_replayed_bit_by_bit() -> None:
     assert found[2:] == ([], 3)
 
 
+def test_each_replay_chooses_the_tokens_that_an_eager_step_would() -> None:
+    """Of those that skip blocks: their choice is in the graph, and its seed is set before each replay."""
+    found = steps_of(CASE | {"routed": True}, replays=True)
+    assert is_bitwise(found, steps_of(CASE | {"routed": True}, replays=False))
+    assert found[2:] == ([], 3) and not is_bitwise(found, steps_of(replays=False))
+
+
 # Faults of the kinds that a CUDA graph has, planted where they would stand.
 
 

@@ -3,6 +3,7 @@
 The engine itself only calls, stage by stage, small objects with one job each:
 
 - `ACSchedule.policies` gives the policy of each block,
+- `TokenRoute` takes the tokens out of the carry that skip blocks, and puts them back,
 - `ContextParallel` divides the tokens among ranks, if several share them, and gathers them for the head,
 - `DeviceHops` sends the carry to the device of the next stage,
 - `offloading` moves to the host what blocks with an offloading policy keep,
@@ -28,7 +29,9 @@ from ditkit_core.engine.activation_offload import HostMemory, offloading
 from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner, call_before_backward, timed
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
 from ditkit_core.engine.run_block import EagerRunner
-from ditkit_core.errors import UserError
+from ditkit_core.engine.token_route import TokenRouter
+from ditkit_core.engine.token_routing import KEY as ROUTING
+from ditkit_core.errors import UserError, argument
 from ditkit_core.io.runtimes import sent_to
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.models.precision import autocast_disabled, compute_fp32_in_fp32
@@ -58,6 +61,8 @@ class BlockEngine:
     """Called where the carry enters and leaves a block, in forward and backward: for block swap and statistics."""
     context: ContextParallel | None = None
     """Divides the tokens of each sample among ranks; None if this process has all of them."""
+    router: TokenRouter | None = None
+    """Has some tokens skip blocks in forwards with a backward; None if all tokens go through all blocks."""
     clock: StepClock = field(default_factory=StepClock, compare=False, repr=False)
     """Times blocks in forward and backward, and their recomputes unless they are compiled. The times of hooks are `copies`."""
     host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
@@ -67,6 +72,10 @@ class BlockEngine:
         check_compiled(backend_of(self.compile), self.schedule.distinct, attention=self.backend)
         if self.compile and self.context is not None:
             raise UserError("compiled blocks cannot share a sample's tokens with other ranks: leave compile out")
+        if self.router is not None and self.context is not None:
+            raise UserError(
+                f"{argument(ROUTING)} and {argument('ranks.context')} both divide a sample's tokens; leave one of them out"
+            )
 
     @cached_property
     def schedule(self) -> ACSchedule:
@@ -94,14 +103,22 @@ class BlockEngine:
         with offloading(self.host, model, policies, devices) as stores, autocast_off:
             hops = DeviceHops(device_of(model.embed), self.clock)
             carry, runner, exchange = self._embed(model, inputs), self.runner, None
+            # Only training skips blocks: a target that the base predicts, a validation and a sample need the whole model.
+            route = self.router.route(carry) if self.router is not None and torch.is_grad_enabled() else None
             if self.context is not None:
                 carry, exchange = self.context.cut(carry)
                 runner = EagerRunner(replace(self._settings, exchange=exchange), self.clock)
             run = HookedRunner((*timed(self.clock, self.hooks), *stores), runner)
             for index, (block, policy, device) in enumerate(zip(blocks, policies, devices, strict=True)):
                 # Rebound at once: the carry on the device before would otherwise stay in memory while the block runs.
-                carry = hops.to(device, carry)
+                if route is None:
+                    carry = hops.to(device, carry)
+                else:
+                    carry, route.unrouted = hops.to(device, (carry, route.unrouted))
+                    carry = route.at(index, carry, has_parameters=device is not None)
                 carry = self._run(index, block, carry, partial(run, policy=policy, device=device))
+            if route is not None:
+                carry = route.complete(carry)
             carry = hops.to(device_of(model.head), carry)
             if (calls := calls_in_force()) is not None:
                 # After the last block, when every attention call of the step was counted.

@@ -21,6 +21,7 @@ from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
+from ditkit_core.engine.token_route import router_of
 from ditkit_core.execution import Execution
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.on_meta import loaded_dtype
@@ -120,14 +121,18 @@ def engine_for(
         schedule: Its checkpointing, resolved to blocks; None for inference, where a budget need not be resolved.
         ranks: Those that train, and share each sample's tokens if they are in groups. None for inference on this rank alone.
     """
+    trains = schedule is not None
     # Without a backward, a budget of memory has nothing to decide: any policy runs the same forward.
     if schedule is None:
         schedule = execution.schedule if execution.schedule.budget is None else ACSchedule.everywhere(Policy())
-    context = None
+    context, router = None, None
     if ranks is not None and ranks.context > 1:
         streams = model.spec.architecture.token_streams(model.origin.arch)
         assert streams is not None, "refused by check_ranks"
         context = ContextParallel(ranks, streams)
+    if trains:
+        streams = model.spec.architecture.token_streams(model.origin.arch)
+        router = router_of(execution.routing, len(model.module.blocks()), streams)
     return BlockEngine(
         policy=schedule,
         backend=execution.attention,
@@ -135,4 +140,5 @@ def engine_for(
         compile=execution.compile,
         hooks=() if model.streamer is None else (model.streamer,),
         context=context,
+        router=router,
     )

@@ -1,4 +1,4 @@
-"""What a model declares so that several ranks can share the tokens of each sample."""
+"""What a model declares so that several ranks can share the tokens of each sample, and so that some tokens can skip blocks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,3 +32,25 @@ class TokenStreams:
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By the ending of the name of a Linear layer in blocks, or a glob: the streams that its input consists of; none where it is the same on
     every rank (text). The input of any other layer consists of all streams. Masks of an adapter's dropout go by it."""
+
+    padding: str = "padding_mask"
+    """The field with the mask of padding, over the tokens of all streams; None where there is none."""
+
+    residual: tuple[str, ...] = ("tokens",)
+    """The fields among `fields` that blocks advance. All others are the same behind every block."""
+
+    routed: str = ""
+    """The stream whose tokens may skip blocks (`train.token_routing`); empty for none."""
+
+
+def field_at(carry: Any, path: str) -> Any:
+    """A field of a carry; one in another field is `other.field`."""
+    for name in path.split("."):
+        carry = getattr(carry, name)
+    return carry
+
+
+def with_field(carry: Any, path: str, value: Any) -> Any:
+    """The carry with another value of a field."""
+    name, _, rest = path.partition(".")
+    return carry._replace(**{name: with_field(getattr(carry, name), rest, value) if rest else value})

@@ -262,6 +262,7 @@ class _Measuring:
             policy=job.schedule,
             kernels=job.kernels,
             context=self._context(),
+            router=self.model.router,
             model=self.model,
             entered=partial(self._entered, forward),
             entered_backward=partial(self._entered_backward, backward),

@@ -4,7 +4,7 @@ Built and given its adapters on `meta`, because a parameter that is fake already
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from ditkit_core.adapters.inject import (
     target_modules,
     trainable_parameters,
 )
+from ditkit_core.engine.token_route import TokenRouter, router_of
+from ditkit_core.engine.token_routing import TokenRouting
 from ditkit_core.models.protocol import Engine, StagedModel, run_plain
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.nn.quantized_linear import final_dtype
@@ -37,6 +39,8 @@ class ReducedModel:
     """The blocks that are run, by their index in the whole model."""
     stands_for: tuple[int, ...]
     """For each block of the whole model, the position in `indices` of the block that represents it."""
+    whole_router: TokenRouter | None = None
+    """The token routing of the whole model."""
 
     @property
     def embed(self) -> Any:
@@ -60,6 +64,14 @@ class ReducedModel:
     def stages(self) -> list[nn.Module]:
         """Embedding, blocks, head."""
         return [self.embed, *self.blocks(), self.head]
+
+    @property
+    def router(self) -> TokenRouter | None:
+        """The token routing of these blocks: the first and the last of the range are among them."""
+        if (whole := self.whole_router) is None:
+            return None
+        inside = [at for at, index in enumerate(self.indices) if whole.routing.first <= index <= whole.routing.last]
+        return replace(whole, routing=replace(whole.routing, first=inside[0], last=inside[-1]))
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trained parameters of these stages, by canonical name."""
@@ -85,8 +97,10 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     check_rates(job.optim, targets or list(map(module_of, trainable_parameters(model))))
     ranks = {target: (adapter.rank_of(target), job.assistant.get(target, 0)) for target in targets}
-    kinds = _kinds(model, ranks, trains_all=adapter.method == "full")
-    chosen = ReducedModel(model, *_choose(kinds, of_each))
+    routing = job.execution.routing
+    router = router_of(routing, len(model.blocks()), spec.architecture.token_streams(job.arch) if routing else None)
+    kinds = _kinds(model, ranks, routing, trains_all=adapter.method == "full")
+    chosen = ReducedModel(model, *_choose(kinds, of_each), router)
     if targets:  # peft takes a second for a hundred layers, and most are never run
         names = {id(module): name for name, module in model.named_modules()}
         prefixes = tuple(f"{names[id(stage)]}." for stage in chosen.stages())
@@ -97,17 +111,21 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
     return chosen
 
 
-def _kinds(model: StagedModel, targets: Mapping[str, tuple[int, int]], *, trains_all: bool) -> list[tuple[Any, ...]]:
-    """The kind of each block: class, parameters, adapters with their ranks and an assistant's, and whether a trained parameter comes before it, so that it has a backward."""
+def _kinds(
+    model: StagedModel, targets: Mapping[str, tuple[int, int]], routing: TokenRouting | None, *, trains_all: bool
+) -> list[tuple[Any, ...]]:
+    """The kind of each block: class, parameters, adapters with their ranks and an assistant's, whether a trained parameter comes before it, so that it has a backward, and where it
+    is with respect to a range that tokens skip."""
     names = {id(module): name for name, module in model.named_modules()}
     started = trains_all or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
     kinds = []
-    for block in model.blocks():
+    for index, block in enumerate(model.blocks()):
+        part = 0 if routing is None else (index >= routing.first) + (index > routing.last)
         prefix = f"{names[id(block)]}."
         adapted = frozenset((t.removeprefix(prefix), both) for t, both in targets.items() if t.startswith(prefix))
         started = started or bool(adapted)
         shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-        kinds.append((type(block), shapes, adapted, started))
+        kinds.append((type(block), shapes, adapted, started, part))
     return kinds
 
 

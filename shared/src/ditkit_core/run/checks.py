@@ -296,6 +296,10 @@ def _check_context(config: RunConfig, size: int, architecture: ArchitectureSpec,
         )
     if config.train.compile:
         raise UserError(f"{shared}, which compiled blocks cannot exchange; leave train.compile out")
+    if config.train.token_routing:
+        raise UserError(
+            f"{shared}, and train.token_routing takes tokens of their samples out as well; leave one of them out"
+        )
     if arch is not None and architecture.token_streams(arch) is None:
         raise UserError(f"{shared}, and blocks of this architecture read groups of tokens; leave ranks.context out")
 

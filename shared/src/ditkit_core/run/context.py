@@ -126,6 +126,7 @@ class RunContext:
             kernels=train.kernels,
             compile=train.compile,
             cuda_graphs=train.cuda_graphs,
+            token_routing=train.token_routing,
             pipelined=train.pipelined,
             quantize=base.quantize,
             compute=base.compute,

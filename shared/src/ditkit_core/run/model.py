@@ -13,6 +13,7 @@ from ditkit_core.config.schema import config_values
 from ditkit_core.config.toml import to_toml
 from ditkit_core.distributed.ranks import Ranks
 from ditkit_core.engine.placement import Placement
+from ditkit_core.engine.token_route import router_of
 from ditkit_core.io.console import say
 from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
@@ -53,6 +54,8 @@ def build_model(run: RunContext) -> Model:
     unloaded = model_on_meta(run.spec, *sections, precision=run.precision, component=run.component, say=say)
     check_adapted(run.spec, config.export, unloaded.module)
     check_rates(config.optim, list(map(module_of, trainable_parameters(unloaded.module))))
+    streams = run.spec.architecture.token_streams(unloaded.origin.arch)
+    router_of(run.execution.routing, len(unloaded.module.blocks()), streams)
     return unloaded
 
 

@@ -26,13 +26,14 @@ from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, divided, numbers
 from ditkit_core.testing.conformance_levers import LEVERS
 from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.conformance_routing import routing_of
 from ditkit_core.testing.conformance_swap import stream, train_streamed
 from ditkit_core.testing.world import ADAPTERS, Items, differing, make_model, train_shortly
 from ditkit_core.training.config import EMAConfig
 
 BACKEND = "aot_eager"
 _ONE, _TWO = torch.device("cpu", 1), torch.device("cpu", 2)
-_FEW = ("full", "none", "dora", "two", 1, True, True, True)
+_FEW = ("full", "none", "dora", "two", 1, True, True, True, True)
 COMPILED_LEVERS = {
     **LEVERS,
     "layout": ("one", "two"),  # graphs are of one device: more of them would compile the same again
@@ -93,23 +94,24 @@ def few_levers(kind: Any) -> dict[str, Any]:
 def levers(kind: Any) -> dict[str, Any]:
     """Levers in every pair, and full fine-tunes that step in the backward."""
     # compiled `none` over a quantized base is refused before a run
-    cases = pairwise(COMPILED_LEVERS, lambda case: case[:2] not in [("none", kind) for kind in LAYOUTS])
+    cases = pairwise(COMPILED_LEVERS, lambda case: case[:2] not in [("none", kind) for kind in (*LAYOUTS, "nvfp4")])
     differences = {str(case): list(_together(kind, case)) for case in cases}
     return differences | {f"fused {policy}": list(_fused(kind, policy)) for policy in POLICIES}
 
 
 def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
     """Differences from the same compiled step without levers, and levers that had no effect; `case` has a value of each of `COMPILED_LEVERS`."""
-    policy, quantize, adapter, layout, one_of, pipelined, offloads, autocast = case
+    policy, quantize, adapter, layout, one_of, pipelined, offloads, routed, autocast = case
     dtype, trained = torch.bfloat16, ADAPTERS[adapter]
 
     def build() -> Any:
         return make_quantized(kind.spec, kind.arch, quantize, dtype=dtype, adapter=trained)
 
     items = kind().items(2, ragged=True)
-    plain = BlockEngine(policy=policy, compile=BACKEND)
-    expected, values = train_shortly(kind.spec, build(), items, plain, pipelined=pipelined)
     model, host = build(), HostMemory(smallest=0)
+    router = routing_of(kind.spec, kind.arch, model) if routed else None
+    plain = BlockEngine(policy=policy, compile=BACKEND, router=router)
+    expected, values = train_shortly(kind.spec, build(), items, plain, pipelined=pipelined)
     count = len(model.blocks())
     devices = [_ONE] * count if layout == "one" else [_ONE if i < (count + 1) // 2 else _TWO for i in range(count)]
     with ExitStack() as stack:
@@ -120,7 +122,7 @@ def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         swap = stream(model, one_of, devices) if one_of else None
         run = BlockEngine(
-            policy=f"{policy}+offload" if offloads else policy, compile=BACKEND, hooks=() if swap is None else (swap,), host=host
+            policy=f"{policy}+offload" if offloads else policy, compile=BACKEND, hooks=() if swap is None else (swap,), host=host, router=router
         )  # fmt: skip
         results, others = train_shortly(kind.spec, model, items, run, pipelined=pipelined)
     if results != expected:

@@ -45,6 +45,7 @@ from ditkit_core.testing.conformance_policies import PolicyChecks
 from ditkit_core.testing.conformance_precision import PrecisionChecks
 from ditkit_core.testing.conformance_quantized import QuantizedChecks
 from ditkit_core.testing.conformance_replay import ReplayChecks
+from ditkit_core.testing.conformance_routing import RoutingChecks
 from ditkit_core.testing.conformance_split import SplitChecks
 from ditkit_core.testing.conformance_streams import StreamChecks, place_model
 from ditkit_core.testing.conformance_swap import SwapChecks
@@ -404,6 +405,7 @@ class CoreChecks(ModelChecks):
 class Conformance(
     FusedChecks,
     LeverChecks,
+    RoutingChecks,
     OffloadChecks,
     PolicyChecks,
     PrecisionChecks,

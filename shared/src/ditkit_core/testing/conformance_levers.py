@@ -18,6 +18,7 @@ from ditkit_core.nn.lora import ASSISTANT
 from ditkit_core.nn.quantized_layouts import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.conformance_quantized import COMPUTED, OF_FILES, make_quantized
+from ditkit_core.testing.conformance_routing import routing_of
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import Watched, stream
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
@@ -31,10 +32,11 @@ LEVERS: Mapping[str, Sequence[Any]] = {
     "one_of": (0, 1, 2),
     "pipelined": (False, True),
     "offload": (False, True),
+    "routed": (False, True),
 }
 """Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
 
-_OFF = {"policy": "none", "quantize": "none", "one_of": 0, "pipelined": False, "offload": False}
+_OFF = {"policy": "none", "quantize": "none", "one_of": 0, "pipelined": False, "offload": False, "routed": False}
 """Levers that may be off, with the value that they then have."""
 
 
@@ -81,19 +83,30 @@ class LeverChecks(ModelChecks):
         self._check_levers(*case)
 
     def _check_levers(
-        self, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool, offload: bool
+        self,
+        policy: str,
+        quantize: str,
+        adapter: str,
+        layout: str,
+        one_of: int,
+        pipelined: bool,
+        offload: bool,
+        routed: bool,
     ) -> None:
         """A measurement and an optimizer step, against the same base and adapter on one device, resident, nothing recomputed."""
         items = self.items(2, ragged=True)
         plain = self._model(quantize, adapter)
-        numbers, values = train_shortly(self.spec, plain, items, BlockEngine(), pipelined=pipelined)
+        router = routing_of(self.spec, self.arch, plain) if routed else None
+        engine = BlockEngine(router=router)
+        numbers, values = train_shortly(self.spec, plain, items, engine, pipelined=pipelined)
         model = self._model(quantize, adapter)
         devices = layouts(len(model.blocks()))[layout]
         divide(model, devices)
         with PretendDevices():
             swap = stream(model, one_of, devices[1:-1]) if one_of else None
             chosen = f"{policy}+offload" if offload else policy
-            engine = BlockEngine(policy=chosen, hooks=() if swap is None else (swap,), host=HostMemory(smallest=0))
+            hooks = () if swap is None else (swap,)
+            engine = BlockEngine(policy=chosen, hooks=hooks, host=HostMemory(smallest=0), router=router)
             if swap is None:
                 actual, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
             else:

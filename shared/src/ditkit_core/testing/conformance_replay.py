@@ -22,6 +22,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_layouts import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
+from ditkit_core.testing.conformance_routing import routing_of
 from ditkit_core.testing.gpu import GPUS, gpu_of
 from ditkit_core.testing.pretend_devices import HOST, move_to, on_host
 from ditkit_core.testing.recorded_graph import recorded_graphs
@@ -93,7 +94,9 @@ def trained_steps(
         model, trainable_parameters(model), OptimConfig(lr=1e-2, rounding=rounding), EMAConfig(decay=case["average"])
     )
     graphs = ReplayedMicroBatches("on", trained.parameters, device, lines.append) if replays else None
-    staged = Model(model, BlockEngine(policy=case["policy"], backend=attention), spec, trainable=trained.parameters)
+    router = routing_of(spec, arch, model) if case.get("routed") else None
+    engine = BlockEngine(policy=case["policy"], backend=attention, router=router)
+    staged = Model(model, engine, spec, trainable=trained.parameters)
     items = masked(items) if case["masks"] else list(items)
     if case["target"] == "guided":
         items = [{**item, f"{EMPTY_CAPTION_PREFIX}text": item["text"].flip(0)} for item in items]

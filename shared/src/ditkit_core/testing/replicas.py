@@ -31,6 +31,7 @@ from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.conformance_routing import routing_of
 from ditkit_core.testing.ranks import joined
 from ditkit_core.testing.recorded_graph import recorded_graphs
 from ditkit_core.testing.world import ADAPTERS, Items, differing, make_model, masked
@@ -61,6 +62,8 @@ class Case:
     quantize: str = "none"
     """Form of the base."""
     policy: str = "full"
+    routed: bool = False
+    """Whether tokens skip blocks."""
     cuda_graphs: Literal["on", "off"] = "off"
 
 
@@ -92,6 +95,7 @@ SHARDED = {
     "lora on int8, multiplied in 8 bits": Case("lora", quantize="int8 computed"),
     "lora on nf4": Case("lora", quantize="nf4", dtype=torch.bfloat16),
     "loha on nf4": Case("loha", quantize="nf4", dtype=torch.bfloat16),
+    "lora, tokens skip blocks": Case("lora", routed=True),
     "lora on nvfp4": Case("lora", quantize="nvfp4", dtype=torch.bfloat16),
     "lora on rotated int8, multiplied in 8 bits": Case("lora", quantize="int8_rotated_16 computed"),
 }
@@ -170,7 +174,8 @@ class Divided(NamedTuple):
 
     def cases(self, names: Sequence[str]) -> list[str]:
         """The cases among these names that it trains."""
-        return [name for name in names if name in (self.few or names) and (self.shard == 1 or can_divide(name))]
+        allowed = [name for name in names if self.context == 1 or not _KNOWN[name].routed]
+        return [name for name in allowed if name in (self.few or names) and (self.shard == 1 or can_divide(name))]
 
     def __str__(self) -> str:
         return f"{self.size} by {self.shard}{f' of {self.context}' * (self.context > 1)}"
@@ -258,7 +263,8 @@ class Replicas:
         if ranks.shard > 1:
             shards = Shards(model, trainable, Precision(matmul=case.dtype), ranks, torch.device("cpu"))
             trainable = shards.local
-        engine = BlockEngine(policy=case.policy, kernels=self.kernels, context=context)
+        router = routing_of(self.spec, self.arch, model) if case.routed and context is None else None
+        engine = BlockEngine(policy=case.policy, kernels=self.kernels, context=context, router=router)
         return Model(model, engine, self.spec, trainable, shards=shards)
 
     @recorded_graphs()

@@ -307,7 +307,9 @@ TOY = ModelSpec(
             to_native=_to_native,
             from_native={"official": lambda name: (TensorSlice(official_name(name)),), "diffusers": _to_diffusers},
         ),
-        token_streams=lambda arch: TokenStreams(fields=lambda carry: {"tokens": ("tokens",)}, inputs={"key_value": ()}),
+        token_streams=lambda arch: TokenStreams(
+            fields=lambda carry: {"tokens": ("tokens",)}, inputs={"key_value": ()}, routed="tokens"
+        ),
     ),
     precision=PrecisionSpec(op_group_of=_op_group_of),
     training=TrainingSpec(

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
+from ditkit_core.engine.token_routing import TokenRouting
 from ditkit_core.errors import UserError, argument
 
 ClipBy = Literal["step", "last_step", "block"]
@@ -171,6 +172,9 @@ class TrainConfig:
     """Record forward, loss and backward of each kind of micro-batch as a CUDA graph, and replay it: the host then launches them at once.
     `auto` does so where the GPU waits for the host, which is with few tokens; `on` for every kind. Results are bitwise identical. What cannot
     be replayed runs eagerly, and a line says why."""
+    token_routing: str = setting("", resume="stated")
+    """Blocks that a random share of each sample's tokens skips in training, such as `2-25=0.5`: half of the tokens skip the blocks 2 to 25, and
+    join the others again behind them. The step needs less time and memory, and sees less of each sample. Empty routes none."""
     sentinels: int = setting(50, resume="free")
     """Optimizer steps between two checks of activations and gradients, the first step included, for metrics.jsonl: the largest
     activation of each block and its drift, values that are not finite, gradients that underflow. 0 disables the checks."""
@@ -203,6 +207,7 @@ class TrainConfig:
             raise UserError(
                 f"{argument('train.threads')} = {self.threads}: torch would start as many; give the number of cores, or 0"
             )
+        TokenRouting.parse(self.token_routing)
         check_sizes(self.schedule.budget or ())
         if not all(0 <= reserve < math.inf for reserve in self.reserve):
             raise UserError(f"{argument('train.reserve')} = {list(self.reserve)} must be GiB of at least 0")

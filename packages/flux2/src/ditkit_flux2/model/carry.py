@@ -47,6 +47,10 @@ def _token_fields(carry: Flux2DoubleCarry | Flux2SingleCarry) -> dict[str, tuple
 
 
 TOKEN_STREAMS = TokenStreams(
-    names=("text", "image"), fields=_token_fields, inputs={"*.txt_*": ("text",), "*.img_*": ("image",)}
+    names=("text", "image"),
+    fields=_token_fields,
+    inputs={"*.txt_*": ("text",), "*.img_*": ("image",)},
+    residual=("text", "image", "tokens"),
+    routed="image",
 )
-"""Text and image, each divided among ranks by itself: blocks before the join have different weights for them."""
+"""Text and image, each divided among ranks by itself: blocks before the join have different weights for them. Text skips no block."""

@@ -72,7 +72,13 @@ def token_streams(arch: WanArch) -> TokenStreams | None:
     if arch.music or arch.speech:
         return None
     of_conditions = [f"cross_attn.{name}" for name in ("k", "v", "k_img", "v_img")]
-    return TokenStreams(fields=_token_fields, head=("tokens", "late"), inputs=dict.fromkeys(of_conditions, ()))
+    return TokenStreams(
+        fields=_token_fields,
+        head=("tokens", "late"),
+        inputs=dict.fromkeys(of_conditions, ()),
+        residual=("tokens", "vace.stream"),
+        routed="tokens",
+    )
 
 
 def _token_fields(carry: WanCarry) -> dict[str, tuple[str, ...]]:
