@@ -12,11 +12,12 @@ from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
+from ditkit_zimage.spec import ZIMAGE
 from workspace import ROOT
 
 PAGE = (ROOT / "docs/comfyui.md").read_text(encoding="utf-8")
 METHODS = {"lora": {}, "dora": {"use_dora": True}, "lokr": {"method": "lokr"}}
-SPECS = {"wan": WAN, "flux2": FLUX2}
+SPECS = {"wan": WAN, "flux2": FLUX2, "zimage": ZIMAGE}
 
 
 @pytest.mark.parametrize("family", SPECS)

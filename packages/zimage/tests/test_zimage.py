@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.nn.rope import timestep_features
 from ditkit_core.testing.conformance import Conformance
+from ditkit_core.testing.conformance_audit import AuditChecks
+from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
+from ditkit_core.testing.conformance_peers import PeerChecks
+from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
+from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.sampling import generate_latents
 from ditkit_core.testing.world import make_model
 from ditkit_zimage.demo.write import write_checkpoint
@@ -52,13 +60,82 @@ def items(count: int, ragged: bool = False) -> list[dict[str, Tensor]]:
     ]
 
 
-class TestConformance(Conformance):
+class Images:
     spec = ZIMAGE
     arch = ARCH
-    learning_rate = 3e-3
 
     def items(self, count, ragged=False):
         return items(count, ragged)
+
+
+class TestConformance(Images, Conformance):
+    learning_rate = 3e-3
+
+
+class TestPeers(Images, PeerChecks):
+    diffusers = DIFFUSERS
+
+    @pytest.fixture(autouse=True)
+    def exact(self, monkeypatch):
+        """diffusers' own sinusoid is off by more than two orders of summation."""
+        exact_sinusoid(monkeypatch, torch.float32)
+
+
+class TestAudit(Images, AuditChecks):
+    one_in, nightly = 2, ("test_division_and_streaming_change_no_number",)  # the toy's are daily
+
+
+class TestKeptBytes(KeptBytesConformance):
+    spec = ZIMAGE
+    arch = replace(ARCH, layers=3, refiner_layers=2)
+    size = (1, 256, 256)
+    wider: ClassVar = {"dim": 512, "axes": (64, 96, 96)}
+    larger = (1, 512, 512)
+    daily = (pytest.param("attn_only, 1-3=full", marks=pytest.mark.slow),)
+    nightly = ("none", "full", "attn_only", "ops(matmul, attention)")
+
+
+class TestPlan(FullSizePlanConformance):
+    spec = ZIMAGE
+    preset = "base"
+    size = (1, 1024, 1024)
+    cut = 18
+
+
+class TestSplit(FullSizeSplitConformance):
+    spec = ZIMAGE
+    preset = "base"
+    size = (1, 1024, 1024)
+    few: ClassVar = {"layers": 4}
+    all_blocks = ("full", 3)
+    most_apart = 1.1 * 2 * 184e6  # no more than a block
+
+    def crossing(self, arch, cut):
+        """Two streams, time, rotary table; after the join one stream. Masks do not cross: one image has none. The streams alone have a history."""
+        return (4, 2) if cut <= 2 * arch.refiner_layers else (3, 1)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return Demo.write(ZIMAGE, tmp_path_factory.mktemp("demo"))
+
+
+class TestDemo(DemoConformance):
+    spec = ZIMAGE
+    samples = "*.png"
+    num_samples = range(2, 100)
+    trained = "diffusion_model.layers.0.attention.to_q.lora_A.weight"
+    trained_names = r"diffusion_model\.(layers|noise_refiner|context_refiner)\."
+    daily = slice(1, None, 2)
+    levers = (("--adapter.targets", '["modulation"]', "--adapter.alpha", "3"),)
+    forms = ("--export.forms", '["official", "diffusers"]')
+    init_from = "first_diffusers.safetensors"
+    merge_from = "first.safetensors"
+
+
+@pytest.mark.exhaustive
+class TestTwoDevices(TwoDevicesConformance):
+    module = "ditkit_zimage.train"
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection
 
 from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules, readers_by_program
+from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 
 _BLOCK = re.compile(r"(noise_refiner|context_refiner|layers)\.(\*|\d+)\.")
@@ -70,6 +71,16 @@ NAMES = StateDictNames(
     prefixes=("model.diffusion_model.", "diffusion_model."),
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_official, "comfyui": to_comfyui},
+    others=(
+        OtherModel(
+            name="Wan",
+            keys=r"(^|[._])blocks[._]\d+[._](self_attn|cross_attn|attn1)",
+            classes=r"^Wan",
+            remedy="use the wan commands",
+        ),
+        OtherModel(name="FLUX.2", keys=r"double_stream_modulation", classes=r"^Flux2", remedy="use the flux2 commands"),
+        *(other for other in OTHER_MODELS if other.name != "Z-Image"),
+    ),
 )
 
 
