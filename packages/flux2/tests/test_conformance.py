@@ -1,8 +1,29 @@
-"""FLUX.2 against the checks that every model passes."""
+"""FLUX.2 against every suite of the core: the seam, plans, audits, compiled blocks, kernels, ranks, and levers of other trainers."""
 
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
 from flux2_items import Images
+from tiny_flux2 import ARCHS
 
+from ditkit_core.testing.compiled_runs import check_kernels
 from ditkit_core.testing.conformance import Conformance, CoreChecks
+from ditkit_core.testing.conformance_audit import AuditChecks
+from ditkit_core.testing.conformance_compile import CompileConformance
+from ditkit_core.testing.conformance_context import ContextConformance
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+from ditkit_core.testing.conformance_peers import PeerChecks
+from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_ranks import RanksConformance
+from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
+from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
+from ditkit_core.testing.context_steps import Subject
+from ditkit_core.testing.replicas import Divided
+from ditkit_core.testing.stream_faults import StreamFaultChecks
+from ditkit_flux2.spec import FLUX2
+from ditkit_flux2.verify import DIFFUSERS
 
 
 class TestEditing(Images, Conformance):
@@ -14,3 +35,130 @@ class TestTextToImage(Images, CoreChecks):
 
     one_in = 23
     grids = ([(2, 3)], [(2, 5)], [(3, 2)])
+
+
+class TestStreamOrder(Images, StreamFaultChecks):
+    """Faults in the order of streams are found."""
+
+    arch = replace(Images.arch, double_layers=3, single_layers=3)
+
+
+class TestPeers(Images, PeerChecks):
+    """Levers of other trainers, in diffusers' transformer: a mask, the base's own prediction, an assistant."""
+
+    diffusers = DIFFUSERS
+
+
+class TestAudit(Images, AuditChecks):
+    one_in, nightly = 2, ("test_division_and_streaming_change_no_number",)  # the toy's are daily
+
+
+class TestKeptBytes(KeptBytesConformance):
+    spec = FLUX2
+    arch = replace(Images.arch, double_layers=2, single_layers=3)
+    size = (1, 256, 256)
+    wider: ClassVar = {"dim": 512, "axes": (64, 64, 64, 64)}
+    larger = (1, 512, 512)
+    daily = (pytest.param("attn_only, 1-3=full", marks=pytest.mark.slow),)
+    nightly = ("none", "full", "attn_only", "ops(matmul, attention)")
+
+
+class TestPlan(FullSizePlanConformance):
+    spec = FLUX2
+    preset = "dev"
+    size = (1, 1024, 1024)
+    cut = 18
+
+
+class TestCompiled(Images, CompileConformance):
+    arch = ARCHS["dev"]
+    in_pairs = ("TestEditing",)
+
+    def items(self, count, ragged=False):
+        return samples(*([(3, 4 + 2 * i)] for i in range(count)), arch=self.arch)
+
+
+@pytest.mark.slow  # half a minute for each class
+def test_kernels_compute_what_torch_computes_under_every_policy() -> None:
+    pytest.importorskip("triton")
+    check_kernels(__file__, ["TestTextToImage"])
+
+
+@pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes two minutes
+class TestKernelRanks(Images, KernelRanksConformance):
+    """A block of each kind, and images of two tokens and of three, one with a reference."""
+
+    arch = replace(Images.arch, single_layers=1, text_tokens=2)
+    cases = ("brief lora on nf4", "brief full", "brief full, split")
+    more = ("gated_unit", "gated_unit_backward")
+
+    def items(self, count, ragged=False):
+        return samples([(1, 2)], [(1, 3), (1, 1)], arch=self.arch)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestReplicas(Images, ReplicaConformance):
+    trains = ("lora with dropout", "full")
+    worlds = (1, 2)
+    continued = ((2, 1),)
+
+
+@pytest.mark.exhaustive
+class TestEveryReplicas(Images, EveryReplica):
+    """Every case on up to four ranks."""
+
+
+@pytest.mark.exhaustive  # each change runs Wan's
+class TestRanks(Images, RanksConformance):
+    """Two ranks: sharded, under every policy."""
+
+
+@pytest.mark.exhaustive
+class TestSharded(Images, ShardedConformance):
+    sharded = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
+    cases = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
+
+
+class TestEverySharded(Images, EverySharded):
+    """Every case in every world."""
+
+
+def samples(*grids, arch=Images.arch):
+    """Images with these rows and columns, each with those of its references."""
+    random = torch.Generator().manual_seed(0)
+    names = ("latents", "reference.0", "reference.1")
+    return [
+        {
+            name: torch.randn(arch.in_channels, 1, *grid, generator=random)
+            for name, grid in zip(names, sample, strict=False)
+        }
+        | {"text": torch.randn(arch.text_tokens, 12, generator=random)}
+        for sample in grids
+    ]
+
+
+FOUR = replace(Images.arch, heads=4, dim=64)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestContext(ContextConformance):
+    """Ranks that share the tokens of each sample, under some policies."""
+
+    outputs = 2e-6
+    subjects: ClassVar = {
+        "even": Subject(FLUX2, FOUR, samples([(4, 5)]), 3),
+        "odd": Subject(FLUX2, FOUR, samples([(3, 5)]), 3),
+        "references": Subject(FLUX2, FOUR, samples([(3, 5), (2, 3)], [(3, 5), (2, 3)]), 3),
+        "ragged": Subject(FLUX2, FOUR, samples(*Images.grids), 3),
+        "two heads": Subject(FLUX2, Images.arch, samples(*Images.grids), 3),
+    }
+
+
+@pytest.mark.exhaustive
+class TestContextOfEveryPolicy(ContextConformance):
+    outputs = TestContext.outputs
+    scope = "all"
+    subjects = TestContext.subjects
+    under_every_policy = ("references", "ragged", "two heads")

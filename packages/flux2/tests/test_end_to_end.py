@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from ditkit_core.commands import cli
+from ditkit_core.testing.conformance_audit import check_demo
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.demo import Demo
 from ditkit_flux2.spec import FLUX2
@@ -132,3 +133,9 @@ def test_a_distilled_base_is_warned_about(demo, tmp_path, capsys):
     index.write_text(json.dumps(json.loads(index.read_text()) | {"is_distilled": True}))
     assert replace(demo, inputs=distilled).train(tmp_path / "run", "--train.steps", "0", "--sample.captions", "0") == 0
     assert "train its base model instead" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_the_demo_is_audited(demo, tmp_path, capsys):
+    check_demo(demo, tmp_path / "run")
+    assert "what matters most: timestep, which this run has in fp64" in capsys.readouterr().out

@@ -1,9 +1,34 @@
-"""Wan against the checks that every model passes."""
+"""Wan against every suite of the core: the seam, plans, audits, compiled blocks, kernels, ranks, and levers of other trainers.
 
+Variants that need more than a few lines are in test_conformance_controls.py.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
 from wan_items import SIZES, Clips, Images
 
+from ditkit_core.testing.compiled_runs import check_kernels
 from ditkit_core.testing.conformance import Conformance, CoreChecks
-from ditkit_wan.presets import WanArch
+from ditkit_core.testing.conformance_audit import AuditChecks
+from ditkit_core.testing.conformance_compile import CompileConformance
+from ditkit_core.testing.conformance_context import ContextConformance
+from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
+from ditkit_core.testing.conformance_peers import PeerChecks
+from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_ranks import RanksConformance
+from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
+from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
+from ditkit_core.testing.context_steps import Subject
+from ditkit_core.testing.replicas import Divided
+from ditkit_core.testing.stream_faults import StreamFaultChecks
+from ditkit_wan.model.carry import token_streams
+from ditkit_wan.presets import PRESETS, WanArch
+from ditkit_wan.spec import WAN
+from ditkit_wan.verify import DIFFUSERS
 
 
 class TestWan(Clips, Conformance):
@@ -43,3 +68,223 @@ class TestVace(Clips, Conformance):
 
     def sizes(self, index, grid):
         return super().sizes(index, grid) | {"vace": (7, 2, *grid)}
+
+
+class TestStreamOrder(Clips, StreamFaultChecks):
+    """Faults in the order of streams are found."""
+
+    arch = replace(Clips.arch, layers=6)
+
+
+class TestPeers(Clips, PeerChecks):
+    """Levers of other trainers, in diffusers' transformer: a mask, the base's own prediction, an assistant."""
+
+    diffusers = DIFFUSERS
+
+    def sizes(self, index, grid):
+        """Captions as long as the model takes: its pipelines pad text, and its transformer in diffusers does not."""
+        return super().sizes(index, grid) | {"text": (self.arch.text_tokens, 20)}
+
+
+class TestAudit(Clips, AuditChecks):
+    one_in, nightly = 2, ("test_division_and_streaming_change_no_number",)  # the toy's are daily
+
+
+class TestKeptBytes(KeptBytesConformance):
+    spec = WAN
+    arch = replace(Clips.arch, layers=4)
+    size = (5, 128, 128)
+    wider: ClassVar = {"dim": 576, "ffn_dim": 576}
+    larger = (13, 256, 256)
+    daily = ("ops(matmul, attention)",)
+    nightly = ("none", "full", "attn_only", "attn_only(self)", "attn_only, 1-2=full")
+
+
+class TestPlan(FullSizePlanConformance):
+    spec = WAN
+    preset = "t2v-14b"
+    size = (49, 480, 832)
+    cut = 13
+
+
+class TestSplit(FullSizeSplitConformance):
+    """Wan 14B at its published size, divided over two to four devices that refuse to mix, without memory."""
+
+    spec = WAN
+    preset = "t2v-14b"
+    size = (81, 480, 832)
+    few: ClassVar = {"layers": 4}
+    all_blocks = ("attn_only", 4)
+    most_apart = 2 * 352e6 * 1.01  # no more than a block
+
+    def crossing(self, arch, cut):
+        """Tokens, modulation, time, rotary table, text; of these the tokens alone come from an adapter."""
+        return 5, 1
+
+
+class TestCompiled(Clips, CompileConformance):
+    trained = ("full", "float32")
+    # blocks of every kind; what else variants have is in their embedding and in what plain blocks take
+    in_pairs = ("TestVace", "TestWanToDance")
+    # the grids of music; others know one sample and several, each once of a size and then of any
+    graphs_of_sizes: ClassVar = {"TestWanToDance": 1}
+
+
+@pytest.mark.exhaustive  # half a minute for each class
+def test_kernels_compute_what_torch_computes_under_every_policy() -> None:
+    pytest.importorskip("triton")
+    check_kernels(__file__, ["TestWan", "TestVace"])
+
+
+@pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes two minutes
+class TestKernelRanks(KernelRanksConformance):
+    """One block, and clips of four tokens and of three, an odd number for two ranks that share them."""
+
+    spec = WAN
+    arch = WanArch(**SIZES | {"layers": 1, "text_tokens": 3}, in_channels=4)
+    cases = ("brief lora", "brief full", "brief full, stochastic")
+
+    def items(self, count, ragged=False):
+        random = torch.Generator().manual_seed(0)
+        return [
+            {"latents": torch.randn(4, *grid, generator=random), "text": torch.randn(2, 20, generator=random)}
+            for grid in ((1, 4, 4), (1, 2, 6))
+        ]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestReplicas(Clips, ReplicaConformance):
+    """Several ranks as replicas."""
+
+
+@pytest.mark.exhaustive
+class TestEveryReplicas(Clips, EveryReplica):
+    """Every case on up to four ranks."""
+
+
+class TestRanks(Clips, RanksConformance):
+    """Two ranks: sharded, under every policy."""
+
+
+FOUR = SIZES | {"heads": 4}
+
+
+def items(*grids, **more):
+    """Clips of these frames, rows and columns of latents; `more` are channels of conditions of the same size."""
+    random = torch.Generator().manual_seed(0)
+
+    def item(index, grid):
+        sizes = {"latents": (4, *grid), "text": (3 + index, 20)} | {name: (num, *grid) for name, num in more.items()}
+        return {name: torch.randn(size, generator=random) for name, size in sizes.items()}
+
+    return [item(index, grid) for index, grid in enumerate(grids)]
+
+
+def clean_first(clips):
+    """Every other clip with a given first frame."""
+    return [clip | ({} if i % 2 else {"first_frame": clip["latents"][:, :1].clone()}) for i, clip in enumerate(clips)]
+
+
+def with_reference(clips):
+    return [clip | {"reference": torch.ones(16, 1, *clip["latents"].shape[2:])} for clip in clips]
+
+
+def time_of_each_token(noised, sigma, given, guidance):
+    inputs = WAN.training.make_inputs(noised, sigma, given, guidance)
+    tokens = max(latents[0].numel() // 4 for latents in inputs.latents)
+    return inputs._replace(timestep=inputs.timestep[:, None] * torch.linspace(0.5, 1, tokens))
+
+
+EVEN, ODD, RAGGED = [(4, 4, 6)], [(3, 6, 6)], [(3, 6, 6), (2, 4, 10), (4, 4, 6)]
+TIMES = replace(WAN, training=replace(WAN.training, make_inputs=time_of_each_token))
+SUBJECTS = {
+    "even": Subject(WAN, WanArch(**FOUR, in_channels=4), items(*EVEN), 2),
+    "odd": Subject(WAN, WanArch(**FOUR, in_channels=4), items(*ODD), 2),
+    "ragged": Subject(WAN, WanArch(**FOUR, in_channels=4), items(*RAGGED), 2),
+    "two heads": Subject(WAN, WanArch(**SIZES, in_channels=4), items(*RAGGED), 2),
+    "clean first frame": Subject(
+        WAN, WanArch(**FOUR, in_channels=4, token_times=True), clean_first(items(*RAGGED)), 2, gathers=2
+    ),
+    "time of each token": Subject(TIMES, WanArch(**FOUR, in_channels=4, token_times=True), items(*RAGGED), 2),
+    "image": Subject(
+        WAN, WanArch(**FOUR, in_channels=10, image_dim=14),
+        [clip | {"image": torch.ones(7, 14)} for clip in items(*ODD, y=6)], 2,
+    ),
+    "vace": Subject(
+        WAN, WanArch(**FOUR | {"layers": 3}, in_channels=4, vace_layers=(0, 1), vace_channels=7),
+        items(*RAGGED, vace=7), 5,
+    ),
+    "reference": Subject(WAN, WanArch(**FOUR, in_channels=4, ref_conv=True), with_reference(items(*RAGGED)), 2),
+}  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestContext(ContextConformance):
+    """Ranks that share the tokens of each sample, under some policies."""
+
+    subjects = SUBJECTS
+
+
+@pytest.mark.exhaustive
+class TestContextOfEveryPolicy(ContextConformance):
+    scope = "all"
+    subjects = SUBJECTS
+    under_every_policy = ("ragged", "two heads", "vace")
+
+
+def test_only_music_cannot_be_shared():
+    assert {bool(arch.music) for arch in PRESETS.values()} == {True, False}
+    assert all((token_streams(arch) is None) == bool(arch.music) for arch in PRESETS.values())
+
+
+BOTH = (Divided(4, 2, context=2),)
+"""Where ranks divide the weights and share tokens, too."""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestSharded(Clips, ShardedConformance):
+    sharded = (Divided(4, 2), *BOTH)
+    cases = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
+
+
+class TestEverySharded(Clips, EverySharded):
+    """Every case in every world."""
+
+
+class ShardedVariant(ShardedConformance):
+    """Ranks that also share tokens, of a subject."""
+
+    sharded = BOTH
+    cases = TestSharded.cases[:2]
+    subject: ClassVar[str]
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        cls.spec, cls.arch = SUBJECTS[cls.subject].spec, SUBJECTS[cls.subject].arch
+
+    def items(self, count, ragged=False):
+        return SUBJECTS[self.subject].items
+
+
+@pytest.mark.exhaustive
+class TestShardedVace(ShardedVariant):
+    """Of both streams."""
+
+    subject = "vace"
+
+
+@pytest.mark.exhaustive
+class TestShardedReference(ShardedVariant):
+    """The tokens of the reference in front among them."""
+
+    subject = "reference"
+
+
+@pytest.mark.exhaustive
+class TestShardedTimes(ShardedVariant):
+    """Each token with a time of its own: what modulates the blocks is divided, too."""
+
+    subject = "time of each token"

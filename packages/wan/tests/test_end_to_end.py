@@ -1,7 +1,10 @@
 """The demo is the real path on generated inputs: from mp4 files to an adapter that diffusers loads."""
 
+import re
+
 import pytest
 
+from ditkit_core.testing.conformance_audit import check_demo
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.demo import Demo
 from ditkit_wan.spec import WAN
@@ -28,3 +31,11 @@ class TestDemo(DemoConformance):
     @pytest.mark.exhaustive  # each change does so with an adapter of FLUX.2, in both forms
     def test_an_adapter_trained_here_starts_and_merges_into_another_run(self, demo, tmp_path, capsys):
         super().test_an_adapter_trained_here_starts_and_merges_into_another_run(demo, tmp_path, capsys)
+
+
+@pytest.mark.exhaustive
+def test_the_demo_is_audited(demo, tmp_path, capsys):
+    check_demo(demo, tmp_path / "run")
+    # Which of them is first by a few per cent depends on the CPU.
+    most = re.search(r"what matters most: (\w+), which this run has in fp32", capsys.readouterr().out)
+    assert most is not None and most[1] in ("modulation", "residual")

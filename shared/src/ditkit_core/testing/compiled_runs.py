@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.testing.scripts import output_of
-
-SUPPORT = "support"
-"""The folder next to the tests from which they import modules by name."""
+from ditkit_core.testing.suite_process import SUPPORT
 
 TOLERANCES = {"float32": 2e-5, "bfloat16": 0.1}
 """Tolerances of compiled against eager steps, relative to the largest value of a tensor. fp32: compiled code sums in another order. bf16:
@@ -45,7 +43,9 @@ def variants_of(folder: Path) -> dict[str, str]:
         name: file.stem
         for file in [*sorted(folder.glob("test_conformance*.py")), *sorted(folder.glob(f"{SUPPORT}/compiled_*.py"))]
         for name in re.findall(
-            r"^class ([A-Z]\w*)\(.*(?:Conformance|Checks)\)", file.read_text(encoding="utf-8"), re.MULTILINE
+            r"^class ([A-Z]\w*)\(.*\b(?:Conformance|CoreChecks|EverySuite)\b.*\)",
+            file.read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
     }
 
@@ -62,8 +62,10 @@ def by_variant(
     return dict(results)
 
 
-def check_kernels(folder: Path, names: Collection[str]) -> None:
-    """Check the Triton kernels in the blocks of some variants: numbers close to torch's, and bitwise the same under every policy."""
+def check_kernels(file: str, names: Collection[str]) -> None:
+    """Check the Triton kernels in the blocks of some variants, whose checks are next to a file: numbers close to torch's, and bitwise the same
+    under every policy."""
+    folder = Path(file).parent
     results = by_variant("", folder, names, module="kernel_conformance", timeout=1200, TRITON_INTERPRET="1")
     for name, trained in results.items():
         for under in trained.values():

@@ -1,15 +1,15 @@
 """Checks of a model whose ranks share the tokens of each sample: numbers equal one process's, and no exchange is repeated for nothing."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from ditkit_core.testing.context_steps import ContextResult
-from ditkit_core.testing.ranks import once
-from ditkit_core.testing.scripts import run_script
+from ditkit_core.testing.conformance_replicas import run_once
+from ditkit_core.testing.context_steps import ContextResult, Subject, every, few, main
+from ditkit_core.testing.suite_process import ProcessChecks
 
 GRADIENTS = {"fp64": 1e-7, "fp32": 1e-6, "bf16": 3e-2}
 """By dtype. A sum over tokens is taken in parts, one of each rank: another order of additions in fp32; in bf16 each part is rounded. Those of
@@ -18,25 +18,27 @@ REPEATING = ("full", "full+offload", "ops(matmul, attention)")
 """Policies that run every attention again, or what is in front of it."""
 
 
-class ContextConformance:
-    """Inherit, and set `script`."""
+class ContextConformance(ProcessChecks):
+    """Inherit, and set `subjects`."""
 
-    script: ClassVar[Path]
-    """Calls `context_steps.main`; its second argument is one of `scopes`."""
+    subjects: ClassVar[Mapping[str, Subject]]
+    """Models and items by name, among them `odd`, `ragged` and `two heads`."""
+    under_every_policy: ClassVar[Sequence[str]] = ()
+    """Subjects that a night runs under every policy."""
     outputs: ClassVar[float] = 0.0
     """Largest distance of outputs in fp32: 0 where a matmul of a part of the tokens has the bits of one of all."""
     scope: ClassVar[str] = "few"
+    """`few` cases, or `all`."""
 
     @pytest.fixture
     def results(self, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, ContextResult]]:
         """Every rank's results, as (where, case, result); the script runs once."""
-        name = f"{self.script.stem}_{self.scope}"
-        return list(_read(Path(once(tmp_path_factory.getbasetemp(), name, self._run))))
+        return list(_read(run_once(tmp_path_factory.getbasetemp(), self)))
 
     @classmethod
-    def _run(cls, folder: Path) -> str:
-        run_script(cls.script, folder, cls.scope)
-        return str(folder)
+    def work(cls) -> None:
+        """The cases of the scope."""
+        main(cls.subjects, few(cls.subjects) if cls.scope == "few" else every(cls.subjects, cls.under_every_policy))
 
     def test_outputs_are_those_of_one_process(self, results: list[tuple[str, str, ContextResult]]) -> None:
         """Each rank has the predictions for all tokens."""

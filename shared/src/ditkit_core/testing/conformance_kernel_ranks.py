@@ -10,9 +10,10 @@ import torch
 
 from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.conformance_sharded import EXACT, ROUNDED, Limits, check_training
-from ditkit_core.testing.kernel_ranks import STEPS, WORLDS
+from ditkit_core.testing.kernel_ranks import STEPS, WORLDS, main
 from ditkit_core.testing.ranks import once
 from ditkit_core.testing.replicas import BRIEF
+from ditkit_core.testing.suite_process import ProcessChecks
 
 BLOCKS = {"norm_rotation", "norm_rotation_backward", "affine_norm", "affine_norm_backward"}
 _LORA = {"factor_parts", "product_parts", "term_sums"}
@@ -25,13 +26,11 @@ OTHERS = {
 """Kernels of a case besides the kernels of blocks."""
 
 
-class KernelRanksConformance:
-    """Inherit, and set `script`."""
+class KernelRanksConformance(ProcessChecks):
+    """Inherit, set `spec` and an `arch` of one block of each kind, and define `items` of few tokens, an odd number among them."""
 
-    script: ClassVar[Path]
-    """Calls `kernel_ranks.main`."""
     cases: ClassVar[Sequence[str]]
-    """Names of `BRIEF`: those that the script trains."""
+    """Names of `BRIEF`: those that are trained."""
     more: ClassVar[Sequence[str]] = ()
     """Kernels of the family's blocks besides `BLOCKS`."""
 
@@ -47,13 +46,19 @@ class KernelRanksConformance:
 
     def _made(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.importorskip("triton")
-        return once(tmp_path_factory.getbasetemp(), self.script.stem, self._run)
+        return once(tmp_path_factory.getbasetemp(), self.work_name(), self._run)
+
+    @classmethod
+    def work(cls) -> None:
+        """The cases with torch and with the kernels."""
+        main(cls.spec, cls.arch, cls().items(2, ragged=True), cls.cases)
 
     @classmethod
     def _run(cls, folder: Path) -> dict[str, Any]:
         folder.mkdir()
         try:
-            launches = printed(cls.script, str(folder), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+            script, arguments = cls.command()
+            launches = printed(script, str(folder), *arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
         except subprocess.TimeoutExpired as error:
             raise AssertionError(str(error)) from error
         return {"folder": str(folder), "launches": launches}

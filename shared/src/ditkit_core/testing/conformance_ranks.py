@@ -1,23 +1,29 @@
 """Checks of a model that is sharded over two ranks, under every policy: nothing changes, and no collective is added."""
 
-from pathlib import Path
-from typing import ClassVar
-
 import pytest
 
-from ditkit_core.testing.ranks import run_ranks_once
-from ditkit_core.testing.sharded_steps import cases, check_step
+from ditkit_core.testing.ranks import as_rank, once, run_ranks
+from ditkit_core.testing.sharded_steps import cases, check_step, steps
+from ditkit_core.testing.suite_process import ProcessChecks
 
 
-class RanksConformance:
-    """Inherit, and set `script`."""
+class RanksConformance(ProcessChecks):
+    """Inherit next to the class with tiny items."""
 
-    script: ClassVar[Path]
-    """The work of each of two ranks: `as_rank(lambda: steps(spec, arch, items))`."""
+    @classmethod
+    def work(cls) -> None:
+        """What each of two ranks does."""
+        as_rank(lambda: steps(cls.spec, cls.arch, cls().items(2)))
 
     @pytest.mark.ranks
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases())
     def test_policies_change_nothing_under_fsdp(self, tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
         """The ranks run once for all cases: starting them takes seconds."""
-        check_step(run_ranks_once(self.script, base=tmp_path_factory.getbasetemp()), case)
+        script, arguments = self.command()
+        tables = once(
+            tmp_path_factory.getbasetemp(),
+            self.work_name(),
+            lambda folder: run_ranks(script, *arguments, folder=folder),
+        )
+        check_step(tables, case)

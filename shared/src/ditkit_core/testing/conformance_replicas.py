@@ -7,23 +7,31 @@ from typing import ClassVar
 
 import pytest
 
+from ditkit_core.testing import replicas
 from ditkit_core.testing.ranks import once
-from ditkit_core.testing.replicas import CASES, STEPS
+from ditkit_core.testing.replicas import CASES, FEW, STEPS
 from ditkit_core.testing.scripts import run_script
+from ditkit_core.testing.suite_process import ProcessChecks
 
 
-class ReplicaConformance:
-    """Inherit, and set `script`."""
+class ReplicaConformance(ProcessChecks):
+    """Inherit next to the class with tiny items."""
 
-    script: ClassVar[Path]
-    """Calls `replicas.main`."""
+    trains: ClassVar[Sequence[str]] = FEW
+    """Names of `CASES`."""
     worlds: ClassVar[Sequence[int]] = (1, 3)
     continued: ClassVar[Sequence[tuple[int, int]]] = ((3, 1),)
 
     @pytest.fixture
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The folder that the script writes; it runs once for all cases."""
-        return run_once(tmp_path_factory.getbasetemp(), self.script)
+        return run_once(tmp_path_factory.getbasetemp(), self)
+
+    @classmethod
+    def work(cls) -> None:
+        """The cases in every world."""
+        items = cls().items(4, ragged=True)
+        replicas.main(cls.spec, cls.arch, items, worlds=cls.worlds, continued=cls.continued, cases=cls.trains)
 
     def test_any_number_of_ranks_trains_the_same_bits(self, folder: Path) -> None:
         """The index of a save has the digests of weights, optimizer, average and metrics, and the validation losses."""
@@ -63,14 +71,24 @@ class ReplicaConformance:
         )
 
 
-def run_once(base: Path, script: Path, seconds: int = 280) -> Path:
-    """The folder that a script wrote, once for all tests and workers."""
+class EveryReplica(ReplicaConformance):
+    """Every case on up to four ranks."""
+
+    trains = tuple(CASES)
+    worlds = (1, 2, 3, 4)
+    continued = tuple((first, second) for first in worlds for second in (1, 2, 3, 4))
+
+
+def run_once(base: Path, work: Path | ProcessChecks, seconds: int = 280) -> Path:
+    """The folder that a script wrote, or the process of some checks, once for all tests and workers."""
+    script, arguments = (work, []) if isinstance(work, Path) else work.command()
+    name = work.stem if isinstance(work, Path) else work.work_name()
 
     def run(folder: Path) -> str:
-        run_script(script, folder, seconds=seconds)
+        run_script(script, folder, *arguments, seconds=seconds)
         return str(folder)
 
-    return Path(once(base, script.stem, run))
+    return Path(once(base, name, run))
 
 
 def losses(run: Path) -> list[tuple[float, float]]:

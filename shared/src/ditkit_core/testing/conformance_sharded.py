@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ditkit_core.testing import replicas
 from ditkit_core.testing.conformance_replicas import losses, run_once
 from ditkit_core.testing.replicas import EVERY, SHARDED, STEPS, Divided
+from ditkit_core.testing.suite_process import ProcessChecks
 from ditkit_core.testing.world import differing
 from ditkit_core.training.checkpoint import State, load_state
 
@@ -48,11 +50,9 @@ def check_training(run: Path, expected: Path, limits: Limits, steps: int = STEPS
     assert _apart(*gradients) < limits.gradients, (run.parent.name, run.name)
 
 
-class ShardedConformance:
-    """Inherit, and set `script`."""
+class ShardedConformance(ProcessChecks):
+    """Inherit next to the class with tiny items."""
 
-    script: ClassVar[Path]
-    """Calls `replicas.main` with `sharded`."""
     sharded: ClassVar[Sequence[Divided]] = (Divided(4, 2),)
     cases: ClassVar[Sequence[str]] = tuple(SHARDED)
     seconds: ClassVar[int] = 280
@@ -61,7 +61,13 @@ class ShardedConformance:
     @pytest.fixture
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The folder that the script writes; it runs once for all cases."""
-        return run_once(tmp_path_factory.getbasetemp(), self.script, self.seconds)
+        return run_once(tmp_path_factory.getbasetemp(), self, self.seconds)
+
+    @classmethod
+    def work(cls) -> None:
+        """The cases in one process, and in every world that divides the weights."""
+        items = cls().items(4, ragged=True)
+        replicas.main(cls.spec, cls.arch, items, worlds=(1,), continued=(), cases=cls.cases, sharded=cls.sharded)
 
     def test_divided_weights_train_as_whole_ones(self, folder: Path) -> None:
         """The first loss bitwise; losses, norms and weights after six steps within tolerance."""
