@@ -3,7 +3,7 @@
 A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the configuration.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -122,12 +122,14 @@ def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | 
         kind: Kind of the devices: `cuda` or `cpu`.
     """
     config = run.config
+    if run.stored_formats:  # matrices that stay as their file has them cannot be trained
+        check_scaled(str(config.model.here(run.component)), config.adapter.method)
     return StepJob(
         spec=run.spec,
         arch=arch,
         batch=() if bucket is None else bucket.items,
         execution=run.execution,
-        stored=_stored_formats(run),
+        stored=run.stored_formats,
         adapter=adapter,
         optim=config.optim,
         ema=config.ema,
@@ -150,13 +152,6 @@ def num_kinds(data: DataConfig, bucket: Bucket) -> int:
     """Kinds of micro-batches that may be replayed, by the shapes of the data; of data that are not here, one kind is assumed."""
     shapes = {*bucket.shapes, *bucket.class_shapes} if has_data(data) else set()
     return max(1, min(MOST, len(shapes)))
-
-
-def _stored_formats(run: RunContext) -> Mapping[str, str]:
-    """Formats in which matrices stay as the file has them, by layer."""
-    if run.stored_formats:
-        check_scaled(str(run.config.model.here(run.component)), run.config.adapter.method)
-    return run.stored_formats
 
 
 def _assistant(spec: ModelSpec, arch: Any, adapter: AdapterConfig, assistant: tuple[str, str]) -> dict[str, int]:
