@@ -27,6 +27,7 @@ from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.plans.planned_step import PlannedStep
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
+from ditkit_zimage.spec import ZIMAGE
 
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 COLUMNS = {"3060": "rtx3060", "4060 Ti": "rtx4060ti-16", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090"}
@@ -181,11 +182,16 @@ def _division(config: RunConfig, made: Profile) -> Partition:
 _KLEIN_4B, _KLEIN_9B, _DEV = "FLUX.2 klein 4B", "FLUX.2 klein 9B", "FLUX.2 dev"
 _WAN_1, _WAN_5, _WAN_14, _WAN_22 = "Wan 2.1 1.3B", "Wan 2.2 TI2V-5B", "Wan 2.1 14B", "Wan 2.2 A14B"
 _CHARACTER, _STYLE, _EDIT, _MOTION, _LONG = "a character", "a style", "an edit", "a motion", "clips of three seconds"
+_ZIMAGE = "Z-Image"
 _STARTED, _ALL = "a start image that moves", "all weights trained"
 ALL = (
     Recipe(spec=FLUX2, file="klein_4b_character_8gb", goal=_CHARACTER, model=_KLEIN_4B, gpus="8GiB", host="16GiB", hours=6, section="Character: FLUX.2 klein"),
     Recipe(spec=FLUX2, file="klein_9b_8gb", goal=_CHARACTER, model=_KLEIN_9B, gpus="8GiB", host="16GiB", hours=7, section="Character: FLUX.2 klein"),
     Recipe(spec=WAN, file="wan_a14b_character_8gb", goal=_CHARACTER, model=_WAN_22, gpus="8GiB", host="48GiB", hours=8, section="Character from photographs: Wan 2.2 A14B"),
+    Recipe(spec=ZIMAGE, file="zimage_character_8gb", goal=_CHARACTER, model=_ZIMAGE, gpus="8GiB", host="16GiB", hours=7, section="Character: Z-Image"),
+    Recipe(spec=ZIMAGE, file="zimage_character_12gb", goal=_CHARACTER, model=_ZIMAGE, gpus="12GiB", host="16GiB", hours=10, section="Character: Z-Image"),
+    Recipe(spec=ZIMAGE, file="zimage_character_16gb", goal=_CHARACTER, model=_ZIMAGE, gpus="16GiB", host="16GiB", hours=7, section="Character: Z-Image"),
+    Recipe(spec=ZIMAGE, file="zimage_character_24gb", goal=_CHARACTER, model=_ZIMAGE, gpus="24GiB", hours=5, section="Character: Z-Image"),
     Recipe(spec=FLUX2, file="klein_9b_character_24gb", goal=_CHARACTER, model=_KLEIN_9B, gpus="24GiB", hours=5, section="Character: FLUX.2 klein"),
     Recipe(spec=WAN, file="wan_a14b_character_24gb", goal=_CHARACTER, model=_WAN_22, gpus="24GiB", host="32GiB", hours=8, section="Character from photographs: Wan 2.2 A14B"),
     Recipe(spec=FLUX2, file="dev_24gb", goal=_CHARACTER, model=_DEV, gpus="24GiB", host="48GiB", hours=14, section="Character or style: FLUX.2 dev"),
