@@ -40,6 +40,9 @@ class StateDictNames:
     bare: str = "official"
     """Form of the names in an adapter file without prefixes, as DiffSynth writes it for this family."""
 
+    scaled: str = "official"
+    """Form of the names of a transformer in scaled 8 bits, which ComfyUI reads: where it renames official ones, it leaves their scales behind."""
+
     @classmethod
     def renaming(
         cls,

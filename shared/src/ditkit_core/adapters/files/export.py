@@ -275,8 +275,8 @@ def _transformer_in_form(
     original: Callable[[str], Tensor] | None,
 ) -> tuple[_Tensors, Callable[[str], Tensor]]:
     """Shapes and dtypes of a file's tensors in this form, and a function that makes one: no two of them need to be in memory at once."""
-    tensors, coarse = base_tensors(model), quantized_weights(model)
-    fused = tensors_in_form(tensors, spec.architecture.names.from_native[form])
+    tensors, coarse, names = base_tensors(model), quantized_weights(model), spec.architecture.names
+    fused = tensors_in_form(tensors, names.from_native[names.scaled if config.scaled else form])
     natives = fused.complete
     assert len(natives) == len(fused.parts), "the form has rows that the model does not"
 
