@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.files.export import export_merged
 from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.inject import adapter_layers
@@ -489,6 +490,21 @@ def test_diffusers_loads_a_lokr(tmp_path):
         pipeline.load_lora_weights(written(model, tmp_path / "adapter.safetensors", "official"))
         ours = model(inputs)[0]
         assert relative(DIFFUSERS.run(theirs, inputs), ours) < 1e-5 and relative(before, ours) > 1e-2
+
+
+def test_a_transformer_in_scaled_8_bits_has_the_names_that_keep_their_scales(tmp_path):
+    """ComfyUI renames official names and leaves their scales behind. One scale then is for q, k and v."""
+    model = make_model(ZIMAGE, ARCH, dtype=torch.bfloat16).eval()
+    (folder,) = export_merged(model, ZIMAGE, tmp_path, ExportConfig(dtype="fp8_scaled", merged=True), metadata={})
+    state = load_file(folder / "diffusion_pytorch_model.safetensors")
+    scales = {name.removesuffix(".scale_weight") for name in state if name.endswith(".scale_weight")}
+    ends = {name.partition(".")[2].partition(".")[2] for name in scales}
+    assert (
+        ends == {"attention.qkv", "attention.out", *(f"feed_forward.w{i}" for i in (1, 2, 3))} and len(scales) == 4 * 5
+    )
+    q, k, v = (model.layers[0].attention.get_submodule(f"to_{part}").weight.detach().float() for part in "qkv")
+    codes, scale = (state[f"layers.0.attention.qkv.{leaf}"].float() for leaf in ("weight", "scale_weight"))
+    assert relative(codes * scale, torch.cat([q, k, v])) < 0.05
 
 
 def test_turbo_is_advised_against_and_the_base_is_not():

@@ -71,6 +71,7 @@ NAMES = StateDictNames(
     prefixes=("model.diffusion_model.", "diffusion_model."),
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_official, "comfyui": to_comfyui},
+    scaled="comfyui",
     others=(
         OtherModel(
             name="Wan",
