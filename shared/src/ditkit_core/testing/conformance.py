@@ -84,8 +84,12 @@ class CoreChecks(ModelChecks):
     one_in_of: ClassVar[Mapping[str, int]] = ONE_IN_FOUR | {
         "test_levers_at_once_change_no_number": 2,
         "test_levers_together_change_no_number": 16,
+        "test_streams_wait_for_each_other": 11,
+        "test_replays_change_no_bit": 13,
+        "test_a_gpu_replays_bit_by_bit": 3,
     }
-    """The same for single checks."""
+    """The same for single checks; the core's own model runs all combinations daily. Replays and the order of streams know nothing of a model but its
+    carry, and take a third of a family's time at a quarter of theirs."""
     nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
     """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""
     idle: ClassVar[tuple[str, ...]] = ()
