@@ -32,9 +32,9 @@ def speech(seconds: float = 2.0, rate: int = RATE) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def encoder(speech_folder: Path) -> SpeechEncoder:
-    made = SpeechEncoder(ModelPaths(audio_encoder=str(speech_folder)), CPU, states=SPEECH_STATES, features=SPEECH_DIM)
-    made.load()
-    return made
+    loaded = SpeechEncoder(ModelPaths(audio_encoder=str(speech_folder)), CPU, states=SPEECH_STATES, features=SPEECH_DIM)
+    loaded.load()
+    return loaded
 
 
 def rows(states: torch.Tensor, frames: int, fps: float) -> torch.Tensor:
@@ -47,11 +47,11 @@ def rows(states: torch.Tensor, frames: int, fps: float) -> torch.Tensor:
     )
     times = np.linspace(0, frames / fps, frames, endpoint=False)
     chosen = np.round(times * 30).astype(int)
-    found = np.zeros((*resampled.shape[:2], frames))
+    result = np.zeros((*resampled.shape[:2], frames))
     for frame, row in enumerate(chosen):
         if row < count:
-            found[:, :, frame] = resampled[:, :, row]
-    return torch.from_numpy(found).float()
+            result[:, :, frame] = resampled[:, :, row]
+    return torch.from_numpy(result).float()
 
 
 @pytest.mark.parametrize(("length", "frames"), [(249, 80), (24, 8), (24, 12), (1, 4)])
@@ -78,9 +78,9 @@ def test_hidden_states_are_those_of_the_authors_call(
     values = Wav2Vec2FeatureExtractor(do_normalize=True)(sound, sampling_rate=RATE, return_tensors="pt").input_values
     with torch.no_grad():
         expected = torch.cat(theirs(values, output_hidden_states=True).hidden_states)
-    (found,) = encoder.encode([torch.from_numpy(sound)])
-    assert found["states"].dtype == torch.float32 and found["states"].shape == (SPEECH_STATES, 24, SPEECH_DIM)
-    torch.testing.assert_close(found["states"], expected, rtol=1e-5, atol=1e-5)
+    (result,) = encoder.encode([torch.from_numpy(sound)])
+    assert result["states"].dtype == torch.float32 and result["states"].shape == (SPEECH_STATES, 24, SPEECH_DIM)
+    torch.testing.assert_close(result["states"], expected, rtol=1e-5, atol=1e-5)
 
     # as the published file names them: with a prefix, torch's old weight norm, and the layers that are not used
     old = {"original0": "weight_g", "original1": "weight_v"}
@@ -96,7 +96,7 @@ def test_hidden_states_are_those_of_the_authors_call(
     save_file(published, tmp_path / "model.safetensors")
     other = SpeechEncoder(ModelPaths(audio_encoder=str(tmp_path)), CPU, states=SPEECH_STATES, features=SPEECH_DIM)
     other.load()
-    assert torch.equal(other.encode([torch.from_numpy(sound)])[0]["states"], found["states"])
+    assert torch.equal(other.encode([torch.from_numpy(sound)])[0]["states"], result["states"])
     with pytest.raises(UserError, match="has 3 hidden states of 32, and the model takes 25 of 1024"):
         SpeechEncoder(ModelPaths(audio_encoder=str(tmp_path)), CPU, states=25, features=1024)
     with pytest.raises(UserError, match="set model.audio_encoder"):
@@ -115,10 +115,10 @@ def test_speech_is_the_sound_of_the_frames_after_the_first(encoder: SpeechEncode
     assert isinstance(conditioner, Conditioner)
     path = sound_file(tmp_path / "a.wav", speech(), RATE)
     for start in (0.0, 0.75):
-        given = controls("clip.mp4", {"input_audio": path}, frames=FRAMES, start_seconds=start)
-        assert conditioner.uses(given) == ("input_audio",)
-        conditioner.check(given)
-        audio = encoded(conditioner, given)["audio"]
+        inputs = controls("clip.mp4", {"input_audio": path}, frames=FRAMES, start_seconds=start)
+        assert conditioner.uses(inputs) == ("input_audio",)
+        conditioner.check(inputs)
+        audio = encoded(conditioner, inputs)["audio"]
         begin = round((start + 1 / FPS) * RATE)
         (states,) = encoder_states(encoder, speech()[begin : begin + RATE // 2])
         assert audio.shape == (SPEECH_STATES, SPEECH_DIM, FRAMES - 1)
@@ -127,7 +127,7 @@ def test_speech_is_the_sound_of_the_frames_after_the_first(encoder: SpeechEncode
 
 def encoder_states(encoder: SpeechEncoder, sound: np.ndarray) -> list[torch.Tensor]:
     encoder.load()
-    return [found["states"] for found in encoder.encode([torch.from_numpy(sound)])]
+    return [result["states"] for result in encoder.encode([torch.from_numpy(sound)])]
 
 
 def test_a_clips_own_sound_track_is_the_default(encoder: SpeechEncoder, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_clips_own_sound_track_is_the_default(encoder: SpeechEncoder, tmp_path
     beside = controls(
         spoken, {"input_audio": sound_file(tmp_path / "a.wav", speech(), RATE)}, frames=FRAMES, start_seconds=0.5
     )
-    ours, theirs = (encoded(conditioner, given)["audio"] for given in (in_clip, beside))
+    ours, theirs = (encoded(conditioner, inputs)["audio"] for inputs in (in_clip, beside))
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)  # 16 bits a sample and 32
     with pytest.raises(UserError, match=r"silent\.mp4 has no sound"):
         conditioner.check(controls(file, frames=FRAMES))
@@ -190,11 +190,11 @@ def test_reference_and_poses(checkpoint: Path, tmp_path: Path) -> None:
     assert pose.shape == (16, 2, 8, 8) and torch.equal(pose, expected)
     assert Poses(vae).uses(controls(clip)) == () and Poses(vae).optional
     first = read_clip(Path(clip), frames=1, fps=FPS, **SIZE)
-    own = encoded(SpeechReference(vae), controls(clip, **SIZE))["reference"]
+    first_image = encoded(SpeechReference(vae), controls(clip, **SIZE))["reference"]
     vae.load()
-    assert torch.equal(own, vae.encode([first])[0]["latents"])
+    assert torch.equal(first_image, vae.encode([first])[0]["latents"])
     other = encoded(SpeechReference(vae), controls(clip, files, **SIZE))["reference"]
-    assert other.shape == own.shape == (16, 1, 8, 8) and not torch.equal(own, other)
+    assert other.shape == first_image.shape == (16, 1, 8, 8) and not torch.equal(first_image, other)
 
 
 def test_frames_before_a_window_are_its_motion_and_change_how_it_is_encoded(checkpoint: Path, tmp_path: Path) -> None:
@@ -206,28 +206,28 @@ def test_frames_before_a_window_are_its_motion_and_change_how_it_is_encoded(chec
     assert conditioner.optional and conditioner.uses(controls(long, start_seconds=71 / FPS)) == ()
     window = controls(long, start_seconds=72 / FPS, frames=FRAMES, **SIZE)
     assert conditioner.uses(window) == ("",)
-    found = encoded(conditioner, window)
+    result = encoded(conditioner, window)
     pixels = read_clip(long, frames=81, fps=FPS, **SIZE)
     vae.load()
-    whole = vae.encode([pixels])[0]["latents"]
-    assert torch.equal(found["motion"], whole[:, :19]) and torch.equal(found["continued"], whole[:, 19:])
+    together = vae.encode([pixels])[0]["latents"]
+    assert torch.equal(result["motion"], together[:, :19]) and torch.equal(result["continued"], together[:, 19:])
     alone = vae.encode([pixels[:, 72:]])[0]["latents"]
-    assert found["continued"].shape == alone[:, 1:].shape and not torch.equal(found["continued"], alone[:, 1:])
-    item = WAN.training.assemble({"latents": alone, "audio": torch.zeros(3, 5, 8), **found})
-    assert torch.equal(item["latents"], found["continued"]) and "continued" not in item
+    assert result["continued"].shape == alone[:, 1:].shape and not torch.equal(result["continued"], alone[:, 1:])
+    item = WAN.training.assemble({"latents": alone, "audio": torch.zeros(3, 5, 8), **result})
+    assert torch.equal(item["latents"], result["continued"]) and "continued" not in item
     item = WAN.training.assemble({"latents": alone, "audio": torch.zeros(3, 5, 8)})
     assert torch.equal(item["latents"], alone[:, 1:])
 
     # another video's last frames, for a clip and for a sample
     clip = video_file(tmp_path / "clip.mp4", 5)
-    given = controls(clip, {"motion_video": str(long)}, frames=FRAMES, **SIZE)
-    assert conditioner.uses(given) == ("motion_video", "")
+    inputs = controls(clip, {"motion_video": str(long)}, frames=FRAMES, **SIZE)
+    assert conditioner.uses(inputs) == ("motion_video", "")
     before = read_clip(long, frames=73, fps=FPS, start_seconds=23 / FPS, **SIZE)
     vae.load()
     assert torch.equal(
-        encoded(conditioner, controls(None, given.files, frames=FRAMES, **SIZE))["motion"], encode(vae, before)
+        encoded(conditioner, controls(None, inputs.files, frames=FRAMES, **SIZE))["motion"], encode(vae, before)
     )
-    assert torch.equal(encoded(conditioner, given)["motion"], encode(vae, before))
+    assert torch.equal(encoded(conditioner, inputs)["motion"], encode(vae, before))
     with pytest.raises(UserError, match="is shorter than the 73 frames"):
         encoded(conditioner, controls(clip, {"motion_video": video_file(tmp_path / "s.mp4", 4)}, frames=FRAMES, **SIZE))
 

@@ -197,8 +197,8 @@ def test_speech_that_is_not_as_long_as_its_clip_is_warned_of(
     speech, music = (Column(name="sound", kind="audio", in_step=in_step) for in_step in (True, False))
     assert [finding.code for finding in check_sounds(sample, [speech])] == ["D19"] * warned
     assert list(check_sounds(sample, [music])) == []
-    given = replace(sample, controls={"sound": str(with_sound(tmp_path / "speech.mkv", 1.6))})
-    (finding,) = check_sounds(given, [speech])
+    beside = replace(sample, controls={"sound": str(with_sound(tmp_path / "speech.mkv", 1.6))})
+    (finding,) = check_sounds(beside, [speech])
     assert "speech.mkv lasts 1.60 s and its clip 1.00 s" in finding.what
 
 

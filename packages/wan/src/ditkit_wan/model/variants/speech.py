@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import modulated_norm, plain_sum
+from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.remat import recompute_boundary
 from ditkit_wan.model.block import WanCrossAttention
 from ditkit_wan.model.carry import SpeechCarry, WanCarry
@@ -60,7 +61,7 @@ class _Tower(nn.Module):
         self.conv1_global = _CausalConv(speech.features, dim // 4, 1, self.dtype)
         self.conv2 = _CausalConv(dim // 4, dim // 2, 2, self.dtype)
         self.conv3 = _CausalConv(dim // 2, dim, 2, self.dtype)
-        self.final_linear = nn.Linear(dim, dim)
+        self.final_linear = CastLinear(dim, dim)
         self.padding_tokens = nn.Parameter(torch.zeros(1, 1, 1, dim))
 
     def forward(
@@ -69,10 +70,7 @@ class _Tower(nn.Module):
         local = self._narrowed(self.conv1_local(x[None])[0].unflatten(-1, (self.tokens, -1)).transpose(0, 1))
         learnt = self.padding_tokens[0].to(self.dtype).expand(local.shape[1], 1, -1)
         style = self._narrowed(self.conv1_global(x[None]))[0]
-        linear = self.final_linear
-        return torch.cat([local.transpose(0, 1), learnt], 1), F.linear(
-            style, linear.weight.to(self.dtype), linear.bias.to(self.dtype)
-        )
+        return torch.cat([local.transpose(0, 1), learnt], 1), self.final_linear(style)
 
     def _narrowed(self, x: Float[Tensor, "batch rows channels"]) -> Float[Tensor, "batch frames dim"]:
         return self._activated(self.conv3(self._activated(self.conv2(self._activated(x)))))
