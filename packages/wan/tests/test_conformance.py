@@ -126,7 +126,7 @@ class TestCompiled(Clips, CompileConformance):
     trained = ("full", "float32")
     # blocks of every kind; what else variants have is in their embedding and in what plain blocks take
     in_pairs = ("TestVace", "TestWanToDance", "TestSpeechToVideo")
-    # the grids of music; others know one sample and several, each once of a size and then of any
+    # the grids of music and of speech; others know one sample and several, each once of a size and then of any
     graphs_of_sizes: ClassVar = {"TestWanToDance": 1, "TestSpeechToVideo": 1}
 
 
