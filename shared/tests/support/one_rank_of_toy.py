@@ -26,7 +26,7 @@ from toy_world import World
 from two_experts import TwoExperts
 
 import ditkit_core
-from ditkit_core.commands import stage, train
+from ditkit_core.commands import stage, train_job
 from ditkit_core.distributed import shared_folders, torchrun
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
@@ -213,7 +213,7 @@ def has_no_room_to_decode() -> None:
 
 
 def lacks_an_expert() -> None:
-    exchange.why_no_samples = lambda run: "a file is missing"  # type: ignore[attr-defined]
+    exchange.why_no_samples = lambda model, experts: "a file is missing"  # type: ignore[attr-defined]
 
 
 def has_a_fast_clock() -> None:
@@ -236,9 +236,9 @@ def has_another(name: str) -> None:
     def fail(*given: Any) -> None:
         raise AssertionError("weights are read")
 
-    train._load = fail  # type: ignore[assignment]
+    train_job._load = fail  # type: ignore[assignment]
     if name == "data":
-        train.json_hash = lambda keys: "another"  # type: ignore[attr-defined]
+        train_job.json_hash = lambda keys: "another"  # type: ignore[attr-defined]
     elif name == "base":
         SafetensorsSource.fingerprint = lambda source: "another"  # type: ignore[method-assign]
     elif name == "torch version":

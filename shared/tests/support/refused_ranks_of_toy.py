@@ -55,7 +55,7 @@ def work(folder: Path, name: str) -> None:
         os.dup2(log.fileno(), 2)
     os.chdir(folder)
     nothing: Any = lambda *given: None
-    train._train_what_is_left = train.say_results = nothing  # type: ignore[attr-defined]
+    train._train = train.say_results = nothing  # type: ignore[attr-defined]
     for number in range(int(num)):
         flags = (f"{size} {number}.toml", "--train.device", "cpu", "--encode.device", "cpu")
         statuses.append(WORLDS[folder].train(f"{size} {number}", 1, *flags))
