@@ -100,7 +100,7 @@ class RunContext:
         matmul = parse_dtype(self.config.model.dtype)
         return self.config.precision.precision(matmul, self.spec.precision.reference)
 
-    @cached_property
+    @property
     def for_class_images(self) -> "RunContext":
         """The run as class images are generated: without the adapters of [sample], and without steps and guidance that are for these."""
         sample = self.config.sample.without_adapters
