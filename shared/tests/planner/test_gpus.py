@@ -5,9 +5,9 @@ import torch
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
-from ditkit_core.planner.gpu_names import SOLD_GB
 from ditkit_core.planner.gpus import (
     KNOWN_GPUS,
+    SOLD_GB,
     default_reserve,
     gpu_named,
     gpus_here,

@@ -22,10 +22,17 @@ from ditkit_core.models.encoders import Decoder, Denoiser, GenerationRequest
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec, SampleDefaults
 from ditkit_core.sampling.config import SampleConfig
-from ditkit_core.sampling.contact_sheet import GAP, SHEET_FRAMES, contact_sheet, grid
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.sampling.prompts import SamplePrompt, choose_prompts, control_files, requests_of
-from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
+from ditkit_core.sampling.render import (
+    GAP,
+    SHEET_FRAMES,
+    PromptRequest,
+    SampleFiles,
+    contact_sheet,
+    grid,
+    render_samples,
+)
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, ToyTextEncoder
 from ditkit_core.testing.world import make_model

@@ -1,19 +1,22 @@
 """Writes samples as files: an image or a video each, and all of them in one image."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from ditkit_core.data.media.clip import write_image, write_video
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import sample_list
 from ditkit_core.models.encoders import GenerationRequest, Sampler
-from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
 from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.shares import ALONE, RenderedSample, SampleShares
 
@@ -127,3 +130,67 @@ def _slug(prompt: str) -> str:
     """A prompt as part of a file name, on any file system."""
     # ASCII only and at most 40 characters: Windows limits paths, and case-insensitive file systems merge names.
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].rstrip("-") or "sample"
+
+
+GAP = 4
+"""Width of the white gap between two images, in pixels."""
+SHEET_FRAMES = 6
+"""Frames of a clip in a contact sheet, at most."""
+SHEET_SIDE = 320
+"""Longer side of a frame in a contact sheet, at most, in pixels."""
+
+
+def grid(images: Sequence[Float[Tensor, "3 _ _"]], *, columns: int = 0) -> Float[Tensor, "3 height width"]:
+    """Arrange images row by row, each centred in a cell of the size of the largest one.
+
+    Args:
+        images: At least one, values in [0, 1].
+        columns: Images per row; 0 makes the grid about square.
+
+    Returns:
+        The grid on a white background, values in [0, 1].
+    """
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    # Cells of one size: prompts may have different aspect ratios, and columns should still line up.
+    height, width = max(p.shape[1] for p in images), max(p.shape[2] for p in images)
+    canvas = torch.ones(3, rows * (height + GAP) - GAP, columns * (width + GAP) - GAP)
+    for number, image in enumerate(images):
+        row, column = divmod(number, columns)
+        top = row * (height + GAP) + (height - image.shape[1]) // 2
+        left = column * (width + GAP) + (width - image.shape[2]) // 2
+        canvas[:, top : top + image.shape[1], left : left + image.shape[2]] = image
+    return canvas
+
+
+def evenly_spaced(clip: Float[Tensor, "3 frames height width"]) -> Float[Tensor, "3 few height width"]:
+    """At most `SHEET_FRAMES` frames of a clip, evenly spaced, with the first and the last."""
+    count = min(SHEET_FRAMES, clip.shape[1])
+    return clip[:, [round(i * (clip.shape[1] - 1) / max(count - 1, 1)) for i in range(count)]]
+
+
+def contact_sheet(clips: Sequence[Float[Tensor, "3 _ _ _"]]) -> Float[Tensor, "3 height width"]:
+    """Arrange clips as rows with their frames side by side; large frames are scaled down.
+
+    Args:
+        clips: At least one, each of at most `SHEET_FRAMES` frames, values in [0, 1].
+
+    Returns:
+        The sheet on a white background, values in [0, 1].
+    """
+    columns = max(clip.shape[1] for clip in clips)
+    cells: list[Tensor] = []
+    for clip in clips:
+        frames = [_smaller(frame) for frame in clip.detach().float().cpu().unbind(1)]
+        # White cells fill the rows of shorter clips, so that every clip starts a new row.
+        cells += [*frames, *(torch.ones_like(frames[0]) for _ in range(columns - len(frames)))]
+    return grid(cells, columns=columns)
+
+
+def _smaller(image: Float[Tensor, "3 _ _"]) -> Float[Tensor, "3 _ _"]:
+    height, width = image.shape[1:]
+    longer = max(height, width)
+    if longer <= SHEET_SIDE:
+        return image
+    size = tuple(max(1, round(side * SHEET_SIDE / longer)) for side in (height, width))
+    return functional.interpolate(image[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
