@@ -68,10 +68,11 @@ class ReducedModel:
     @property
     def router(self) -> TokenRouter | None:
         """The token routing of these blocks: the first and the last of the range are among them."""
-        if (whole := self.whole_router) is None:
+        if (router := self.whole_router) is None:
             return None
-        inside = [at for at, index in enumerate(self.indices) if whole.routing.first <= index <= whole.routing.last]
-        return replace(whole, routing=replace(whole.routing, first=inside[0], last=inside[-1]))
+        routing = router.routing
+        inside = [at for at, index in enumerate(self.indices) if routing.first <= index <= routing.last]
+        return replace(router, routing=replace(routing, first=inside[0], last=inside[-1]))
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trained parameters of these stages, by canonical name."""
