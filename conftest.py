@@ -26,6 +26,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jo
 ROOT = Path(__file__).parent
 HELPERS = [
     ROOT / "tools",
+    *sorted(folder for folder in (ROOT / "tools").iterdir() if folder.is_dir()),
     ROOT / "tests",
     ROOT / "shared" / "tests" / "support",
     *sorted(ROOT.glob("packages/*/tests/support")),

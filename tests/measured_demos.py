@@ -16,7 +16,7 @@ def check_taught(program: str, images: int, folder: Path) -> None:
         images: Samples of each prompt.
         folder: Where the run is kept.
     """
-    command = [sys.executable, str(ROOT / "tools" / program), "--seeds", "0", "--images", str(images)]
+    command = [sys.executable, str(ROOT / "tools" / "demo" / program), "--seeds", "0", "--images", str(images)]
     command += ["--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""tools/bench_step.py, bench_checkpointing.py and plan_truth.py on a model that costs nothing: what is compared, and that each row is there at once."""
+"""tools/bench/bench_step.py, bench_checkpointing.py and plan_truth.py on a model that costs nothing: what is compared, and that each row is there at once."""
 
 import io
 import subprocess
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
 
 
 class Terminal(io.StringIO):
@@ -233,7 +233,7 @@ def test_policies_are_compared_at_a_size_with_an_adapter_or_all_weights(capsys: 
 def test_the_hosts_time_is_measured_of_every_block_without_a_gpu():
     """In a process of its own: it loads a CUDA driver that does nothing."""
     pytest.importorskip("triton")
-    command = [sys.executable, ROOT / "tools" / "bench_host_time.py", "--repeats", "1"]
+    command = [sys.executable, ROOT / "tools" / "bench" / "bench_host_time.py", "--repeats", "1"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "Block |" in line]
     assert [name for name, *_ in rows] == ["WanBlock", "Flux2DoubleBlock", "Flux2SingleBlock"]

@@ -21,7 +21,7 @@ def test_a_picture_is_small_and_of_the_files_of_today(name):
     assert path.stat().st_size <= LARGEST_BYTES
     with Image.open(path) as image:
         assert image.width <= 1000 and image.text["source"] == demo_pictures.source_of(name), (
-            f"{name} shows an older demo or style: uv run tools/demo_pictures.py --run RUN makes it again"
+            f"{name} shows an older demo or style: uv run tools/demo/demo_pictures.py --run RUN makes it again"
         )
 
 

@@ -1,4 +1,4 @@
-"""tools/device_clock.py and the benchmarks on a GPU, with stand-ins for it: how they time, what they count, and which sizes they take."""
+"""tools/bench/device_clock.py and the benchmarks on a GPU, with stand-ins for it: how they time, what they count, and which sizes they take."""
 
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from workspace import ROOT
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
 
 
 class Event:

@@ -26,7 +26,7 @@ def written(table: Table) -> list[str]:
 
 @pytest.mark.parametrize("table", [table for table in TABLES if table.is_cheap], ids=lambda table: table.name)
 def test_a_table_that_is_read_off_the_code_is_that_of_today(table):
-    assert not stale(table), f"uv run tools/doc_tables.py --write --only {table.name}"
+    assert not stale(table), f"uv run tools/docs/doc_tables.py --write --only {table.name}"
 
 
 @pytest.mark.parametrize("table", [table for table in TABLES if not table.is_cheap], ids=lambda table: table.name)
@@ -83,7 +83,7 @@ def test_every_case_of_the_presets_is_one_that_a_run_may_have():
 
 def test_every_marker_of_a_page_is_a_table():
     for page in (CHECKPOINTING, PRECISION, DATA, RANKS, RECIPES):
-        found = re.findall(r"<!-- (\S+): written by tools/doc_tables.py -->", page.read_text(encoding="utf-8"))
+        found = re.findall(r"<!-- (\S+): written by tools/docs/doc_tables.py -->", page.read_text(encoding="utf-8"))
         assert sorted(found) == sorted(table.name for table in TABLES if table.page == page)
 
 

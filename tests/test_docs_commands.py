@@ -55,7 +55,7 @@ OTHERS = {
     *(f"--{word}" for word in FOREIGN_WORDS),
     *(
         flag
-        for tool in ROOT.glob("tools/*.py")
+        for tool in ROOT.glob("tools/**/*.py")
         for flag in re.findall(r'"(--[\w-]+)"', tool.read_text(encoding="utf-8"))
     ),
 }
@@ -326,8 +326,8 @@ def test_the_pages_show_what_these_tests_look_for():
         ("wan-sample --run elsewhere", "elsewhere is no run's folder"),
         ("wan-export", "starts nothing"),
         ("pip install uv && uv run wan-train --demmo", "did you mean --demo?"),
-        ("uv run tools/doc_tables.py --only nothing", "invalid choice: 'nothing'"),
-        ("uv run tools/plan_published.py --fast", "takes no arguments"),
+        ("uv run tools/docs/doc_tables.py --only nothing", "invalid choice: 'nothing'"),
+        ("uv run tools/bench/plan_published.py --fast", "takes no arguments"),
         ("uv run tools/gone.py", "there is no such tool"),
         ("uv run pytest -m slwo", "there are no markers {'slwo'}"),
         ("uv run pytest shared/tests/gone.py", "neither a path"),

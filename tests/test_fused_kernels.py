@@ -1,4 +1,4 @@
-"""tools/fused_kernels.py on a block of a few operations, whose traffic can be counted by hand."""
+"""tools/bench/fused_kernels.py on a block of a few operations, whose traffic can be counted by hand."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Waves(nn.Module):
 
 @pytest.mark.slow  # importing the compiler takes seconds
 def test_a_chain_of_operations_reads_its_inputs_once_and_writes_its_result_once(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
     from fused_kernels import kernels_of
 
     carry = Carry(torch.ones(4, 16, requires_grad=True))

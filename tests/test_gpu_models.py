@@ -1,4 +1,4 @@
-"""tools/gpu_models.py on small models: the same layers in both adapters, steps as the loop takes them, plans next to measurements."""
+"""tools/gpu/gpu_models.py on small models: the same layers in both adapters, steps as the loop takes them, plans next to measurements."""
 
 import inspect
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gpu"))
     import gpu_models
 
     return gpu_models

@@ -1,4 +1,4 @@
-"""tools/gpu_page.py: the page says what the rows say, and no more."""
+"""tools/gpu/gpu_page.py: the page says what the rows say, and no more."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from workspace import ROOT
 
 @pytest.fixture
 def gpu_page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gpu"))
     import gpu_page
 
     return gpu_page
@@ -26,7 +26,7 @@ def test_the_page_is_made_of_the_rows_next_to_it(gpu_page: Any) -> None:
     files = sorted(gpu_page.BENCHMARKS.glob("gpu_h100*.jsonl"))
     assert files and sum(file.stat().st_size for file in files) < 200_000
     text = (gpu_page.BENCHMARKS / "gpu_h100.md").read_text(encoding="utf-8")
-    assert gpu_page.page(files) == text, "uv run tools/gpu_page.py > benchmarks/gpu_h100.md"
+    assert gpu_page.page(files) == text, "uv run tools/gpu/gpu_page.py > benchmarks/gpu_h100.md"
 
 
 def test_each_trainer_has_a_column_and_each_policy_a_line(gpu_page: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tools/gpu_parts.py runs on a GPU, or with models of real size, and leaves out of a tiny run on a CPU: run here, as far as a CPU can."""
+"""What tools/gpu/gpu_parts.py runs on a GPU, or with models of real size, and leaves out of a tiny run on a CPU: run here, as far as a CPU can."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ CPU, GPU, GIB = torch.device("cpu"), torch.device("cuda", 0), 2**30
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gpu"))
     import gpu_parts
 
     return gpu_parts
@@ -226,7 +226,12 @@ print(json.dumps(rows))
 def test_compiled_blocks_are_compared_and_timed() -> None:
     """In a process of its own: the compiler cannot trace the checks of annotations that tests put around functions."""
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], cwd=ROOT / "tools", capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", COMPILED],
+        cwd=ROOT / "tools" / "gpu",
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["name"]: row for row in json.loads(done.stdout.splitlines()[-1])}

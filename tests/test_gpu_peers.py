@@ -1,4 +1,4 @@
-"""tools/gpu_peers.py without the other trainers: random weights in the place of files, and what a missing checkout costs."""
+"""tools/gpu/gpu_peers.py without the other trainers: random weights in the place of files, and what a missing checkout costs."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gpu"))
     import gpu_peers
 
     return gpu_peers

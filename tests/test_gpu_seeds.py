@@ -1,4 +1,4 @@
-"""tools/gpu_seeds.py: what would be seen on a torch that casts no inputs where it recomputes, and what FastVideo's policy keeps."""
+"""tools/gpu/gpu_seeds.py: what would be seen on a torch that casts no inputs where it recomputes, and what FastVideo's policy keeps."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def seeds(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gpu"))
     import gpu_seeds
 
     return gpu_seeds

@@ -1,4 +1,4 @@
-"""tools/gpu_truth.py without a GPU: how parts are run and reported, the clock of a GPU with stand-ins."""
+"""tools/gpu/gpu_truth.py without a GPU: how parts are run and reported, the clock of a GPU with stand-ins."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from workspace import ROOT
 
 @pytest.fixture
 def truth(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "gpu"))
     import gpu_truth
 
     return gpu_truth
@@ -122,7 +122,7 @@ def test_parts_without_a_time_run_side_by_side_and_lose_no_row(truth, tmp_path):
     assert [len(batch) for batch in truth.batches(parts)] == [3, 1, 1]
 
     def command(part: Any) -> list[str]:
-        return [sys.executable, "-c", WAITS, str(ROOT / "tools"), str(out), part.name]
+        return [sys.executable, "-c", WAITS, str(ROOT / "tools" / "gpu"), str(out), part.name]
 
     assert truth.run(parts, out, 2000, command, side_by_side=2) == 0
     rows = truth.read(out)
@@ -152,7 +152,7 @@ def test_the_next_part_imports_while_one_runs_and_begins_afterwards(truth, tmp_p
     parts = [truth.Part(name=name, seconds=100, about="") for name in names]
 
     def command(part: Any) -> list[str]:
-        return [sys.executable, "-c", AHEAD, str(ROOT / "tools"), str(out), part.name]
+        return [sys.executable, "-c", AHEAD, str(ROOT / "tools" / "gpu"), str(out), part.name]
 
     assert truth.run(parts, out, 2000, command, waits=True) == 0
     events = [(row["part"], row.get("name", "ended")) for row in truth.read(out)]

@@ -231,7 +231,12 @@ def test_no_file_names_a_folder_of_somebodys_machine():
 
 
 def test_helper_modules_next_to_the_tests_have_names_of_their_own():
-    folders = [ROOT / "tests", ROOT / "tools", *(member.folder / "tests" / "support" for member in MEMBERS)]
+    folders = [
+        ROOT / "tests",
+        ROOT / "tools",
+        *(ROOT / "tools").glob("*/"),
+        *(member.folder / "tests" / "support" for member in MEMBERS),
+    ]
     names = Counter(file.stem for folder in folders for file in folder.glob("*.py") if file.stem != "conftest")
     helpers = {name: count for name, count in names.items() if not name.startswith("test_")}
     assert "workspace" in helpers

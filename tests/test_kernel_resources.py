@@ -15,7 +15,7 @@ the warps; that of 3.9 takes 79 and no stack, and fills 50 %. Those of 3.6 and 3
 @pytest.mark.slow  # two models' steps on fake tensors, and a hundred kernels for each of two GPUs
 def test_kernels_fit_a_multiprocessor_and_the_page_has_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     version = ".".join(pytest.importorskip("triton").__version__.split(".")[:2])
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
     import kernel_resources as resources
     from ditkit_core.nn.kernels.ops import IMPLEMENTATIONS
 
@@ -77,7 +77,7 @@ def test_a_program_number_that_overflows_in_32_bits_is_found() -> None:
 def test_occupancy_is_that_of_the_scarcest_resource(monkeypatch: pytest.MonkeyPatch) -> None:
     """By registers, shared memory, programs and warps, each as NVIDIA's occupancy calculator rounds it."""
     pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
     from kernel_resources import ARCHITECTURES, Resources
 
     def occupancy(capability: int, registers: int, shared: int, warps: int) -> float:

@@ -1,4 +1,4 @@
-"""tools/measure_demo_flux2.py: its judge on generated images, and one seed of its measurement."""
+"""tools/demo/measure_demo_flux2.py: its judge on generated images, and one seed of its measurement."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from workspace import ROOT
 
 
 def test_the_judge_is_right_about_generated_images_and_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from measure_demo_flux2 import Look, judge, prompts, row
 
     asked = prompts()

@@ -1,4 +1,4 @@
-"""tools/measure_demo_wan.py: its judge on generated clips, and one seed of its measurement."""
+"""tools/demo/measure_demo_wan.py: its judge on generated clips, and one seed of its measurement."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from workspace import ROOT
 
 
 def test_the_judge_is_right_about_generated_clips_and_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from measure_demo_wan import Look, judge, prompts, rates
 
     new, known = prompts()

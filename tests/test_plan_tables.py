@@ -1,4 +1,4 @@
-"""The table of docs/memory.md is what tools/plan_tables.py would write, and README.md shows a part of the plan there."""
+"""The table of docs/memory.md is what tools/docs/plan_tables.py would write, and README.md shows a part of the plan there."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/roofline.md are what tools/roofline.py counts today, and what was wanted of a step."""
+"""Rows of benchmarks/roofline.md are what tools/bench/roofline.py counts today, and what was wanted of a step."""
 
 import re
 
@@ -15,7 +15,7 @@ PAGE = ROOT / "benchmarks" / "roofline.md"
 )
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_the_published_rows_are_what_is_counted(kernels: str, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
     from roofline import CASES, OURS, block_row, ours
 
     published = PAGE.read_text(encoding="utf-8").splitlines()

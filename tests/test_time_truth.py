@@ -1,4 +1,4 @@
-"""Plans take the times that an H100 measured, and benchmarks/time_truth.md is what tools/time_truth.py prints today."""
+"""Plans take the times that an H100 measured, and benchmarks/time_truth.md is what tools/bench/time_truth.py prints today."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ made_with_another_torch = f"torch {torch.__version__.partition('+')[0]}." not in
 @pytest.fixture(scope="module")
 def truth():
     with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(ROOT / "tools"))
+        patched.syspath_prepend(str(ROOT / "tools" / "bench"))
         import time_truth
 
         yield time_truth

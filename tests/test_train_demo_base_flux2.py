@@ -1,4 +1,4 @@
-"""tools/train_demo_base_flux2.py: what its shortcut relies on, and the whole script in its smallest run."""
+"""tools/demo/train_demo_base_flux2.py: what its shortcut relies on, and the whole script in its smallest run."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from workspace import ROOT
 
 @torch.no_grad()
 def test_some_rows_with_a_bias_stand_for_all_of_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from train_demo_base_flux2 import PADDING_ROWS, ROWS, TEXT, demo, load_file, velocity
 
     model = demo.build_transformer()
@@ -29,7 +29,7 @@ def test_some_rows_with_a_bias_stand_for_all_of_the_padding(monkeypatch: pytest.
 
 @pytest.mark.exhaustive
 def test_two_steps_of_every_stage_make_the_weights(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "train_demo_base_flux2.py"), "--steps", "2", "2"]
+    command = [sys.executable, str(ROOT / "tools" / "demo" / "train_demo_base_flux2.py"), "--steps", "2", "2"]
     command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

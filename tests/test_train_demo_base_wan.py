@@ -1,4 +1,4 @@
-"""tools/train_demo_base_wan.py: what its shortcuts rely on, and the whole script in its smallest run."""
+"""tools/demo/train_demo_base_wan.py: what its shortcuts rely on, and the whole script in its smallest run."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from workspace import ROOT
 
 
 def test_an_update_has_singular_values_of_about_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from train_demo_base_wan import orthogonalized
 
     for rows, columns in ((96, 96), (384, 96), (16, 432)):
@@ -22,7 +22,7 @@ def test_an_update_has_singular_values_of_about_1(monkeypatch: pytest.MonkeyPatc
 
 @torch.no_grad()
 def test_a_bias_stands_for_the_padding_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "demo"))
     from diffusers import WanTransformer3DModel
 
     from train_demo_base_wan import PUBLISHED_TOKENS, TRANSFORMER, BiasedAttention, encode_texts
@@ -44,7 +44,7 @@ def test_a_bias_stands_for_the_padding_that_is_left_out(monkeypatch: pytest.Monk
 
 @pytest.mark.exhaustive
 def test_two_steps_of_every_stage_make_a_package(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "train_demo_base_wan.py"), "--steps", "2", "--clips", "1"]
+    command = [sys.executable, str(ROOT / "tools" / "demo" / "train_demo_base_wan.py"), "--steps", "2", "--clips", "1"]
     command += ["--work", str(tmp_path / "work"), "--to", str(tmp_path / "base")]
     for _ in range(2):  # the second time, every stage is found done
         done = subprocess.run(command, capture_output=True, text=True, check=False)

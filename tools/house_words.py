@@ -17,11 +17,14 @@ import ast
 import io
 import keyword
 import re
+import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).parent / "docs"))  # `marked` is there
 
 from house_measures import CORE, ROOT, File, Tree, import_graph, row, tree_at, working_tree
 from marked import replaced

@@ -1,7 +1,7 @@
 """Input of unknown origin in ten kinds, each case a function of a seed: what it is made of, and what is done with it.
 
-A kind is prepared once in a folder of its own, and then asked for one case after the other. `tools/fuzz_models.py` has the two kinds that
-need the model packages, and `tools/fuzz.py` runs all of them with limits of time and memory.
+A kind is prepared once in a folder of its own, and then asked for one case after the other. `tools/faults/fuzz_models.py` has the two kinds that
+need the model packages, and `tools/faults/fuzz.py` runs all of them with limits of time and memory.
 """
 
 import contextlib

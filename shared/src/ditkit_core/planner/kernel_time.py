@@ -3,7 +3,7 @@
 A kernel takes the time of its arithmetic or of its memory traffic, whichever is longer, and a moment to start and to end. So a wide matmul
 runs at its share of the GPU's published rate, and a narrow one, of few rows or of a LoRA's rank, at the rate of the memory. Shares and
 moments were measured on one H100, the only GPU that has run this; other GPUs are assumed to reach the same shares of their own published
-rates. `tools/time_truth.py` compares what follows from these two tables with the measurements that they are from.
+rates. `tools/bench/time_truth.py` compares what follows from these two tables with the measurements that they are from.
 """
 
 from collections.abc import Collection

@@ -1,6 +1,6 @@
 """The demo's images: simple shapes with exact captions, and pairs of images with the instruction that edits one into the other.
 
-The demo's checkpoint was trained on such images and edits (tools/train_demo_base_flux2.py), with one shape at one of the `KNOWN` places.
+The demo's checkpoint was trained on such images and edits (tools/demo/train_demo_base_flux2.py), with one shape at one of the `KNOWN` places.
 It has never seen the `NEW` one.
 """
 

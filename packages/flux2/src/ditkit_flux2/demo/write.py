@@ -1,7 +1,7 @@
 """The demo's inputs: a complete tiny FLUX.2 klein base checkpoint, captioned images and editing pairs.
 
 The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its VAE and transformer
-were trained on generated shapes by tools/train_demo_base_flux2.py; their weights are part of the package, in bf16.
+were trained on generated shapes by tools/demo/train_demo_base_flux2.py; their weights are part of the package, in bf16.
 """
 
 from pathlib import Path

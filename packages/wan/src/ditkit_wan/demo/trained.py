@@ -1,6 +1,6 @@
 """The base that the demo trains on: small models of the same structure as real ones, trained on generated clips.
 
-`tools/train_demo_base_wan.py` made the files in `base/`. Training gives other weights on another processor, so the weights are kept.
+`tools/demo/train_demo_base_wan.py` made the files in `base/`. Training gives other weights on another processor, so the weights are kept.
 """
 
 import json

@@ -1,0 +1,371 @@
+"""Trains the tiny Wan base that `wan-train --demo` ships with, on clips generated from `ditkit_wan.demo.media`.
+
+`uv run tools/demo/train_demo_base_wan.py` takes about half an hour on one CPU core. Three stages: `vae`; `transformer`, on latents of that VAE;
+`package`, which writes the weights into the package, rounded to bf16, and measures the VAE as it is then. The first two leave a file
+in the work folder; a stage whose file is there is not done again.
+
+What made it possible in so little time: soft edges and one size of shapes; orthogonalised updates (Muon) of convolutions and linear
+layers; captions of 12 tokens instead of 512, with the weight of the missing padding as a bias of attention.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ditkit_core.data.media.synthetic import COLOURS, SHAPES, isometry
+from ditkit_wan.demo import trained
+from ditkit_wan.demo.media import DIRECTIONS, FRAMES, NEW, SIDE, TRAVEL, Scene, caption, moving
+from ditkit_wan.demo.models import TEXT_DIM, build_text_encoder, build_tokenizer
+
+STEPS = {"vae": 2000, "transformer": 4000}
+OFFSET = 10.0
+"""Largest distance between a path and the image's centre, in pixels."""
+VAE = {
+    "base_dim": 16,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "z_dim": 16,
+    "patch_size": 2,
+    "in_channels": 12,
+    "out_channels": 12,
+    "temperal_downsample": [True, True],
+}
+TRANSFORMER = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 24,
+    "num_layers": 4,
+    "ffn_dim": 384,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": TEXT_DIM,
+    "rope_max_seq_len": 1024,
+}
+TOKENS, PUBLISHED_TOKENS = 12, 512
+"""Tokens of a caption in this training, and those that Wan pads each caption to, without a mask."""
+
+
+# Optimization
+
+
+def orthogonalized(update: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+    """About the nearest matrix with singular values 1, by five Newton-Schulz steps.
+
+    Source: https://kellerjordan.github.io/posts/muon, whose coefficients these are.
+    """
+    wide = update if update.shape[0] <= update.shape[1] else update.T
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = 3.4445 * wide + (2.0315 * gram @ gram - 4.7750 * gram) @ wide
+    return wide if update.shape[0] <= update.shape[1] else wide.T
+
+
+class Optimizer:
+    """Orthogonalised updates for some parameters, Adam for the others."""
+
+    def __init__(self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], rates: tuple[float, float]):
+        self.matrices, self.rates = list(matrices), rates
+        self.momenta = [torch.zeros_like(matrix) for matrix in matrices]
+        self.adam = torch.optim.Adam(list(others), betas=(0.9, 0.98))
+
+    @torch.no_grad()
+    def step(self, factor: float) -> None:
+        """One update, with the learning rates times a factor; gradients are gone afterwards."""
+        for matrix, momentum in zip(self.matrices, self.momenta, strict=True):
+            assert matrix.grad is not None
+            momentum.lerp_(matrix.grad, 0.05)
+            update = orthogonalized(matrix.grad.lerp(momentum, 0.95).flatten(1))
+            matrix.sub_(update.view_as(matrix), alpha=self.rates[0] * factor * 0.2 * max(update.shape) ** 0.5)
+            matrix.grad = None
+        for group in self.adam.param_groups:
+            group["lr"] = self.rates[1] * factor
+        self.adam.step()
+        self.adam.zero_grad()
+
+
+def schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate: 50 steps of warm-up, then half a cosine to 1 %."""
+    return min(1.0, (step + 1) / 50) * max(0.01, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+@dataclass
+class Log:
+    """Prints the average loss and the time every hundred steps."""
+
+    stage: str
+    steps: int
+    total: float = 0.0
+    began: float = 0.0
+
+    def add(self, step: int, loss: Tensor, measure: Callable[[], str]) -> None:
+        """Count a step, from 0; `measure` says more every 500 steps and at the end."""
+        self.began = self.began or time.monotonic()
+        self.total += float(loss.detach())
+        last = step + 1 == self.steps
+        if (step + 1) % 100 == 0 or last:
+            more = measure() if (step + 1) % 500 == 0 or last else ""
+            minutes = (time.monotonic() - self.began) / 60
+            print(
+                f"{self.stage} {step + 1}/{self.steps}, {minutes:.1f} min, loss {self.total / 100:.4f} {more}",
+                flush=True,
+            )
+            self.total = 0.0
+
+
+# Clips
+
+
+def pixels(frames: np.ndarray) -> Float[Tensor, "... 3 frames height width"]:
+    """Painted frames as the VAE takes them, in [-1, 1]."""
+    return torch.from_numpy(np.round(frames).astype(np.float32) / 127.5 - 1).movedim(-1, -4).contiguous()
+
+
+def corners(random: np.random.Generator, count: int, size: int) -> Float[Tensor, "batch 3 frames size size"]:
+    """Clips of shapes that move in any of eight directions and reach into the upper left corner of that size."""
+    clips = []
+    for _ in range(count):
+        angle = random.integers(8) * math.pi / 4
+        way = np.round([math.sin(angle), math.cos(angle)])
+        velocity = random.uniform(0.95, 1.05) * TRAVEL / (FRAMES - 1) * way
+        start = random.uniform(-14, size + 14, 2) - velocity * random.uniform(-1, FRAMES)
+        scene = Scene(
+            colour=str(random.choice(list(COLOURS))),
+            shape=str(random.choice(SHAPES)),
+            start=(start[0], start[1]),
+            velocity=(velocity[0], velocity[1]),
+        )
+        clips.append(scene.paint(SIDE, SIDE, range(FRAMES))[:, :size, :size])
+    return pixels(np.stack(clips))
+
+
+def held_out_clips() -> Float[Tensor, "40 3 frames side side"]:
+    """Clips as the demo's, the new motion included, along paths of their own."""
+    random = np.random.default_rng(999)
+    scenes = [
+        moving(str(random.choice(list(COLOURS))), str(random.choice(SHAPES)), way, random.uniform(-OFFSET, OFFSET) / 2)
+        for way in list(DIRECTIONS) * 8
+    ]
+    return pixels(np.stack([scene.paint(SIDE, SIDE, range(FRAMES)) for scene in scenes]))
+
+
+# The VAE
+
+
+def psnr(vae: Any, clips: Float[Tensor, "batch 3 frames height width"]) -> float:
+    """Decibels between clips and what the VAE decodes from their latents, at 8 bits; the average of clips."""
+    with torch.no_grad():
+        made = torch.cat([vae.decode(vae.encode(clip[None]).latent_dist.mode()).sample for clip in clips])
+    levels = ((made.clamp(-1, 1) + 1) * 127.5).round() - (clips + 1) * 127.5
+    return float((-10 * (levels / 255).square().flatten(1).mean(1).log10()).mean())
+
+
+def build_vae() -> Any:
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(**VAE)
+    for half in (vae.encoder, vae.decoder):
+        for attention in half.mid_block.attentions:  # slow, and of no use to clips this small
+            nn.init.zeros_(attention.proj.weight)
+            nn.init.zeros_(attention.proj.bias)
+            attention.requires_grad_(False)
+    return vae
+
+
+def train_vae(work: Path, steps: int) -> None:
+    """Both halves on crops of 32 pixels."""
+    vae, random, noise = build_vae(), np.random.default_rng(0), torch.Generator().manual_seed(0)
+    trained_now = [parameter for parameter in vae.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained_now if parameter.ndim >= 4 and parameter.shape[0] > 1]
+    others = [parameter for parameter in trained_now if not any(parameter is matrix for matrix in matrices)]
+    optimizer = Optimizer(matrices, others, (5e-3, 2e-3))
+    log, test = Log("vae", steps), held_out_clips()
+    for step in range(steps):
+        clips = corners(random, 4, 32)
+        latents = vae.encode(clips).latent_dist.mode()
+        # The noise keeps what the transformer gets slightly wrong from being decoded to something else.
+        made = vae.decode(latents + 0.1 * torch.randn(latents.shape, generator=noise)).sample
+        wrong = made - clips
+        loss = 4 * wrong.square().mean() + 0.3 * wrong.abs().mean() + 1e-3 * latents.square().mean()
+        loss.backward()
+        optimizer.step(schedule(step, steps))
+        log.add(step, loss, lambda: f"PSNR of held-out clips {psnr(vae, test):.2f} dB")
+    save_file(dict(vae.state_dict()), work / "vae.safetensors")
+
+
+# The text encoder
+
+
+def separate_words(tokenizer: Any) -> Any:
+    """The random text encoder with orthogonal embeddings of words, which its layers mix little: the demo's words are few, and a random
+    encoder would make a new word resemble known ones."""
+    model = build_text_encoder(len(tokenizer))
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    words = [number for number, piece in enumerate(pieces) if piece in ("</s>", "▁a") or piece[0] == "▁" and piece[1:]]
+    with torch.no_grad():
+        model.shared.weight[words] = isometry(TEXT_DIM, len(words), "words").T * TEXT_DIM**0.5
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o.weight", "wo.weight")):
+                parameter.mul_(0.2)
+    return model
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token features and the bias of attention that stands for the padding left out."""
+
+    features: Float[Tensor, "texts tokens dim"]
+    bias: Float[Tensor, "texts tokens"]
+
+    def __getitem__(self, chosen: Any) -> "Texts":
+        return Texts(self.features[chosen], self.bias[chosen])
+
+
+def encode_texts(captions: Sequence[str]) -> Texts:
+    tokenizer = build_tokenizer(trained.CAPTIONS)
+    model = separate_words(tokenizer)
+    texts = Texts(torch.zeros(len(captions), TOKENS, TEXT_DIM), torch.zeros(len(captions), TOKENS))
+    for number, text in enumerate(captions):
+        ids = torch.tensor([tokenizer(text).input_ids])
+        count = ids.shape[1]
+        with torch.no_grad():
+            texts.features[number, :count] = model(ids).last_hidden_state[0]
+        texts.bias[number, count:] = math.log((PUBLISHED_TOKENS - count) / (TOKENS - count))
+    return texts
+
+
+class BiasedAttention:
+    """Attention to text with a bias of the padding; takes the place of the library's processor."""
+
+    bias: Tensor
+
+    def __call__(self, attention: Any, hidden: Tensor, text: Tensor, *_: Any) -> Tensor:
+        query, key, value = attention.to_q(hidden), attention.to_k(text), attention.to_v(text)
+        heads = [
+            part.unflatten(2, (attention.heads, -1)).transpose(1, 2)
+            for part in (attention.norm_q(query), attention.norm_k(key), value)
+        ]
+        mixed = functional.scaled_dot_product_attention(*heads, attn_mask=self.bias[:, None, None, :])
+        return attention.to_out[0](mixed.transpose(1, 2).flatten(2))
+
+
+# The transformer
+
+
+def latents_of_base(vae: Any, clips_each: int) -> tuple[Float[Tensor, "clips 16 3 8 8"], list[str]]:
+    """Latents of clips of the known motions, and their captions."""
+    random, latents, captions = np.random.default_rng(1), [], []
+    looks = [(c, s, way) for way in DIRECTIONS if way != NEW for c in COLOURS for s in SHAPES]
+    for look in looks * clips_each:
+        scene = moving(*look, random.uniform(-OFFSET, OFFSET))
+        with torch.no_grad():
+            latents.append(vae.encode(pixels(scene.paint(SIDE, SIDE, range(FRAMES)))[None]).latent_dist.mode()[0])
+        captions.append(caption(*look))
+    return torch.stack(latents), captions
+
+
+def train_transformer(work: Path, steps: int, clips_each: int) -> None:
+    from diffusers import WanTransformer3DModel
+
+    vae = build_vae()
+    vae.load_state_dict(load_file(work / "vae.safetensors"))
+    latents, captions = latents_of_base(vae, clips_each)
+    mean, std = (made(latents.transpose(0, 1).flatten(1)) for made in (lambda x: x.mean(1), lambda x: x.std(1)))
+    latents = (latents - mean[:, None, None, None]) / std[:, None, None, None]
+    texts, empty = encode_texts(captions), encode_texts([""])
+    torch.manual_seed(0)
+    model, attention = WanTransformer3DModel(**TRANSFORMER), BiasedAttention()
+    with torch.no_grad():
+        model.proj_out.weight.mul_(0.1)
+    for block in model.blocks:
+        block.attn2.set_processor(attention)
+    names = {name for name, parameter in model.named_parameters() if name.startswith("blocks.") and parameter.ndim == 2}
+    both = [[p for name, p in model.named_parameters() if (name in names) is wanted] for wanted in (True, False)]
+    optimizer, average = (
+        Optimizer(both[0], both[1], (4e-3, 2e-3)),
+        {n: v.clone() for n, v in model.state_dict().items()},
+    )
+    random, log = torch.Generator().manual_seed(0), Log("transformer", steps)
+    for step in range(steps):
+        chosen = torch.randint(len(latents), (32,), generator=random)
+        text = texts[chosen]
+        dropped = torch.rand(32, generator=random) < 0.1
+        text.features[dropped], text.bias[dropped] = empty.features[0], empty.bias[0]
+        sigma = torch.rand(32, generator=random)
+        sigma = 2 * sigma / (1 + sigma)
+        noise, amount = torch.randn(latents[chosen].shape, generator=random), sigma[:, None, None, None, None]
+        attention.bias = text.bias
+        velocity = model(torch.lerp(latents[chosen], noise, amount), 1000 * sigma, text.features, return_dict=False)[0]
+        loss = (velocity - (noise - latents[chosen])).square().mean()
+        loss.backward()
+        optimizer.step(min((step + 1) / 50, 1, max(0.02, (1 - step / steps) / 0.6)))
+        keep = min(0.998, (step + 1) / (step + 10))
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 1 - keep)
+        log.add(step, loss, lambda: "")
+    statistics = {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
+    save_file(average, work / "transformer.safetensors", metadata={"statistics": json.dumps(statistics)})
+
+
+# The package
+
+
+def package(work: Path, folder: Path) -> None:
+    """Write the weights in bf16, with their configurations in the headers, and print the VAE's error with them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with safe_open(work / "transformer.safetensors", "pt") as file:
+        statistics = {
+            name: [round(value, 6) for value in values]
+            for name, values in json.loads(file.metadata()["statistics"]).items()
+        }
+    for part, config in (("vae", VAE | statistics), ("transformer", TRANSFORMER)):
+        state = {name: value.bfloat16().contiguous() for name, value in load_file(work / f"{part}.safetensors").items()}
+        save_file(state, folder / f"{part}.safetensors", metadata={"config": json.dumps(config)})
+    encoder = separate_words(build_tokenizer(trained.CAPTIONS)).state_dict()
+    encoder.pop("encoder.embed_tokens.weight")  # tied to `shared`
+    save_file(
+        {name: value.bfloat16().contiguous() for name, value in encoder.items()}, folder / "text_encoder.safetensors"
+    )
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    decibels = psnr(trained.load_part("vae", folder), held_out_clips())
+    print(f"{folder}: {size:,} bytes; PSNR of 40 held-out clips with bf16 weights {decibels:.2f} dB", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs/demo-base-wan"), help="folder of finished stages")
+    parser.add_argument("--to", type=Path, default=trained.BASE, help="folder of the package's weights")
+    parser.add_argument("--steps", type=int, help=f"steps of every stage; {STEPS} without")
+    parser.add_argument(
+        "--clips", type=int, default=20, help="clips of each caption that the transformer is trained on"
+    )
+    parser.add_argument("--only", nargs="+", choices=[*STEPS, "package"], default=[*STEPS, "package"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.work.mkdir(parents=True, exist_ok=True)
+    stages: dict[str, Callable[[int], None]] = {
+        "vae": lambda steps: train_vae(options.work, steps),
+        "transformer": lambda steps: train_transformer(options.work, steps, options.clips),
+    }
+    for stage, train in stages.items():
+        if stage in options.only and not (options.work / f"{stage}.safetensors").exists():
+            train(options.steps or STEPS[stage])
+    if "package" in options.only:
+        package(options.work, options.to)
+
+
+if __name__ == "__main__":
+    main()
