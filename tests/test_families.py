@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3Model
 from ditkit_core.errors import UserError
 from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
 from ditkit_core.families.language_models import QWEN3, TextEncoding
-from ditkit_core.families.spec import family_spec
+from ditkit_core.families.spec import GUIDE, STEPS, family_spec
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
 from ditkit_core.io.rng import generator
@@ -278,6 +278,12 @@ def test_a_missing_piece_is_named_with_its_file_and_the_step_of_the_guide(argume
     if argument == "levels":
         given["shift"] = lambda latents: 2.0
     with pytest.raises(
-        UserError, match=rf"the spec of toy has no `{argument}`: write it in .+\.py .*Adding a model, step \d+\)"
+        UserError,
+        match=rf"the spec of toy has no `{argument}`: write it in .+\.py \(docs/adding_a_model\.md, \d\. .+\)",
     ):
         family_spec(**given)
+
+
+def test_headings_that_a_missing_piece_names_are_those_of_the_guide() -> None:
+    page = (Path(__file__).parents[1] / GUIDE).read_text(encoding="utf-8")
+    assert all(f"\n## {heading}\n" in page for _, heading in STEPS.values())

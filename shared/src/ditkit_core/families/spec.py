@@ -30,17 +30,17 @@ from ditkit_core.models.spec import (
     lazy,
 )
 
-GUIDE = "CONTRIBUTING.md, Adding a model"
+GUIDE = "docs/adding_a_model.md"
 STEPS = {
-    "import_path": ("spec.py", 5),
-    "architecture": ("presets.py, model/ and state_dict.py", 3),
-    "make_inputs": ("model/inputs.py", 3),
-    "vae": ("encoders.py", 7),
-    "text": ("encoders.py", 7),
-    "adapters": ("spec.py", 4),
-    "levels": ("schedule.py", 8),
+    "import_path": ("spec.py", "5. The spec"),
+    "architecture": ("presets.py, model.py and state_dict.py", "2. The transformer"),
+    "make_inputs": ("model.py", "2. The transformer"),
+    "vae": ("encoders.py", "4. Encoders"),
+    "text": ("encoders.py", "4. Encoders"),
+    "adapters": ("spec.py", "6. Adapters"),
+    "levels": ("spec.py", "5. The spec"),
 }
-"""Where each required argument of `family_spec` is written: the file of the package, and the step of the guide."""
+"""Where each required argument of `family_spec` is written: the file of the package, and the heading of the guide."""
 
 
 def family_spec(
@@ -54,6 +54,7 @@ def family_spec(
     adapters: AdapterSpec | None = None,
     verifier: str = "",
     patch: tuple[int, int, int] = (1, 1, 1),
+    text_in_stream: bool = True,
     size: tuple[int, int, int] = (1, 1024, 1024),
     fps: float = 1.0,
     shift: float | Callable[[Tensor], float] = 1.0,
@@ -80,6 +81,7 @@ def family_spec(
         adapters: Targets and rules.
         verifier: Import path of the package's `DiffusersModel`, which then verifies exports: `ditkit_name.verify:DIFFUSERS`.
         patch: Latent frames, rows and columns that become one token.
+        text_in_stream: Whether rows of text are tokens of the blocks' stream, and not only attended to by them.
         size: Default frames, height and width.
         fps: Frame rate that the model was trained at.
         shift: Shift of noise levels in training, a constant or from the latents. A constant is the shift in sampling too.
@@ -94,7 +96,7 @@ def family_spec(
         precision: Operation groups of parameters; None: by their usual names.
 
     Raises:
-        UserError: If a required argument is missing; it names the file and the step of the guide.
+        UserError: If a required argument is missing; it names the file and the heading of the guide.
     """
     required = {
         "import_path": import_path,
@@ -132,7 +134,7 @@ def family_spec(
 
     def num_tokens(item: Mapping[str, Tensor]) -> int:
         images = [latents for key, latents in item.items() if key == "latents" or key.startswith("reference.")]
-        return len(item["text"]) + sum(prod(latents.shape[1:]) // prod(patch) for latents in images)
+        return len(item["text"]) * text_in_stream + sum(prod(latents.shape[1:]) // prod(patch) for latents in images)
 
     def media_encoder(components: ModelPaths, device: torch.device, mode: VaeMode) -> Any:
         return DiffusersVae(vae, components, device, mode)
@@ -194,9 +196,9 @@ def family_spec(
 
 def missing(name: str, argument: str) -> UserError:
     """What an author reads who left out a required argument of `family_spec`."""
-    file, step = STEPS[argument]
+    file, heading = STEPS[argument]
     return UserError(
-        f"the spec of {name} has no `{argument}`: write it in {file} and give it to family_spec in spec.py ({GUIDE}, step {step})"
+        f"the spec of {name} has no `{argument}`: write it in {file} and give it to family_spec in spec.py ({GUIDE}, {heading})"
     )
 
 

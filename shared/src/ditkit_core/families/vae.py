@@ -62,6 +62,7 @@ def diffusers_name(name: str) -> str:
 
 
 KL_NAMES = StateDictNames.renaming(to_native=diffusers_name)
+DIFFUSERS_NAMES = StateDictNames.renaming(to_native=lambda name: name)
 KL_TILES = Tiles(side=512, overlap=128)
 """diffusers' tiles are as large as the most common training image and would save no memory there."""
 
@@ -105,8 +106,8 @@ class VaeFamily:
     )
     """From the configuration to pixel frames per latent frame after the first, and pixels per latent pixel, before patches."""
 
-    names: StateDictNames = KL_NAMES
-    """From names in files to diffusers'."""
+    names: StateDictNames | None = None
+    """From names in files to diffusers'. None: the names of the latent diffusion code are known for images, and diffusers' alone for videos."""
 
     config_of_file: Callable[[SafetensorsSource], dict[str, Any]] | None = None
     """Reads the configuration off the shapes of a single file; None: `config_of_kl_file`. Raises UserError for another VAE's file."""
@@ -209,7 +210,7 @@ class DiffusersVae(FrozenVae):
             family.build,
             config,
             source,
-            family.names,
+            family.names or (DIFFUSERS_NAMES if family.is_video else KL_NAMES),
             device,
             mode.dtype,
             key="model.vae",

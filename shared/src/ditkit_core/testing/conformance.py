@@ -181,6 +181,14 @@ class CoreChecks(ModelChecks):
                 assert names.to_native(foreign) == parts, f"{form}: {foreign}"
         assert names.to_native("no_such_part.weight") is None
 
+    def test_default_targets_are_layers_of_the_model(self) -> None:
+        layers = [
+            name for name, layer in make_model(self.spec, self.arch).named_modules() if isinstance(layer, nn.Linear)
+        ]
+        (_, targets), *_ = self.spec.adapters.targets.items()
+        astray = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in layers)]
+        assert not astray, f"adapter targets that match no Linear layer: {astray}"
+
     # Numbers
 
     @pytest.mark.parametrize(

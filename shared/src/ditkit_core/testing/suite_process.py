@@ -41,9 +41,9 @@ class ProcessChecks(ModelChecks):
         return cls.script.stem if cls.script is not None else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def class_at(place: str) -> Any:
-    """The class of a test file, as `file.py::Class` or `file.py::Class.Inner`. Modules of the nearest folder `support` are found by name."""
-    file, _, name = place.rpartition("::")
+def class_at(location: str) -> Any:
+    """The class of a test file, as `file.py::Class` or `file.py::Class.Inner`. Modules of the nearest folder `support` are value by name."""
+    file, _, name = location.rpartition("::")
     path = Path(file).resolve()
     supports = [parent / SUPPORT for parent in path.parents if (parent / SUPPORT).is_dir()]
     sys.path[:0] = [str(folder) for folder in supports[:1]]
@@ -52,10 +52,10 @@ def class_at(place: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision, autocast_disabled
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.lessons import teaching
 from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.training.config import FlowConfig
@@ -302,6 +303,13 @@ class ModelChecks:
     """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
     repeats them; nor does `full` the last of a block, but for its adapter's product with A. None where something behind them saves
     their result (a norm, a dropout)."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let each check of the class teach when it fails."""
+        super().__init_subclass__(**options)
+        for name, check in list(vars(cls).items()):
+            if name.startswith("test_") and callable(check):
+                setattr(cls, name, teaching(cls.__name__, check))
 
     def items(self, count: int, ragged: bool = False) -> Items:
         """Training items, deterministic; of different sizes if `ragged`.

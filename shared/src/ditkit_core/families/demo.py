@@ -1,0 +1,140 @@
+"""Parts of a demo that most families share: images or clips of simple shapes, a tiny Qwen3 with its tokenizer, a tiny VAE, a random transformer."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from ditkit_core.data.media.synthetic import (
+    BACKGROUNDS,
+    COLOURS,
+    SHAPES,
+    paint,
+    random_model,
+    write_text_encoder,
+)
+from ditkit_core.io.files import write_text
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SIDE, FPS = 64, 16
+LOOKS = tuple(product(BACKGROUNDS, SHAPES, COLOURS))
+CAPTIONS = tuple(f"a {colour} {shape} on a {background} background" for background, shape, colour in LOOKS)
+"""Of the images or clips that `write_shapes` writes."""
+
+
+def write_shapes(folder: Path, frame_step: int) -> None:
+    """Write 24 captioned images of a shape, or clips in which it moves to the right, and the metadata.jsonl that has their captions.
+
+    Args:
+        frame_step: As of `DataSpec`: 0 for images; otherwise clips have one frame more than twice the step.
+    """
+    from PIL import Image
+
+    lines, count = [], 2 * frame_step + 1
+    for index, (caption, (background, shape, colour)) in enumerate(zip(CAPTIONS, LOOKS, strict=True)):
+        frames = [
+            paint(
+                SIDE, SIDE, shape=shape, colour=colour, background=background,
+                centre=(SIDE * 0.5, SIDE * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
+                radius=SIDE * 0.22,
+            )
+            for frame in range(count)
+        ]  # fmt: skip
+        name = f"shape{index:02d}.{'mp4' if frame_step else 'png'}"
+        if frame_step:
+            _write_clip(folder / name, frames)
+        else:
+            Image.fromarray(frames[0]).save(folder / name)
+        lines.append(json.dumps({"file_name": name, "text": caption}) + "\n")
+    write_text(folder / "metadata.jsonl", "".join(lines))
+
+
+def _write_clip(path: Path, frames: Sequence[np.ndarray]) -> None:
+    import av
+
+    # The same bytes every time: with several threads or macroblock trees, libx264 wrote different ones.
+    options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0"}
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=FPS, options=options)
+        stream.height, stream.width, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def write_text_model(folder: Path, captions: Sequence[str], *, width: int) -> None:
+    """Write `tokenizer/` and `text_encoder/` of a Qwen3 with three layers of random weights, for these captions.
+
+    Args:
+        width: Of its hidden states; a multiple of 32.
+    """
+    tokenizer = word_tokenizer(captions)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    config = resolve_name("transformers:Qwen3Config")(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+        architectures=["Qwen3ForCausalLM"], dtype="float32",
+    )  # fmt: skip
+    model = random_model("text encoder", resolve_name("transformers:Qwen3ForCausalLM"), config)
+    write_text_encoder(folder, model, tied="lm_head.weight")
+
+
+def word_tokenizer(captions: Sequence[str]) -> Any:
+    """A byte-level tokenizer like Qwen's, in which every word of the captions that follows a space is one token.
+
+    The merges build a word letter by letter from its space on. No other merge applies on the way, so the order of words is free.
+    """
+    from tokenizers import AddedToken, pre_tokenizers
+
+    space = "Ġ"  # how byte-level tokenizers write it
+    words = {f"{space}{word}" for caption in captions for word in caption.split()}
+    starts = sorted({word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda s: (len(s), s))
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *starts]
+    tokenizer = resolve_name("transformers:Qwen2Tokenizer")(
+        vocab={piece: index for index, piece in enumerate(pieces)}, merges=[(start[:-1], start[-1]) for start in starts],
+        eos_token=END, pad_token=PAD, unk_token=PAD, model_max_length=512, chat_template=CHAT_TEMPLATE, padding_side="right",
+    )  # fmt: skip
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    return tokenizer
+
+
+def write_vae(folder: Path, *, is_video: bool) -> None:
+    """Write `vae/` with random weights: 16 latent channels at an eighth of the size, of images as FLUX.1's, or of clips as Wan's."""
+    if is_video:
+        settings: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
+    else:
+        settings = {
+            "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 16,
+            "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.0, "shift_factor": 0.0,
+            "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+        }  # fmt: skip
+    kind = resolve_name("diffusers:AutoencoderKLWan" if is_video else "diffusers:AutoencoderKL")
+    random_model("vae", kind, **settings).save_pretrained(folder / "vae")
+
+
+def write_transformer(folder: Path, spec: ModelSpec, arch: Any) -> None:
+    """Write `transformer/` of a family whose official names are one for each parameter: random weights, and the architecture as config.json."""
+    model = random_model(spec.name, spec.architecture.build, arch, Precision(matmul=torch.float32))
+    official = spec.architecture.names.from_native["official"]
+    state = {}
+    for name, tensor in model.state_dict().items():
+        (part,) = official(name)
+        assert part.of == 1, f"{name} is a part of {part.name}: write the checkpoint with the official code"
+        state[part.name] = tensor.contiguous()
+    (folder / "transformer").mkdir(parents=True)
+    save_file(state, folder / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    write_text(folder / "transformer" / "config.json", json.dumps(asdict(arch), indent=2) + "\n")

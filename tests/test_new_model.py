@@ -1,0 +1,113 @@
+"""The generator of model packages: what it writes works as written. The slow test installs and trains, as a stranger would."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.errors import UserError
+from ditkit_core.testing.filled_in import marks, next_step
+from new_model import KINDS, PARAMETERS, main, ruff_options, write_package
+from workspace import ROOT
+
+CHECKS = (
+    "TestZed and (test_it_builds_on_meta or test_carries or test_every_parameter or test_names_go or test_an_item_that or test_the_stream)"
+    " or test_parameters or test_what_is_to_be"
+)
+"""A few checks of each kind, for every change: the slow test runs all of them."""
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The kind, and the folder of a standalone package of that kind."""
+    return request.param, write_package("zed", request.param, tmp_path_factory.mktemp(request.param) / "zed")
+
+
+def run(package: Path, *arguments: str, seconds: int = 250) -> str:
+    """Run Python with the package importable, and return what it printed."""
+    variables = os.environ | {"PYTHONPATH": str(package / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=package,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_what_is_written_is_checked_as_our_own_code_is(package: tuple[str, Path]) -> None:
+    _, folder = package
+    config = ruff_options("zed")
+    for command in (["check", *config], ["format", "--check", *config]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "src", "tests"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    for file in folder.rglob("*.py"):
+        ast.parse(file.read_text(encoding="utf-8"))
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    assert "ditkit-core[testing]~=" in text and "workspace" not in text
+
+
+def test_a_few_checks_pass_as_written(package: tuple[str, Path]) -> None:
+    _, folder = package
+    printed = run(folder, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, "tests")
+    assert " passed" in printed and "next: step 1 of the guide, src/ditkit_zed/presets.py:3" in printed
+
+
+def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]) -> None:
+    _, folder = package
+    marked = marks(folder)
+    assert [step for step, *_ in marked] == sorted(step for step, *_ in marked)
+    assert {step for step, *_ in marked} == set(range(1, 9)) and all(task for *_, task in marked)
+    guide = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
+    assert all(f"\n## {step}. " in guide for step in range(1, 9))
+    for file in folder.rglob("*.*"):
+        if file.suffix in (".py", ".md", ".toml"):
+            file.write_text(file.read_text(encoding="utf-8").replace("FILL IN", "FILLED IN"), encoding="utf-8")
+    assert next_step(folder) == "every place is filled in"
+
+
+@pytest.mark.parametrize("name", ["Zed", "z", "core", "a-b", "9z", "x" * 30])
+def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot name a family"):
+        write_package(name, "image", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("mine", encoding="utf-8")
+    assert main(["zed", "--kind", "image", "--standalone", str(tmp_path)]) == 1
+    assert "exists; choose another name" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_package_trains_resumes_exports_samples_and_passes_every_default_check(kind: str, tmp_path: Path) -> None:
+    folder = write_package("zed", kind, tmp_path / "zed")
+    run_folder = tmp_path / "run"
+    arguments = ["-m", "ditkit_zed.train", "--demo", "--run.folder", str(run_folder)]
+    printed = run(folder, *arguments, seconds=600)
+    assert "validation loss fell" in printed
+    assert (run_folder / "exports" / "run.safetensors").exists()
+    assert list((run_folder / "samples").glob(f"*.{KINDS[kind]['SUFFIX']}"))
+    run(folder, *arguments, "--train.steps", "62", seconds=600)
+    assert (run_folder / "state" / "step-000062").is_dir()
+    steps = [json.loads(line)["step"] for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 62
+    run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--timeout", "600", "tests", seconds=2400)
+    assert PARAMETERS > 0

@@ -1,0 +1,17 @@
+"""Zed for ditkit. Start reading at spec.py.
+
+model.py has the transformer, state_dict.py its names in files, encoders.py the VAE and the text encoder, demo/ a tiny checkpoint and media.
+
+    from ditkit_zed import ZED
+"""
+
+from typing import TYPE_CHECKING
+
+from ditkit_core.io.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from ditkit_zed.spec import ZED
+
+__version__ = "0.1.0"
+__all__ = ["ZED"]
+__getattr__, __dir__ = lazy_names(__name__, {"ZED": "spec"})
