@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig, ExportConfig
-from ditkit_core.adapters.files.export import export_merged
+from ditkit_core.adapters.files.export import check_export, export_merged
 from ditkit_core.adapters.files.identify import find_adapter
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import GenerationRequest
@@ -25,15 +26,29 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.nn.rope import timestep_features
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
+from ditkit_core.testing.compiled_runs import check_kernels
 from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.conformance_audit import AuditChecks
+from ditkit_core.testing.conformance_compile import CompileConformance
+from ditkit_core.testing.conformance_context import ContextConformance
 from ditkit_core.testing.conformance_demo import DemoConformance
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
+from ditkit_core.testing.conformance_kernel_ranks import KernelRanksConformance
 from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
+from ditkit_core.testing.conformance_ranks import RanksConformance
+from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
+from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
+from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.replicas import Divided
+from ditkit_core.testing.run_files import check_schema
 from ditkit_core.testing.sampling import generate_latents
+from ditkit_core.testing.stream_faults import StreamFaultChecks
 from ditkit_core.testing.world import make_model
 from ditkit_zimage.demo.write import write_checkpoint
 from ditkit_zimage.model import ZImageTransformer, make_inputs
@@ -107,13 +122,15 @@ class TestSplit(FullSizeSplitConformance):
     spec = ZIMAGE
     preset = "base"
     size = (1, 1024, 1024)
-    few: ClassVar = {"layers": 4}
+    few: ClassVar = {"layers": 2, "refiner_layers": 3}
     all_blocks = ("full", 3)
     most_apart = 1.1 * 2 * 184e6  # no more than a block
 
     def crossing(self, arch, cut):
-        """Two streams, time, rotary table; after the join one stream. Masks do not cross: one image has none. The streams alone have a history."""
-        return (4, 2) if cut <= 2 * arch.refiner_layers else (3, 1)
+        """Two streams, time, rotary table; after the join one stream. One image has no masks. Adapters are behind the streams that a refiner ran on."""
+        if cut > 2 * arch.refiner_layers:
+            return 3, 1
+        return 4, 1 if cut <= arch.refiner_layers else 2
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +149,78 @@ class TestDemo(DemoConformance):
     forms = ("--export.forms", '["official", "diffusers"]')
     init_from = "first_diffusers.safetensors"
     merge_from = "first.safetensors"
+
+
+class TestStreamOrder(Images, StreamFaultChecks):
+    """Faults in the order of streams are found."""
+
+
+class TestCompiled(Images, CompileConformance):
+    in_pairs = ("TestConformance",)
+
+
+@pytest.mark.slow  # minutes
+def test_kernels_compute_what_torch_computes_under_every_policy():
+    pytest.importorskip("triton")
+    check_kernels(__file__, ["TestConformance"])
+
+
+@pytest.mark.slow  # and not with those of ranks, which each change waits for: the interpreter takes minutes
+class TestKernelRanks(Images, KernelRanksConformance):
+    """A block of each kind, and images of a few tokens."""
+
+    arch = replace(ARCH, layers=1)
+    cases = ("brief lora on nf4", "brief full", "brief full, split")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestReplicas(Images, ReplicaConformance):
+    trains = ("lora with dropout", "full")
+    worlds = (1, 2)
+    continued = ((2, 1),)
+
+
+@pytest.mark.exhaustive
+class TestEveryReplicas(Images, EveryReplica):
+    """Every case on up to four ranks."""
+
+
+@pytest.mark.exhaustive  # each change runs Wan's
+class TestRanks(Images, RanksConformance):
+    """Two ranks: sharded, under every policy."""
+
+
+@pytest.mark.exhaustive
+class TestSharded(Images, ShardedConformance):
+    sharded = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
+    cases = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
+
+
+class TestEverySharded(Images, EverySharded):
+    """Every case in every world."""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+class TestContext(ContextConformance):
+    """Ranks that share the tokens of each sample, under some policies: those of the refiners by themselves."""
+
+    outputs = 2e-6
+    four: ClassVar = replace(ARCH, layers=1, heads=4, axes=(4, 6, 6))
+    subjects: ClassVar = {
+        "odd": Subject(ZIMAGE, four, items(1), 3),
+        "ragged": Subject(ZIMAGE, four, items(3, ragged=True), 3),
+        "two heads": Subject(ZIMAGE, replace(ARCH, layers=1), items(2, ragged=True), 3),
+    }
+
+
+@pytest.mark.exhaustive
+class TestContextOfEveryPolicy(ContextConformance):
+    outputs = TestContext.outputs
+    scope = "all"
+    subjects = TestContext.subjects
+    under_every_policy = ("ragged", "two heads")
 
 
 @pytest.mark.exhaustive
@@ -505,6 +594,25 @@ def test_a_transformer_in_scaled_8_bits_has_the_names_that_keep_their_scales(tmp
     q, k, v = (model.layers[0].attention.get_submodule(f"to_{part}").weight.detach().float() for part in "qkv")
     codes, scale = (state[f"layers.0.attention.qkv.{leaf}"].float() for leaf in ("weight", "scale_weight"))
     assert relative(codes * scale, torch.cat([q, k, v])) < 0.05
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, ZIMAGE.demo.config], ids=lambda file: file.stem)
+def test_a_run_file_is_accepted(file):
+    config = resolve(RunConfig, file=file)
+    check_export(ZIMAGE, config.export, config.adapter)
+    run = create_run(ZIMAGE, replace(config, train=replace(config.train, threads=0)))
+    check_training(run)
+    distilled = config.model.preset == "turbo"
+    assert bool(config.base.assistant) == distilled, "Turbo is trained next to an assistant, the base without one"
+    assert config.train.caption_dropout == (0 if distilled else 0.1), "guidance needs the empty caption"
+
+
+def test_run_files_conform_to_the_schema_next_to_them():
+    assert len(CONFIGS) == 3
+    check_schema("ditkit_zimage", CONFIGS[0].parent)
 
 
 def test_turbo_is_advised_against_and_the_base_is_not():
