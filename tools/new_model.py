@@ -37,7 +37,7 @@ KINDS = {
 }
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", help="name of the family, lower case: zed for ditkit-zed and zed-train")
@@ -145,4 +145,4 @@ def _stand_alone(folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
