@@ -218,7 +218,10 @@ class Checker:
             elif word == "-n":
                 expect(next(rest).isdecimal(), "-n takes a number")
             else:
-                expect(word == "packages/zed/tests" or (ROOT / word).exists(), f"{word} is neither a path nor one of the options -m and -n")
+                expect(
+                    word == "packages/zed/tests" or (ROOT / word).exists(),
+                    f"{word} is neither a path nor one of the options -m and -n",
+                )
 
     def names(self, words: list[str]) -> None:
         """Members, extras and groups after their options exist."""
