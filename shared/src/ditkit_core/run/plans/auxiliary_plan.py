@@ -48,7 +48,8 @@ def plan_auxiliary(
         host: Bytes of host memory for streamed weights and offloaded activations; None if unknown.
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
-    kind = "cuda" if gpus else run.devices[0].type
+    training_device = None if gpus else run.devices[0]
+    kind = "cuda" if training_device is None else training_device.type
     previews = (
         config.sample.every_steps and not config.sample.device and (config.sample.prompts or config.sample.captions)
     )
@@ -61,7 +62,7 @@ def plan_auxiliary(
         encoding=run.auxiliary.encoding,
         decodings=run.auxiliary.decodings,
     )
-    encoders = _room_of(config.encode.device, "encode.device", run.devices[0], rooms[0], gpus=gpus)
+    encoders = _room_of(config.encode.device, "encode.device", training_device, rooms[0])
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
     rows, added = (
@@ -79,7 +80,7 @@ def plan_auxiliary(
 
     rows += sampled(to_be_generated(run.data, shapes, samples), rooms)
     if config.sample.device and config.sample.every_steps:
-        room = _room_of(config.sample.device, "sample.device", run.devices[0], rooms[0], gpus=gpus)
+        room = _room_of(config.sample.device, "sample.device", training_device, rooms[0])
         room = _with_copy(room, rooms[0], devices, streamed=streamed)
         if room.kind == "cuda" and gpus:
             room = room._replace(device=f"sample.device {config.sample.device}")
@@ -182,15 +183,21 @@ def _samples(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] |
     return Generated(tuple(sorted(sizes)), config.captions * config.images)
 
 
-def _room_of(name: str, key: str, training_device: torch.device, training_room: Room, *, gpus: bool) -> Room:
-    """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device."""
+def _room_of(name: str, key: str, training_device: torch.device | None, training_room: Room) -> Room:
+    """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device.
+
+    Args:
+        training_device: The first that trains; None if the plan is for GPUs that need not be in this machine.
+    """
     training_room = training_room._replace(in_use=0)
-    if gpus and name != "cpu":  # the GPUs are not in this machine; all are assumed to be like the first
+    if (
+        training_device is None and name != "cpu"
+    ):  # the GPUs are not in this machine; all are assumed to be like the first
         return training_room
     device = choose_device(name, key)
     if device.type == "cpu":
         # the host memory of another machine is unknown
-        return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
+        return Room("cpu", None if training_device is None else free_memory_bytes(device), "cpu")
     if device == training_device:
         return training_room
     (gpu,) = gpus_here([device])
