@@ -19,6 +19,8 @@ from ditkit_core.testing.filled_in import marks
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = Path(__file__).resolve().parent / "new_model"
+RENAMED = {Path("README.txt"): Path("README.md"), Path("api.txt"): Path("api.rst")}
+"""Files of the template that the site would take for pages of this repository."""
 RESERVED = {"core", "test", "tests", "shared", "ditkit"}
 PARAMETERS = 144_576
 KINDS = {
@@ -86,6 +88,7 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
             if relative.stem != f"encoders_{kind}":
                 continue
             relative = relative.with_name("encoders.py")
+        relative = RENAMED.get(relative, relative)
         if relative.parts[0] == "src":
             relative = Path("src", f"ditkit_{name}", *relative.parts[1:])
         target = written / relative
