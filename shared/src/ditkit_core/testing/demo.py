@@ -74,7 +74,8 @@ class Demo:
         """
         arguments = self._arguments(run)
         assert cli.run(self.spec, "train", arguments) == 0
-        assert f"diffusers loads {run.name}.safetensors and agrees with our model" in said()
+        verified = f"diffusers loads {run.name}.safetensors and agrees with our model"
+        assert (verified if self.spec.adapters.verify else "which has no such model") in said()
         assert list((run / "samples").glob(samples)) and list((run / "tensorboard").iterdir())
         tensors: dict[str, Tensor] = load_file(run / "exports" / f"{run.name}.safetensors")
         steps = [record["step"] for record in _metrics(run)]
