@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from workspace import ROOT, text_files
+from workspace import text_files
 
-TEMPLATE = ROOT / "tools" / "new_model"
-"""Its pages are about a package that is not there."""
-PAGES = [file for file in text_files() if file.suffix == ".md" and TEMPLATE not in file.parents]
+PAGES = [file for file in text_files() if file.suffix == ".md"]
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
