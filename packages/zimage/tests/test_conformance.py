@@ -41,7 +41,7 @@ from ditkit_core.testing.conformance_peers import PeerChecks
 from ditkit_core.testing.conformance_plans import FullSizePlanConformance, KeptBytesConformance
 from ditkit_core.testing.conformance_ranks import RanksConformance
 from ditkit_core.testing.conformance_replicas import EveryReplica, ReplicaConformance
-from ditkit_core.testing.conformance_sharded import EverySharded, ShardedConformance
+from ditkit_core.testing.conformance_sharded import EverySharded, Limits, ShardedConformance
 from ditkit_core.testing.conformance_two_devices import TwoDevicesConformance
 from ditkit_core.testing.context_steps import Subject
 from ditkit_core.testing.demo import Demo
@@ -195,6 +195,7 @@ class TestRanks(Images, RanksConformance):
 class TestSharded(Images, ShardedConformance):
     sharded = (Divided(2, 2), Divided(4, 2), Divided(4, 2, context=2))
     cases = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
+    exact = Limits(1e-5, 4e-5, 1e-4)  # all weights with shared tokens: averages of gradients 1.9e-5, weights 8e-7
 
 
 class TestEverySharded(Images, EverySharded):
