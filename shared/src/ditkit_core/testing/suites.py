@@ -40,7 +40,7 @@ class _Suite:
     """Class attributes of the suite."""
 
 
-_SUITES = {
+SUITES = {
     "TestStreamOrder": _Suite(StreamFaultChecks),
     "TestAudit": _Suite(
         AuditChecks, values={"one_in": 2, "nightly": ("test_division_and_streaming_change_no_number",)}
@@ -52,6 +52,7 @@ _SUITES = {
     "TestEverySharded": _Suite(EverySharded),
     "TestCompiled": _Suite(CompileConformance),
 }
+"""By the name of its class inside of `EverySuite`."""
 
 
 class EverySuite(Conformance):
@@ -67,7 +68,7 @@ class EverySuite(Conformance):
     def __init_subclass__(cls, **options: Any) -> None:
         """Add a class for each suite."""
         super().__init_subclass__(**options)
-        for name, suite in _SUITES.items():
+        for name, suite in SUITES.items():
             _add(cls, name, suite)
         if cls.diffusers is not None:
             _add(cls, "TestPeers", _Suite(PeerChecks, values={"diffusers": cls.diffusers}))
