@@ -1,4 +1,4 @@
-"""What families share, against diffusers' pipelines of a model that no package here has: Z-Image."""
+"""What families share, against diffusers' pipelines: of Z-Image, and of Qwen-Image, which no package here has."""
 
 import dataclasses
 from pathlib import Path
@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    ZImagePipeline,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3Model
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3Model
 
 from ditkit_core.errors import UserError
 from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
-from ditkit_core.families.language_models import QWEN3, TextEncoding
+from ditkit_core.families.language_models import QWEN3, TextEncoding, TextFamily
 from ditkit_core.families.spec import GUIDE, STEPS, family_spec
 from ditkit_core.families.text import LanguageModelEncoder, text_model
 from ditkit_core.families.vae import DiffusersVae, VaeFamily, vae_models
@@ -175,6 +180,75 @@ def test_features_are_rows_of_the_hidden_states_before_the_last_layer(
     assert torch.equal(features, expected)
     assert (len(features) == ENCODING.num_tokens) == (len(caption) > 9) == bool(encoder.truncated)
     assert encoder.family.layers == (4,)
+
+
+SYSTEM = "<|im_start|>system\nDescribe it.<|im_end|>\n<|im_start|>user\n"
+SEES = TextFamily(
+    name="Qwen2.5-VL", layers=(-1,), before=SYSTEM, dropped=24, after="<|im_end|>\n<|im_start|>assistant\n",
+    special=("<|im_start|>", "<|im_end|>"), padding="<|endoftext|>", kind="Qwen2_5_VLText", model_type="qwen2_5_vl_text",
+    unstated={"head_dim": 8}, published={"7B": {"hidden_size": 3584, "num_hidden_layers": 28}},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def seeing(qwen: tuple[Path, Any, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with a tiny Qwen2.5-VL, which sees and reads, and the model as transformers has it."""
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(qwen[2]), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},
+        },
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16},
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2_5_VLForConditionalGeneration(config).eval()
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn(parameter.shape) * 0.2)
+    folder = tmp_path_factory.mktemp("seeing")
+    model.save_pretrained(folder / "text_encoder")
+    (folder / "tokenizer").symlink_to(qwen[0] / "tokenizer")
+    return folder, model
+
+
+@pytest.mark.parametrize("streaming", ["always", "never"])
+def test_features_behind_the_last_norm_begin_after_the_system_prompt(
+    qwen: tuple[Path, Any, Any], seeing: tuple[Path, Any], streaming: Any
+) -> None:
+    folder, model = seeing
+    encoding = TextEncoding(models=(SEES,), reader="Qwen-Image", remedy="", num_tokens=128)
+    encoder = LanguageModelEncoder(encoding, ModelPaths(base=str(folder)), CPU, torch.float32, streaming)
+    encoder.load()
+    features = [encoder.encode([caption])[0]["text"] for caption in ("", "a fox")]
+    pipeline = QwenImagePipeline(scheduler=None, vae=None, text_encoder=model, tokenizer=qwen[2], transformer=None)
+    pipeline.prompt_template_encode = SEES.render("{}")
+    pipeline.prompt_template_encode_start_idx = SEES.dropped
+    for caption, rows in zip(("", "a fox"), features, strict=True):
+        with torch.no_grad():
+            (expected,), _ = pipeline._get_qwen_prompt_embeds(caption, CPU)
+        assert rows.shape == expected.shape
+        # padded with a mask here, one caption without a mask there: another kernel
+        torch.testing.assert_close(rows, expected, rtol=1e-5, atol=1e-5)
+    others = (replace_in(encoding, dropped=0), replace_in(encoding, layers=(3,)))
+    identities = {
+        LanguageModelEncoder(one, ModelPaths(base=str(folder)), CPU, torch.float32).identity
+        for one in (encoding, *others)
+    }
+    assert len(identities) == 3, "caches tell them apart"
+
+
+def replace_in(encoding: TextEncoding, **changes: Any) -> TextEncoding:
+    return dataclasses.replace(encoding, models=(dataclasses.replace(encoding.models[0], **changes),))
+
+
+def test_plans_count_the_last_norm_and_no_dropped_token(seeing: tuple[Path, Any]) -> None:
+    encoding = TextEncoding(models=(SEES,), reader="Qwen-Image", remedy="", num_tokens=128)
+    model = text_model(encoding, 16, ModelPaths(base=str(seeing[0])))
+    built = model.build(torch.float32)
+    assert [name for name in built.state_dict() if name.startswith("norm.")] == ["norm.weight"]
+    assert measure_model(model, (1, 64, 64), dtype=torch.float32)[0] > 0
+    item = family_spec(**{**SPEC, "text": encoding}, shift=3.0).training.empty_item(Arch(), (1, 64, 64))
+    assert len(item["text"]) == 128 - SEES.dropped
 
 
 def test_plans_of_a_text_encoder_follow_what_is_published_and_what_is_there(qwen: tuple[Path, Any, Any]) -> None:

@@ -15,11 +15,13 @@ class TextFamily:
     name: str
     layers: tuple[int, ...]
     """The numbers of layers after which hidden states are taken; counted from the end if negative, as in transformers' `hidden_states`: -2 is before
-    the last layer. The last norm is never part of them, so -1 is refused."""
+    the last layer. Only -1 is behind the last norm as well."""
     before: str
     """The template before the caption."""
     after: str
     """The template after the caption."""
+    dropped: int = field(default=0, repr=False)
+    """Number of tokens of `before` whose features are no part of the result: of a system prompt, which the transformer does not attend to."""
     removed: str = ""
     """A token that is removed from captions, because it would stand for an image; empty for none."""
     special: tuple[str, ...]
@@ -37,6 +39,8 @@ class TextFamily:
     """Configurations of published models, for plans without files: by name."""
     norms_heads: bool = field(default=False, repr=False)
     """Whether its attention normalises the heads of queries and keys, which tells a single file of it from others."""
+    last_norm: bool = field(default=False, repr=False)
+    """Whether the last norm is run: set where layers are counted from the start, if the last of them was -1."""
 
     def render(self, caption: str) -> str:
         """The prompt of a caption: the caption in its template."""

@@ -119,7 +119,8 @@ def family_spec(
         return shifted_levels(steps, shift or constant)
 
     def rows_and_columns(arch: Any) -> tuple[int, int]:
-        return (text.num_tokens, arch.text_dim) if text_shape is None else text_shape(arch)
+        rows = text.num_tokens - min(model.dropped for model in text.models)
+        return (rows, arch.text_dim) if text_shape is None else text_shape(arch)
 
     def item_shapes(
         arch: Any, clip: tuple[int, int, int], references: Sequence[tuple[int, int]] = ()

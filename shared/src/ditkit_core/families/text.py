@@ -75,7 +75,10 @@ class LanguageModelEncoder:
     def identity(self) -> str:
         """Digest of weights, tokenizer, template, layers, dtype and attention."""
         tokenizer = fingerprint(self._prompter.file)
-        rows = () if self.encoding.keeps_padding else ("without padding",)
+        rows = [] if self.encoding.keeps_padding else ["without padding"]
+        # Only where they are used: identities of other encoders stay as they were.
+        rows += ["after the last norm"] * self.family.last_norm
+        rows += [f"without {self.family.dropped} tokens of the template"] * bool(self.family.dropped)
         settings = (repr(self.family), self.encoding.num_tokens, str(self._dtype), ATTENTION, "layer-major")
         return fingerprint(self._source.path, tokenizer, *settings, *rows)
 
@@ -173,7 +176,8 @@ class LanguageModelEncoder:
 
         Returns:
             For each, `text` [tokens, width] in the encoder's dtype, on the CPU: the concatenated hidden states after the
-            family's layers. A row for each token of the caption, or with padding, where a transformer attends to that.
+            family's layers. A row for each token of the caption and its template except for the `dropped` ones, or with padding, where a
+            transformer attends to that.
         """
         tokens = [self._tokens(item) for item in items]
         ids = [caption_ids.to(self._device) for caption_ids, _ in tokens]
@@ -181,7 +185,8 @@ class LanguageModelEncoder:
         texts = features(self.family, self._built[1], ids, masks, self._passing, advance)
         if self.encoding.keeps_padding:
             return [{"text": text} for text in texts]
-        return [{"text": text[real]} for text, (_, real) in zip(texts, tokens, strict=True)]
+        dropped = self.family.dropped
+        return [{"text": text[real][dropped:]} for text, (_, real) in zip(texts, tokens, strict=True)]
 
     def _passing(self) -> LayerContext:
         """A context that gives a layer its weights: from its file when streamed; otherwise they are already loaded."""
@@ -236,6 +241,10 @@ def features(
             for state, mask in zip(hidden, masks, strict=True):
                 state.copy_(layer(state, attention_mask=mask, position_ids=positions, position_embeddings=tables))
                 advance(1 / family.layers[-1])
+        if family.last_norm and index + 1 == family.layers[-1]:
+            with passing()("norm") as norm:
+                for state in hidden:
+                    state.copy_(norm(state))
         if index + 1 in family.layers:
             chunk = family.layers.index(index + 1)
             for text, state in zip(texts, hidden, strict=True):
@@ -280,7 +289,7 @@ def text_model(encoding: TextEncoding, text_dim: int, components: ModelPaths) ->
         hidden_size, dtype = config["hidden_size"], module.get_parameter("embed_tokens.weight").dtype
         count = captions_at_once(encoding, len(family.layers) * hidden_size, hidden_size, dtype)
         # One layer is enough: all layers have the same size, and a caption keeps only the hidden state of each.
-        return _read(encoding, replace(family, layers=(1,)), module, count, device, passing)
+        return _read(encoding, replace(family, layers=(1,), last_norm=False), module, count, device, passing)
 
     return AuxiliaryModel(name="text encoder", stage="encode", build=make, run=read, run_streamed=read_streamed)
 

@@ -27,7 +27,7 @@ _PREFIXES = (
     "language_model.",
     "model.",
 )
-_KNOWN = re.compile(r"embed_tokens\.|layers\.(\d+)\.")
+_KNOWN = re.compile(r"embed_tokens\.|layers\.(\d+)\.|norm\.")
 _MOST_FREQUENCIES = 2**16
 _REMEDY = "set model.text_encoder to a whole folder or file of it"
 _ADVICE = Advice(
@@ -58,8 +58,8 @@ def _counted(family: TextFamily, depth: int) -> tuple[TextFamily, int]:
     """The family with its layers counted from the start, for a model of this depth, and the last of them."""
     # hidden_states has depth + 1 entries, the first of them the embedding's.
     layers = tuple(depth + 1 + layer if layer < 0 else layer for layer in family.layers)
-    assert -1 not in family.layers, "the last norm is not run"
-    return family if layers == family.layers else replace(family, layers=layers), max(layers[-1], 1)
+    counted = replace(family, layers=layers, last_norm=-1 in family.layers)
+    return family if layers == family.layers else counted, max(layers[-1], 1)
 
 
 def published(encoding: TextEncoding, text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
@@ -125,19 +125,20 @@ def _without_prefix(name: str) -> str:
 
 
 def build(family: TextFamily, config: Mapping[str, Any], device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The language model on `meta` without its last norm, and the module of its rotary tables on a device."""
+    """The language model on `meta`, and the module of its rotary tables on a device."""
     model = build_layers(family, config)
     return model, rotary_of(model, device)
 
 
 def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
-    """The language model on `meta` without its last norm."""
+    """The language model on `meta`, without its last norm where hidden states are taken before it."""
     make_config, make_model = (resolve_name(f"transformers:{family.kind}{part}") for part in ("Config", "Model"))
     with given_to_library(f"the text encoder's config.json does not describe a {family.name}", _REMEDY):
         full = make_config.from_dict(dict(config), attn_implementation=ATTENTION)
         with torch.device("meta"):
             model = make_model(full)
-    model.norm = nn.Identity()  # hidden states are taken before it
+    if not family.last_norm:
+        model.norm = nn.Identity()
     return model.requires_grad_(False).eval()
 
 
@@ -158,6 +159,8 @@ def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tup
 
     def used(name: str) -> bool:
         key_match = _KNOWN.match(name)
+        if name.startswith("norm."):
+            return name in wanted
         return key_match is not None and (key_match[1] is None or int(key_match[1]) < num_layers)
 
     def ignore(name: str) -> bool:
