@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
     ZImagePipeline,
@@ -342,6 +343,35 @@ def test_a_family_of_the_required_fields_is_a_whole_spec() -> None:
         "blocks.0.adaLN_modulation.1.weight": "modulation", "embed.time_in.0.weight": "time_mlp", "blocks.0.q.weight": "matmul",
     }  # fmt: skip
     assert {name: spec.precision.op_group_of(name) for name in usual} == usual
+
+
+def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:
+    settings = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKLQwenImage(**settings).eval()
+    vae.save_pretrained(tmp_path / "vae")
+
+    def statistics(vae: Any) -> tuple[Tensor, Tensor]:
+        return torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+
+    videos = VaeFamily(
+        kind="AutoencoderKLQwenImage", published=settings, is_video=True, statistics=statistics, recipe="posterior mode, {}",
+        channels=lambda config: config["z_dim"], strides=lambda config: (4, 8),
+    )  # fmt: skip
+    spec = family_spec(**{**SPEC, "vae": videos}, patch=(1, 2, 2), shift=3.0)
+    assert (spec.data.size_step, spec.data.frame_step, spec.data.size) == (16, 0, (1, 1024, 1024))
+    clips = family_spec(**{**SPEC, "vae": videos}, patch=(1, 2, 2), shift=3.0, size=(81, 480, 832))
+    assert clips.data.frame_step == 4
+    encoder = loaded(videos, base=tmp_path)
+    latents = encoder.encode([image()])[0]["latents"]
+    with torch.no_grad():
+        mode = vae.encode(image()[None]).latent_dist.mode()
+        # the line of QwenImageEditPipeline._encode_vae_image
+        mean, deviation = (values.view(1, -1, 1, 1, 1) for values in statistics(vae))
+        expected = (mode - mean) / deviation
+    assert latents.shape == (16, 1, 6, 4) and torch.equal(latents, expected[0])
+    assert encoder.decode(latents).shape == (3, 1, 48, 32)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def family_spec(
         verifier: Import path of the package's `DiffusersModel`, which then verifies exports: `ditkit_name.verify:DIFFUSERS`.
         patch: Latent frames, rows and columns that become one token.
         text_in_stream: Whether rows of text are tokens of the blocks' stream, and not only attended to by them.
-        size: Default frames, height and width.
+        size: Default frames, height and width. One frame: the model makes images, with a VAE of images or of videos.
         fps: Frame rate that the model was trained at.
         shift: Shift of noise levels in training, a constant or from the latents. A constant is the shift in sampling too.
         levels: Noise levels in sampling, from (latent pixels, steps, shift or 0 for the authors'). None: equal steps with the constant shift.
@@ -174,7 +174,7 @@ def family_spec(
             advice=advice,
         ),
         data=DataSpec(
-            frame_step=frame_stride if vae.is_video else 0,
+            frame_step=frame_stride if vae.is_video and size[0] > 1 else 0,
             size_step=pixel_stride * patch[1],
             fps=fps,
             size=size,
