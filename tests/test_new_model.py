@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,30 @@ def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]
     assert next_step(folder) == "every place is filled in"
 
 
-@pytest.mark.parametrize("name", ["Zed", "z", "core", "a-b", "9z", "x" * 30])
+@pytest.mark.parametrize("name", ["red-fox", "red_fox"])
+def test_a_name_of_several_words_is_written_as_each_place_has_it(name: str, tmp_path: Path) -> None:
+    folder = write_package(name, "image", tmp_path / "new")
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == "ditkit-red-fox" and project["scripts"]["red-fox-train"] == "ditkit_red_fox.cli:train"
+    # The spec is found, and the command's name is the family's.
+    program = "from ditkit_red_fox import RED_FOX; from ditkit_red_fox.cli import FAMILY; print(RED_FOX.name == FAMILY.name, RED_FOX.name)"
+    assert run(folder, "-c", program) == "True red-fox\n"
+    printed = run(
+        folder,
+        "-m",
+        "pytest",
+        "-q",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "TestRedFox and builds_on_meta or what_is_to_be",
+        "tests",
+    )
+    assert "2 passed" in printed and "src/ditkit_red_fox/presets.py:3" in printed
+
+
+@pytest.mark.parametrize("name", ["Zed", "z", "core", "a-", "a--b", "9z", "x" * 30])
 def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot name a family"):
         write_package(name, "image", tmp_path / "new")

@@ -2,6 +2,7 @@
 
     uv run tools/new_model.py zed --kind image               packages/zed, found by its folder
     uv run tools/new_model.py zed --kind video --standalone ../zed      a project of its own
+    uv run tools/new_model.py red-fox --kind image           several words: red-fox-train, packages/red_fox, class RedFox
 
 The package has a transformer of two blocks of its own. Each place that an author fills in is marked with FILL IN and the number of the step;
 docs/adding_a_model.md explains the steps, and the package's tests say which is next.
@@ -42,7 +43,9 @@ KINDS = {
 def main(arguments: list[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", help="name of the family, lower case: zed for ditkit-zed and zed-train")
+    parser.add_argument(
+        "name", help="name of the family, lower case: zed for ditkit-zed and zed-train; words are joined by -"
+    )
     parser.add_argument("--kind", choices=sorted(KINDS), required=True, help="what it generates")
     parser.add_argument("--standalone", type=Path, help="write a project of its own into this folder")
     options = parser.parse_args(arguments)
@@ -53,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(f"wrote {folder}")
     install = "uv sync" if options.standalone is None else f"cd {folder} && uv sync"
-    print(f"next: {install}, then `uv run {options.name}-train --demo`, then `uv run pytest {folder}/tests -n 2`")
+    print(
+        f"next: {install}, then `uv run {options.name.replace('_', '-')}-train --demo`, then `uv run pytest {folder}/tests -n 2`"
+    )
     print(f"{len(marks(folder))} places are marked with FILL IN: docs/adding_a_model.md")
     return 0
 
@@ -62,7 +67,7 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
     """Write a package.
 
     Args:
-        name: Of the family.
+        name: Of the family: words joined by `-` or `_`. Commands and the distribution have it with `-`, folder and module with `_`.
         kind: `image` or `video`.
         standalone: The folder of a project outside of this repository; None writes into `packages/`.
 
@@ -72,11 +77,12 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
     Raises:
         UserError: If the name cannot be that of a package, or the folder exists.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9]{1,19}", name) or name in RESERVED:
+    if not re.fullmatch(r"(?=.{2,20}$)[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or name in RESERVED:
         raise UserError(
-            f"{name!r} cannot name a family: use two to twenty lower-case letters and digits, such as `zed`"
+            f"{name!r} cannot name a family: use two to twenty lower-case letters and digits, such as `zed`, or words joined by `-`"
         )
-    folder = ROOT / "packages" / name if standalone is None else standalone.resolve()
+    module = name.replace("-", "_")
+    folder = ROOT / "packages" / module if standalone is None else standalone.resolve()
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists; choose another name or remove it")
     values = KINDS[kind] | {"NUM_PARAMETERS": f"{PARAMETERS:_}"}
@@ -90,12 +96,12 @@ def write_package(name: str, kind: str, standalone: Path | None = None) -> Path:
             relative = relative.with_name("encoders.py")
         relative = RENAMED.get(relative, relative)
         if relative.parts[0] == "src":
-            relative = Path("src", f"ditkit_{name}", *relative.parts[1:])
+            relative = Path("src", f"ditkit_{module}", *relative.parts[1:])
         target = written / relative
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(filled(file.read_text(encoding="utf-8"), name, values), encoding="utf-8", newline="\n")
     shutil.copy(ROOT / "LICENSE", written / "LICENSE")
-    (written / "src" / f"ditkit_{name}" / "py.typed").touch()
+    (written / "src" / f"ditkit_{module}" / "py.typed").touch()
     if standalone is not None:
         _stand_alone(written, name)
     _format(written, name)
@@ -110,7 +116,9 @@ def filled(text: str, name: str, values: dict[str, str]) -> str:
     """A file of the template with the family's name and the kind's values in their places."""
     for placeholder, value in values.items():
         text = text.replace(placeholder, value)
-    for theirs, ours in (("ditkit_zed", f"ditkit_{name}"), ("ZED", name.upper()), ("Zed", name.title()), ("zed", name)):
+    words = re.split("[-_]", name)
+    module, command, title = "_".join(words), "-".join(words), "".join(word.title() for word in words)
+    for theirs, ours in (("ditkit_zed", f"ditkit_{module}"), ("ZED", module.upper()), ("Zed", title), ("zed", command)):
         text = re.sub(rf"(?<![A-Za-z]){theirs}(?=[^a-z]|$)" if theirs != "Zed" else r"Zed", ours, text)
     return text
 
@@ -121,7 +129,7 @@ def ruff_options(name: str) -> list[str]:
         "--config",
         str(ROOT / "pyproject.toml"),
         "--config",
-        f"lint.isort.known-first-party=['ditkit_core','ditkit_{name}']",
+        f"lint.isort.known-first-party=['ditkit_core','ditkit_{name.replace('-', '_')}']",
     ]
 
 
