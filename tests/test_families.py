@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen3Config, Qwen3Model
 
 from ditkit_core.errors import UserError
+from ditkit_core.families.demo import write_vae
 from ditkit_core.families.euler import EulerSampler, classifier_free, shifted_levels
 from ditkit_core.families.language_models import QWEN3, TextEncoding, TextFamily
 from ditkit_core.families.spec import GUIDE, STEPS, family_spec
@@ -346,23 +347,19 @@ def test_a_family_of_the_required_fields_is_a_whole_spec() -> None:
 
 
 def test_a_model_of_images_may_have_a_vae_of_videos(tmp_path: Path) -> None:
-    settings = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        vae = AutoencoderKLQwenImage(**settings).eval()
-    vae.save_pretrained(tmp_path / "vae")
-
     def statistics(vae: Any) -> tuple[Tensor, Tensor]:
         return torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
 
     videos = VaeFamily(
-        kind="AutoencoderKLQwenImage", published=settings, is_video=True, statistics=statistics, recipe="posterior mode, {}",
+        kind="AutoencoderKLQwenImage", published={"z_dim": 16}, is_video=True, statistics=statistics, recipe="posterior mode, {}",
         channels=lambda config: config["z_dim"], strides=lambda config: (4, 8),
     )  # fmt: skip
     spec = family_spec(**{**SPEC, "vae": videos}, patch=(1, 2, 2), shift=3.0)
     assert (spec.data.size_step, spec.data.frame_step, spec.data.size) == (16, 0, (1, 1024, 1024))
     clips = family_spec(**{**SPEC, "vae": videos}, patch=(1, 2, 2), shift=3.0, size=(81, 480, 832))
     assert clips.data.frame_step == 4
+    write_vae(tmp_path, videos)  # of a demo
+    vae = AutoencoderKLQwenImage.from_pretrained(tmp_path / "vae")
     encoder = loaded(videos, base=tmp_path)
     latents = encoder.encode([image()])[0]["latents"]
     with torch.no_grad():

@@ -20,6 +20,7 @@ from ditkit_core.data.media.synthetic import (
     random_model,
     write_text_encoder,
 )
+from ditkit_core.families.vae import VaeFamily
 from ditkit_core.io.files import write_text
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
@@ -112,9 +113,9 @@ def word_tokenizer(captions: Sequence[str]) -> Any:
     return tokenizer
 
 
-def write_vae(folder: Path, *, is_video: bool) -> None:
-    """Write `vae/` with random weights: 16 latent channels at an eighth of the size, of images as FLUX.1's, or of clips as Wan's."""
-    if is_video:
+def write_vae(folder: Path, family: VaeFamily) -> None:
+    """Write `vae/` of a family's class with random weights: 16 latent channels at an eighth of the size, of images as FLUX.1's, or of clips as Wan's."""
+    if family.is_video:
         settings: dict[str, Any] = {"base_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "z_dim": 16}
     else:
         settings = {
@@ -122,8 +123,7 @@ def write_vae(folder: Path, *, is_video: bool) -> None:
             "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 1.0, "shift_factor": 0.0,
             "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
         }  # fmt: skip
-    kind = resolve_name("diffusers:AutoencoderKLWan" if is_video else "diffusers:AutoencoderKL")
-    random_model("vae", kind, **settings).save_pretrained(folder / "vae")
+    random_model("vae", resolve_name(f"diffusers:{family.kind}"), **settings).save_pretrained(folder / "vae")
 
 
 def write_transformer(folder: Path, spec: ModelSpec, arch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ditkit_zed.encoders import VAE
 from ditkit_zed.presets import PRESETS
 from ditkit_zed.spec import ZED
 
@@ -19,8 +20,6 @@ def write_demo(folder: Path) -> None:
 def write_checkpoint(folder: Path) -> None:
     """Write the complete tiny checkpoint in diffusers layout."""
     write_text_model(folder, CAPTIONS, width=PRESETS["two-blocks"].text_dim)
-    write_vae(folder, is_video=ZED.data.frame_step > 0)
+    write_vae(folder, VAE)
     write_transformer(folder, ZED, PRESETS["two-blocks"])
-    write_index(
-        folder, "ZedPipeline", {"transformer": ["diffusers", "ZedTransformer"], "vae": ["diffusers", "AutoencoderKL"]}
-    )
+    write_index(folder, "ZedPipeline", {"transformer": ["diffusers", "ZedTransformer"], "vae": ["diffusers", VAE.kind]})
