@@ -264,6 +264,34 @@ def test_a_planted_fault_is_found_by_its_check_which_says_what_it_teaches(name: 
     assert re.search(rf"^promise: .+\nusual cause: .+\nread: +{re.escape(GUIDE)}, \d\. ", lesson), lesson
 
 
+class Unread(ToyBlock):
+    """A block that changes the text as well: after the last block nothing reads it."""
+
+    def __init__(self, arch: ToyArch, precision: Any):
+        super().__init__(arch, precision)
+        self.unread = nn.Linear(arch.dim, arch.dim)
+
+    def forward(self, carry: ToyCarry) -> ToyCarry:
+        return super().forward(carry)._replace(text=carry.text + self.unread(carry.text))
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        RAGGED,
+        ("test_reentrant_checkpoints_change_no_gradient", ("full",)),
+        ("test_a_fresh_adapter_changes_nothing_and_alone_is_trained", ()),
+    ],
+    ids=str,
+)
+def test_layers_whose_result_nothing_reads_are_named(check: str, arguments: tuple[Any, ...]) -> None:
+    sound = {"spec": altered(model_of(Unread), targets={"all": ("qkv", "unread")})}
+    idle = {"idle": (f"layers.{ARCH.depth - 1}.unread.",)}
+    getattr(type("Named", (Sound,), sound | idle)(), check)(*arguments)
+    with pytest.raises(FAILURES, match=r"unread"):
+        getattr(type("Nameless", (Sound,), sound)(), check)(*arguments)
+
+
 def test_lessons_are_of_checks_that_are_there_and_headings_of_the_guide() -> None:
     checks = {name for owner in Conformance.__mro__ for name in vars(owner) if name.startswith("test_")}
     assert LESSONS.keys() <= checks

@@ -93,7 +93,7 @@ class CoreChecks(ModelChecks):
     nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
     """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""
     idle: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of the names of parameters that some items do not use."""
+    """Prefixes of the names of parameters that some items do not use, or whose result nothing reads: layers of the last block's text."""
     learning_rate: ClassVar[float] = 1e-2
     """Of the steps that must lower the loss of one batch: AdamW moves every weight by as much, whatever the layer's width."""
 
@@ -235,7 +235,10 @@ class CoreChecks(ModelChecks):
         for name, expected in plain.gradients.items():
             gradient = under.gradients[name]
             if expected is None or gradient is None:
-                assert expected is gradient, name
+                # Such a recompute has zeros where nothing reads a layer's result.
+                assert expected is gradient or (
+                    name.startswith(self.idle) and gradient is not None and not gradient.any()
+                ), name
             else:
                 error, size = float((gradient - expected).norm()), float(expected.norm())
                 assert error <= 1e-12 * max(size, 1e-2 * largest), (name, error, size)
@@ -358,7 +361,8 @@ class CoreChecks(ModelChecks):
                 zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True)
             )
             unused = [name for name, gradient in gradients.items() if gradient is None]
-            assert [name for name in unused if not name.startswith(self.idle)] == []
+            unread = [name for name in unused if not name.startswith(self.idle)]
+            assert not unread, unread
             return outputs, {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
         alone = [run([i]) for i in range(3)]
@@ -389,7 +393,7 @@ class CoreChecks(ModelChecks):
         for name, parameter in adapted.named_parameters():
             is_adapter = "lora_" in name
             assert parameter.requires_grad == is_adapter, name
-            assert (parameter.grad is not None) == is_adapter, name
+            assert (parameter.grad is not None) == is_adapter or (is_adapter and name.startswith(self.idle)), name
             assert not is_adapter or parameter.dtype == torch.float32, name
 
     def test_what_stays_fp32_is_a_part_and_not_all(self) -> None:

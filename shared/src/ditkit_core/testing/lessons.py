@@ -96,7 +96,8 @@ LESSONS = {
     ),
     "test_a_sample_in_a_ragged_batch_equals_itself_alone": Lesson(
         "a sample in a batch of several sizes gets what it gets alone, forward and backward",
-        "padding that takes part in attention (`padding_mask`, also of captions), a mask that is off by one, or a path without gradient (`detach`)",
+        "padding that takes part in attention (`padding_mask`, also of captions), a mask that is off by one, a path without gradient (`detach`), "
+        "or layers whose result nothing reads (name them in `idle`)",
         _TRANSFORMER,
     ),
     "test_what_stays_fp32_is_a_part_and_not_all": _DTYPES,
@@ -107,7 +108,7 @@ LESSONS = {
     ),
     "test_a_fresh_adapter_changes_nothing_and_alone_is_trained": Lesson(
         "a new adapter changes no output, and only its parameters get gradients",
-        "a layer that is called through its weight instead of as a module",
+        "a layer that is called through its weight instead of as a module, or whose result nothing reads (name it in `idle`)",
         "6. Adapters",
     ),
     "test_what_a_full_recompute_leaves_out": Lesson(
