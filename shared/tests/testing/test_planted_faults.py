@@ -281,6 +281,7 @@ class Unread(ToyBlock):
         RAGGED,
         ("test_reentrant_checkpoints_change_no_gradient", ("full",)),
         ("test_a_fresh_adapter_changes_nothing_and_alone_is_trained", ()),
+        ("test_no_policy_changes_a_bit_over_a_quantized_base", (("lora", "fp32"), "int8")),
     ],
     ids=str,
 )

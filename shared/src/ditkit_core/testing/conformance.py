@@ -92,8 +92,6 @@ class CoreChecks(ModelChecks):
     carry, and take a third of a family's time at a quarter of theirs."""
     nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
     """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""
-    idle: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of the names of parameters that some items do not use, or whose result nothing reads: layers of the last block's text."""
     learning_rate: ClassVar[float] = 1e-2
     """Of the steps that must lower the loss of one batch: AdamW moves every weight by as much, whatever the layer's width."""
 

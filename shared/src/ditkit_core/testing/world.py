@@ -303,6 +303,8 @@ class ModelChecks:
     """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
     repeats them; nor does `full` the last of a block, but for its adapter's product with A. None where something behind them saves
     their result (a norm, a dropout)."""
+    idle: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the names of parameters that some items do not use, or whose result nothing reads: layers of the last block's text."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let each check of the class teach when it fails."""
