@@ -251,7 +251,7 @@ def test_diffusers_loads_nothing_of_an_architecture_that_it_has_no_model_of() ->
     official, blocks = AdapterLayout(form="official"), ["layers.0.ffn.0"]
     for preset, arch in PRESETS.items():
         rules = WAN.for_arch(arch).adapters.rules
-        has_none = preset.startswith(("fun-", "wantodance"))
+        has_none = "control" in preset or preset.startswith(("wantodance", "s2v"))
         assert ("has no such model" in rules.readers(official, blocks)["diffusers"]) == has_none, preset
         assert not rules.readers(official, blocks)["ComfyUI"]
     for name in ("layers.4.music.v", "embed.img_emb_refimage.proj.1", "head.head_global.head"):

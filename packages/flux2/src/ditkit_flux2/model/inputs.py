@@ -40,7 +40,7 @@ def make_inputs(
     return Flux2Inputs(
         latents=noised,
         sigma=sigma,
-        guidance=torch.full_like(sigma, guidance, dtype=torch.float32),
+        guidance=torch.full_like(sigma, guidance),
         text=[item["text"].to(device) for item in items],
         references=[[reference.to(device) for reference in _references(item)] for item in items],
     )
