@@ -36,21 +36,23 @@ CAPTIONS = tuple(f"a {colour} {shape} on a {background} background" for backgrou
 """Of the images or clips that `write_shapes` writes."""
 
 
-def write_shapes(folder: Path, frame_step: int) -> None:
+def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]] = ((SIDE, SIDE),)) -> None:
     """Write 24 captioned images of a shape, or clips in which it moves to the right, and the metadata.jsonl that has their captions.
 
     Args:
         frame_step: As of `DataSpec`: 0 for images; otherwise clips have one frame more than twice the step.
+        sizes: (height, width) of the images or clips, in turn.
     """
     from PIL import Image
 
     lines, count = [], 2 * frame_step + 1
     for index, (caption, (background, shape, colour)) in enumerate(zip(CAPTIONS, LOOKS, strict=True)):
+        height, width = sizes[index % len(sizes)]
         frames = [
             paint(
-                SIDE, SIDE, shape=shape, colour=colour, background=background,
-                centre=(SIDE * 0.5, SIDE * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
-                radius=SIDE * 0.22,
+                height, width, shape=shape, colour=colour, background=background,
+                centre=(height * 0.5, width * (0.5 + (0.3 * (frame / (count - 1) - 0.5) if count > 1 else 0))),
+                radius=height * 0.22,
             )
             for frame in range(count)
         ]  # fmt: skip
@@ -70,7 +72,7 @@ def _write_clip(path: Path, frames: Sequence[np.ndarray]) -> None:
     options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0"}
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream("libx264", rate=FPS, options=options)
-        stream.height, stream.width, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "yuv420p"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode(None))
@@ -94,10 +96,15 @@ def write_text_model(folder: Path, captions: Sequence[str], *, width: int) -> No
     write_text_encoder(folder, model, tied="lm_head.weight")
 
 
-def word_tokenizer(captions: Sequence[str]) -> Any:
+def word_tokenizer(captions: Sequence[str], chat_template: str = CHAT_TEMPLATE, markers: Sequence[str] = ()) -> Any:
     """A byte-level tokenizer like Qwen's, in which every word of the captions that follows a space is one token.
 
     The merges build a word letter by letter from its space on. No other merge applies on the way, so the order of words is free.
+
+    Args:
+        captions: Texts that have every word.
+        chat_template: The template that is saved with it.
+        markers: More tokens of the template, which are no special tokens.
     """
     from tokenizers import AddedToken, pre_tokenizers
 
@@ -107,9 +114,10 @@ def word_tokenizer(captions: Sequence[str]) -> Any:
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *starts]
     tokenizer = resolve_name("transformers:Qwen2Tokenizer")(
         vocab={piece: index for index, piece in enumerate(pieces)}, merges=[(start[:-1], start[-1]) for start in starts],
-        eos_token=END, pad_token=PAD, unk_token=PAD, model_max_length=512, chat_template=CHAT_TEMPLATE, padding_side="right",
+        eos_token=END, pad_token=PAD, unk_token=PAD, model_max_length=512, chat_template=chat_template, padding_side="right",
     )  # fmt: skip
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in markers])
     return tokenizer
 
 

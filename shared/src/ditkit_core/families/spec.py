@@ -69,7 +69,7 @@ def family_spec(
 ) -> ModelSpec:
     """The spec of a family whose VAE and text encoder are libraries'. What it makes can be replaced with `dataclasses.replace`.
 
-    The first seven arguments are required; an author who leaves one out is told where it is written.
+    Seven arguments are required (`STEPS`). The error for a missing one names the file and the step of the guide where it is written.
 
     Args:
         name: Name of the family, and prefix of its commands.

@@ -4,6 +4,7 @@ The demo trains on these exactly as a run trains on real weights. The checkpoint
 were trained on generated shapes by tools/demo/train_demo_base_flux2.py; their weights are part of the package, in bf16.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ditkit_core.data.media.synthetic import random_model, write_index, write_inputs, write_text_encoder
+from ditkit_core.families.demo import word_tokenizer
 from ditkit_flux2.demo.media import EXAMPLES, write_dataset
 
 HEADS, AXES = 3, (8, 8, 8, 8)
@@ -20,14 +22,11 @@ TEXT_DIM, TEXT_LAYERS = 32, 28  # the deepest hidden state read is 27, which in 
 LATENT_CHANNELS = 16
 VAE_DIMS = {"block_out_channels": (16, 16, 32, 32), "layers_per_block": 1, "norm_num_groups": 4}
 
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-
-
 WEIGHTS = Path(__file__).parent / "base"
 """The trained weights of the checkpoint."""
 
@@ -72,31 +71,9 @@ def write_text(folder: Path) -> None:
     write_index(folder, "Flux2KleinPipeline", index)
 
 
-def build_tokenizer(captions: list[str]) -> Any:
-    """A byte-level tokenizer like Qwen's, in which every word of the captions that follows a space is one token.
-
-    The merges build a word letter by letter from its space on. No other merge applies on the way, so the order of words is free.
-    """
-    from tokenizers import AddedToken, pre_tokenizers
-    from transformers import Qwen2Tokenizer
-
-    space = "Ġ"  # how byte-level tokenizers write it
-    words = {f"{space}{word}" for caption in captions for word in caption.split()}
-    starts = sorted({word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda s: (len(s), s))
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *starts]
-    tokenizer = Qwen2Tokenizer(
-        vocab={piece: index for index, piece in enumerate(pieces)},
-        merges=[(start[:-1], start[-1]) for start in starts],
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=PAD,
-        model_max_length=512,
-        chat_template=CHAT_TEMPLATE,
-        padding_side="right",
-    )
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
-    return tokenizer
+def build_tokenizer(captions: Sequence[str]) -> Any:
+    """A tokenizer of these captions' words, with the marks of Qwen3's thinking."""
+    return word_tokenizer(captions, CHAT_TEMPLATE, ("<think>", "</think>"))
 
 
 def build_text_encoder(tokenizer: Any) -> Any:
