@@ -6,10 +6,10 @@ shift * s / (1 + (shift - 1) * s); both rules below give its logarithm, mu, from
 
 import math
 
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ditkit_core.families.euler import shifted_levels
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_flux2.presets import Flux2Arch
 
@@ -57,9 +57,7 @@ def sigmas(tokens: int, steps: int, shift: float) -> Float64[Tensor, "levels"]:
         steps: Number of Euler steps.
         shift: Shift of the levels; 0 takes the authors' shift, `empirical_mu`.
     """
-    shift = shift or math.exp(empirical_mu(tokens, steps))
-    levels = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return shift * levels / (1 + (shift - 1) * levels)
+    return shifted_levels(steps, shift or math.exp(empirical_mu(tokens, steps)))
 
 
 def sample_defaults(arch: Flux2Arch) -> SampleDefaults:

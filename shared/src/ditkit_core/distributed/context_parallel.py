@@ -36,7 +36,7 @@ class TokenExchange:
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By the ending of a layer's name, or a glob: the number of tokens of each stream in its input, none for one that every rank has whole."""
     within: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By name of a call: the number of tokens of each stream that it is among, where these are not all."""
+    """Calls of `attend` among the tokens of some streams only: by the call's name, the number of tokens of each of these streams."""
 
     def rank_part(self, x: Shaped[Tensor, "batch tokens *rest"], lengths: Sequence[int]) -> Tensor:
         """This rank's part of each stream, one after the other.

@@ -102,7 +102,7 @@ class EncodedSample:
         text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
         captioned = self._item(item | self._read_encoded("text", text_key, self.cache.get))
         if self.has_empty_caption:
-            # Assembled as well: what a family makes of a caption goes with it.
+            # A family's `assemble` may add tensors that it makes from the caption: the empty caption needs its own.
             empty = self.assemble(item | self._read_encoded("text", self.empty_text_key, self.cache.get))
             captioned |= {f"{EMPTY_CAPTION_PREFIX}{name}": tensor for name, tensor in empty.items() if name not in item}
         return captioned

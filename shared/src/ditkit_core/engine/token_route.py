@@ -132,9 +132,9 @@ def _chosen(
     """Indices of a random share of each sample's tokens, and which of them count in a sample that is shorter than the longest.
 
     Args:
-        tokens: Of all samples.
+        tokens: Tokens of all samples.
         mask: False on padding; None if there is none.
-        share: Of the tokens to choose, in (0, 1): at least one token.
+        share: Share of the tokens to choose, in (0, 1); at least one token is chosen.
     """
     batch, length = tokens.shape[:2]
     count = max(1, round(share * length))

@@ -45,11 +45,11 @@ class TokenRouting:
         """Refuse a model without such blocks, or without tokens that may skip blocks.
 
         Args:
-            num_blocks: Of the model.
-            streams: As the model declares them; None if its blocks need all tokens.
+            num_blocks: Number of blocks of the model.
+            streams: The streams that the model declares; None if its blocks need all tokens.
 
         Raises:
-            UserError: In one line.
+            UserError: If the range or the model does not fit.
         """
         if streams is None or not streams.routed:
             raise UserError(

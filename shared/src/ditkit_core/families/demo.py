@@ -8,7 +8,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -18,6 +17,7 @@ from ditkit_core.data.media.synthetic import (
     SHAPES,
     paint,
     random_model,
+    write_frames,
     write_text_encoder,
 )
 from ditkit_core.families.vae import VaeFamily
@@ -33,14 +33,14 @@ CHAT_TEMPLATE = (
 SIDE, FPS = 64, 16
 LOOKS = tuple(product(BACKGROUNDS, SHAPES, COLOURS))
 CAPTIONS = tuple(f"a {colour} {shape} on a {background} background" for background, shape, colour in LOOKS)
-"""Of the images or clips that `write_shapes` writes."""
+"""Captions of the images or clips that `write_shapes` writes."""
 
 
 def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]] = ((SIDE, SIDE),)) -> None:
     """Write 24 captioned images of a shape, or clips in which it moves to the right, and the metadata.jsonl that has their captions.
 
     Args:
-        frame_step: As of `DataSpec`: 0 for images; otherwise clips have one frame more than twice the step.
+        frame_step: `DataSpec.frame_step`: 0 for images; otherwise clips have one frame more than twice the step.
         sizes: (height, width) of the images or clips, in turn.
     """
     from PIL import Image
@@ -58,31 +58,18 @@ def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]]
         ]  # fmt: skip
         name = f"shape{index:02d}.{'mp4' if frame_step else 'png'}"
         if frame_step:
-            _write_clip(folder / name, frames)
+            write_frames(folder / name, frames, FPS)
         else:
             Image.fromarray(frames[0]).save(folder / name)
         lines.append(json.dumps({"file_name": name, "text": caption}) + "\n")
     write_text(folder / "metadata.jsonl", "".join(lines))
 
 
-def _write_clip(path: Path, frames: Sequence[np.ndarray]) -> None:
-    import av
-
-    # The same bytes every time: with several threads or macroblock trees, libx264 wrote different ones.
-    options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0"}
-    with av.open(str(path), "w") as container:
-        stream: Any = container.add_stream("libx264", rate=FPS, options=options)
-        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
-
-
 def write_text_model(folder: Path, captions: Sequence[str], *, width: int) -> None:
     """Write `tokenizer/` and `text_encoder/` of a Qwen3 with three layers of random weights, for these captions.
 
     Args:
-        width: Of its hidden states; a multiple of 32.
+        width: Width of the hidden states; a multiple of 32.
     """
     tokenizer = word_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")

@@ -64,8 +64,8 @@ class EulerSampler:
         Noise levels are fp64 and latents are fp32 throughout. Noise is sampled on the CPU, so that a seed gives the same noise on any device.
 
         Args:
-            job: What to generate; a shift of 0 takes the authors'. Guidance is an input of every model. One that is guided by a
-                negative prompt is also called with that, unless the job has none, or its guidance is 1 or less.
+            job: What to generate; a shift of 0 takes the authors'. The guidance is passed to every model. A model
+                that is guided by a negative prompt runs a second time with it, if the job has one and the guidance is above 1.
 
         Yields:
             The noise level of each step; the caller sends back the denoiser for it.

@@ -281,19 +281,16 @@ def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str,
     return config if up == down[::-1] else config | {"decoder_block_out_channels": up[::-1]}
 
 
-def vae_models(
-    family: VaeFamily, components: ModelPaths, *, channels: int, published: Mapping[str, Any] | None = None
-) -> tuple[AuxiliaryModel, AuxiliaryModel]:
+def vae_models(family: VaeFamily, components: ModelPaths, *, channels: int) -> tuple[AuxiliaryModel, AuxiliaryModel]:
     """The VAE as plans count it while encoding and while sampling, in the sizes of the local files or the published ones.
 
     Args:
         channels: Channels of the transformer's latents.
-        published: The configuration if there are no files, where the family has several.
 
     Raises:
         UserError: If local files are damaged, or belong to another model.
     """
-    config = family.published if published is None else published
+    config = family.published
     if components.here("vae"):
         config = DiffusersVae(family, components, torch.device("cpu")).config
     _, frames_per_latent, stride = family.latent_size(config)

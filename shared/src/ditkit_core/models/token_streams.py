@@ -27,7 +27,7 @@ class TokenStreams:
     every rank (text)."""
 
     within: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By name, the calls whose queries and keys are the tokens of some streams alone, and these streams."""
+    """Calls of `attend` whose queries and keys are the tokens of some streams only: by the call's name, these streams."""
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By the ending of the name of a Linear layer in blocks, or a glob: the streams that its input consists of; none where it is the same on

@@ -51,7 +51,7 @@ class Layout:
     fits: Callable[[int, int], bool] = lambda num_out, num_in: True
     """(out, in) to whether such a matrix can be stored so."""
     shared: tuple[str, ...] = ()
-    """Names of parameters that a file's rows share: they belong to none."""
+    """For formats of files: names of the parameters that all rows share. Pieces of a matrix are joined without them (`ParameterReader.packed`)."""
     product: str = ""
     """Format of its codes in products of 8-bit codes (`base.compute`); empty if they are not multiplied."""
 
@@ -306,7 +306,7 @@ STORED_LAYOUTS = {
         fits=lambda num_out, num_in: num_in % _NVFP4_BLOCK == 0,
     ),
 }
-"""What else a file may have, and is held as it is stored."""
+"""Formats that only files have; their matrices stay as they are stored."""
 
 
 def quantized_layout(kind: str) -> Layout:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS
+from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, write_frames
 from ditkit_core.io.files import write_text
 
 SIDE, FRAMES, FPS = 64, 9, 16
@@ -159,14 +159,5 @@ def render(clip: Clip) -> UInt8[np.ndarray, "{clip.frames} {clip.height} {clip.w
 
 def write_clip(path: Path, clip: Clip) -> None:
     """Encode a clip as H.264 in mp4, with its caption in a .txt file of the same name."""
-    import av
-
-    # The same bytes every time: with several threads or macroblock trees, libx264 wrote different ones.
-    options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0"}
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=clip.fps, options=options)
-        stream.height, stream.width, stream.pix_fmt = clip.height, clip.width, "yuv420p"
-        for frame in render(clip):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode(None))
+    write_frames(path, list(render(clip)), clip.fps)
     write_text(path.with_suffix(".txt"), clip.caption + "\n")

@@ -24,7 +24,7 @@ def decode_sound(
 ) -> tuple[Float[np.ndarray, " samples"], int]:
     """The first sound track of a file, averaged over its channels.
 
-    In a video, time 0 is the time of its first picture: a track that begins later is preceded by silence, and what comes earlier is cut.
+    In a video, time 0 is the time of its first frame: a track that begins later is preceded by silence, and sound before that frame is cut.
 
     Args:
         path: The file.
@@ -66,7 +66,7 @@ def decode_sound(
 
 
 def sound_seconds(path: Path) -> float:
-    """Seconds until the end of a file's first sound track, from the first picture of a video; 0 without a track. Nothing is decoded.
+    """Seconds until the end of a file's first sound track, from the first frame of a video; 0 without a track. Nothing is decoded.
 
     Raises:
         UserError: If the file cannot be read.
@@ -84,14 +84,14 @@ def sound_seconds(path: Path) -> float:
 
 
 def _delay(container: "InputContainer") -> float:
-    """Seconds from a video's first picture to the start of its sound; 0 for a sound file."""
-    audio, pictures = container.streams.audio[0], container.streams.video
-    # The picture in a sound file's tags is a video stream too, of one frame.
-    if not pictures or (pictures[0].disposition & pictures[0].disposition.attached_pic):
+    """Seconds from a video's first frame to the start of its sound; 0 for a sound file."""
+    audio, videos = container.streams.audio[0], container.streams.video
+    # The cover image in a sound file's tags is a video stream too, of one frame.
+    if not videos or (videos[0].disposition & videos[0].disposition.attached_pic):
         return 0.0
     starts = [
         float(stream.start_time * stream.time_base) if stream.start_time is not None and stream.time_base else 0.0
-        for stream in (pictures[0], audio)
+        for stream in (videos[0], audio)
     ]
     return starts[1] - starts[0]
 

@@ -6,7 +6,7 @@ A demo trains on generated files through the same code as real ones, so no other
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,20 @@ from ditkit_core.io.rng import generator
 COLOURS = {"red": (225, 50, 45), "green": (60, 190, 80), "blue": (60, 100, 230), "yellow": (240, 205, 60)}
 BACKGROUNDS = {"dark": (22, 24, 34), "bright": (214, 216, 206)}
 SHAPES = ("circle", "square", "triangle")
+
+
+def write_frames(path: Path, frames: Sequence[UInt8[np.ndarray, "height width 3"]], fps: int) -> None:
+    """Encode frames of one size as H.264 in mp4, the same bytes every time."""
+    import av
+
+    # With several threads or macroblock trees, libx264 wrote different ones.
+    options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0"}
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=fps, options=options)
+        (stream.height, stream.width), stream.pix_fmt = frames[0].shape[:2], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
 
 
 def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> None:
