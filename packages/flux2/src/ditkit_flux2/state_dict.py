@@ -146,6 +146,7 @@ NAMES = StateDictNames(
             classes=r"^Wan",
             remedy="use the wan commands",
         ),
+        OtherModel(name="Z-Image", classes=r"^ZImage", remedy="use the zimage commands"),
         *OTHER_MODELS,
         OtherModel(
             name="FLUX.1",

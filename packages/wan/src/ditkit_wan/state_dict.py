@@ -177,6 +177,7 @@ NAMES = StateDictNames.renaming(
             classes=r"^Flux",
             remedy="name a file of Wan, or use the flux2 commands for FLUX.2",
         ),
+        OtherModel(name="Z-Image", classes=r"^ZImage", remedy="use the zimage commands"),
         *OTHER_MODELS,
         OtherModel(name="another transformer of diffusers", keys=r"transformer_blocks"),
     ),

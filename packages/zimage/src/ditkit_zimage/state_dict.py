@@ -80,7 +80,7 @@ NAMES = StateDictNames(
             remedy="use the wan commands",
         ),
         OtherModel(name="FLUX.2", keys=r"double_stream_modulation", classes=r"^Flux2", remedy="use the flux2 commands"),
-        *(other for other in OTHER_MODELS if other.name != "Z-Image"),
+        *OTHER_MODELS,
     ),
 )
 

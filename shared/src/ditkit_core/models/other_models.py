@@ -45,7 +45,6 @@ OTHER_MODELS = (
     OtherModel(name="HunyuanVideo", classes=r"^HunyuanVideo"),
     OtherModel(name="LTX-Video", classes=r"^LTX"),
     OtherModel(name="Qwen-Image", classes=r"^QwenImage"),
-    OtherModel(name="Z-Image", classes=r"^ZImage"),
     OtherModel(name="CogVideoX", classes=r"^CogVideoX"),
 )
 """Models that are no family's, and the other parts of models, which are in folders next to the transformer's; a family's own come first."""
