@@ -37,6 +37,7 @@ from ditkit_core.run.checks import (
     check_model,
     check_samples,
 )
+from ditkit_core.run.data_record import keys_of
 from ditkit_core.run.encoding import Encoded, encode_all
 from ditkit_core.run.init_from import start_from
 from ditkit_core.run.jobs import Jobs, TrainingJob
@@ -115,8 +116,12 @@ def train_job(
         class_conditions(run.data)  # encodes them into the cache now, while no transformer is in memory
 
     _stage(3, "load the model")
-    keys = {sample.id: sample.keys for sample in [*data.samples, *data.prior]}
-    ranks.check_same({"data": json_hash(keys), **fingerprints_of(config, run.component, unloaded.origin.stored.source)})
+    ranks.check_same(
+        {
+            "data": json_hash(keys_of([*data.samples, *data.prior])),
+            **fingerprints_of(config, run.component, unloaded.origin.stored.source),
+        }
+    )
     prepared, data = _load(job, unloaded, placement, data, num_images)
     start_from(job.init_from, prepared, folder)
     if not config.train.steps:

@@ -19,6 +19,7 @@ from ditkit_core.io.files import json_hash, write_text
 from ditkit_core.previews.generate import guided_by, with_adapters
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.data import RunData
+from ditkit_core.run.data_record import keys_of
 from ditkit_core.run.encoding import encode_prior, prompt_encoder
 from ditkit_core.sampling.denoise import DenoiserStage, generate
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
@@ -121,7 +122,7 @@ def encoded_class_images(run: RunContext, stages: Sequence[DenoiserStage], count
     generate_class_images(run, stages, count, class_conditions(run.data), SampleShares.of(ranks))
     encoded = encode_prior(run.data)
     # The file system of another machine may list the folder as it was before.
-    ranks.check_same({"set of class images": json_hash({sample.id: sample.keys for sample in encoded})})
+    ranks.check_same({"set of class images": json_hash(keys_of(encoded))})
     return encoded
 
 

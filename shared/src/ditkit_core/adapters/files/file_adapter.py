@@ -62,7 +62,7 @@ class FileAdapter:
         """Understand the keys of one module of a file; of its tensors only alpha is read.
 
         Args:
-            keys: By part, as below.
+            keys: The file's key by part, as in `FileAdapter.keys`.
             parts: Its rows, as parts of our modules.
             modules: Weight shapes [out, in] of our modules.
             header: For a file without keys of alpha.

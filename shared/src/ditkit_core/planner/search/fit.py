@@ -259,8 +259,8 @@ def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout
 def fitted(step: StepPlan) -> Execution:
     """Choose the policy, the format of the frozen weights, the GPUs to use, split points, streamed blocks and replays.
 
-    Only the format of the weights changes results: 8 bits are chosen where exact weights would make a step half as long again, or fit
-    nothing.
+    Only the format of the weights changes results: a coarser one is chosen if the finer one makes a step slower by more than `PRICE` says, or
+    does not fit.
 
     Args:
         step: The plan of the step as it is, on GPUs.

@@ -1,7 +1,7 @@
 """What a run may change, or which other GPUs it may have, so that it fits.
 
-`fit` searches what changes no number. Only if that finds nothing for the run as it is configured, its `levels` are tried: one lever after
-the other is added to those before it, in the order of what changes numbers least, until something fits. They are how a full fine-tune
+`fit` searches settings that change no number, and the format of the frozen weights. Only if that finds nothing for the run as it is
+configured, its `levels` are tried: one lever after the other is added to those before it, in the order of what changes numbers least, until something fits. They are how a full fine-tune
 stores and updates its weights; then, for any run, the dtype of the residual stream. Among the settings of one such level the fastest are
 chosen. The next level that would be faster, or need less host memory, is printed too, and so are `precision.preset = fast` and, for weights
 in 8 bits, `base.compute`, because their price is the user's to judge.
@@ -284,7 +284,7 @@ def best_first(planned: Sequence[Planned]) -> list[Planned]:
     return sorted(planned, key=lambda plan: (plan.missing, plan.change.lost_share))
 
 
-_Changed = tuple[str, float, str, dict[str, Any]]
+_NewValues = tuple[str, float, str, dict[str, Any]]
 """Words, lost share, section of the configuration, and its new values."""
 
 
@@ -293,7 +293,7 @@ def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
     return replace(config, **changed)
 
 
-def _batches(config: RunConfig) -> Iterator[_Changed]:
+def _batches(config: RunConfig) -> Iterator[_NewValues]:
     now = config.train.batch_size
     if now > 1:
         # Accumulation keeps the number of samples in a step, so training stays the same and only slows down.
@@ -302,7 +302,7 @@ def _batches(config: RunConfig) -> Iterator[_Changed]:
         yield words, 0.0, "train", fewer
 
 
-def _frames(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
+def _frames(spec: ModelSpec, config: RunConfig) -> Iterator[_NewValues]:
     now, step, buckets = config.data.frames, spec.data.frame_step, sorted(config.data.frame_buckets)
     for count in range(len(buckets) - 1, 0, -1):
         kept = tuple(buckets[:count])
@@ -314,7 +314,7 @@ def _frames(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
                 yield f"data.frames = {frames} (now {now})", 1 - frames / now, "data", {"frames": frames}
 
 
-def _sizes(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
+def _sizes(spec: ModelSpec, config: RunConfig) -> Iterator[_NewValues]:
     data, step = config.data, spec.data.size_step
     now, sides = data.height * data.width, sorted(data.resolutions)
     for count in range(len(sides) - 1, 0, -1):
@@ -328,7 +328,7 @@ def _sizes(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
             yield words, 1 - height * width / now, "data", {"height": height, "width": width}
 
 
-def _ranks(config: RunConfig) -> Iterator[_Changed]:
+def _ranks(config: RunConfig) -> Iterator[_NewValues]:
     adapter = config.adapter
     if adapter.method in ("lora", "loha") and not adapter.init:
         for rank in dict.fromkeys((adapter.rank // 2, adapter.rank // 4)):

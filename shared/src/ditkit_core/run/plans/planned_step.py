@@ -90,7 +90,8 @@ class PlannedStep:
             class_images: As for `largest_bucket`.
             gpus: The GPUs, if they are known: they say what `train.kernels = auto` would be there.
         """
-        arch = arch_here(run.spec, run.config.model)[1]
+        # Where it is unknown, this raises the reason.
+        arch = arch_here(run.spec, run.config.model)[1] if run.arch is None else run.arch
         adapter = _adapter(run.spec, arch, run.config.adapter, run.config.base.merge_key(run.component))
         bucket = largest_bucket(run.data, arch, samples, class_images)
         job = job_of(run, arch, adapter, bucket, kind)
