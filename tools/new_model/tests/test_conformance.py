@@ -1,4 +1,4 @@
-"""Zed against every suite of the core. Run it after each step: it says which promise broke, its usual cause, and where the guide explains it."""
+"""Zed against the suites of the core. Run it after each step: it says which promise broke, its usual cause, and where the guide explains it."""
 
 from dataclasses import replace
 from pathlib import Path

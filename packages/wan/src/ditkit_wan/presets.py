@@ -50,7 +50,7 @@ class SpeechArch:
     states: int = 25
     """Number of these hidden states: the input of wav2vec2's first layer, and the output of each."""
     tokens: int = 4
-    """Tokens of the audio per latent frame; a learnt one is added."""
+    """Tokens of the audio per latent frame; a learned one is added."""
     pose_channels: int = 16
     """Channels of the latents of a video of poses."""
 

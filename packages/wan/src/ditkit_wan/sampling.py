@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ditkit_core.families.euler import classifier_free
 from ditkit_core.io.files import read_json_object
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Denoiser, GenerationRequest, VaeMode
@@ -100,14 +101,13 @@ class WanSampler:
             guided = self._velocity(denoiser, latents, sigma, conditions)
             if denoiser.guidance > 1 and negative:
                 without = self._velocity(denoiser, latents, sigma, conditions | negative, negative=True)
-                guided = without + denoiser.guidance * (guided - without)
+                guided = classifier_free(guided, without, denoiser.guidance)
             latents = scheduler.step(guided[None], t, latents[None], return_dict=False)[0][0]
             if first is not None:
                 # The scheduler moved the first frame as well; the condition is its clean latents.
                 latents[:, :1] = first
-        if (
-            "audio" in conditions
-        ):  # the frames before the clip, or the image that it starts from, as the official code decodes them
+        # The frames before the clip, or the image that it starts from, as the official code decodes them.
+        if "audio" in conditions:
             return torch.cat([conditions.get("motion", conditions["reference"]), latents], dim=1)
         return latents[:, in_front:]
 
@@ -144,9 +144,8 @@ class WanSampler:
             config = config | {"flow_shift": job.shift or default_shift(self._arch, job.height, job.width)}
         scheduler = UniPCMultistepScheduler.from_config(config)
         scheduler.set_timesteps(job.steps, device=self._device)
-        scheduler.set_begin_index(
-            0
-        )  # otherwise the scheduler looks up each timestep's index, and a repeated timestep gets a wrong one
+        # Otherwise the scheduler looks up each timestep's index, and a repeated timestep gets a wrong one.
+        scheduler.set_begin_index(0)
         return scheduler
 
 

@@ -145,11 +145,11 @@ VIDEOS = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "column", "beside"), VIDEOS)
+@pytest.mark.parametrize(("preset", "column", "other_columns"), VIDEOS)
 def test_a_still_image_in_place_of_a_video_stays_on_screen(
     preset: str,
     column: str,
-    beside: dict[str, str],
+    other_columns: dict[str, str],
     checkpoint: Path,
     clip_folder: Path,
     speech_folder: Path,
@@ -168,7 +168,7 @@ def test_a_still_image_in_place_of_a_video_stays_on_screen(
         if conditioner.kind in ("music", "speech"):
             continue
         given = [
-            controls(video_file(tmp_path / "v.mp4", 2), {column: file, **beside})
+            controls(video_file(tmp_path / "v.mp4", 2), {column: file, **other_columns})
             for file in (still, str(tmp_path / "same"))
         ]
         if column not in conditioner.uses(given[0]):

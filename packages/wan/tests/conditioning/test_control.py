@@ -159,8 +159,8 @@ def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None
     file = pose_file(tmp_path / "poses.txt", camera.moving("Up", "0.1", FRAMES))
     both = {**named.files, "camera_file": file}
     assert conditioner.uses(controls("clip.mp4", both)) == ("camera_file", ""), "the file stands in place of the others"
-    told = encoded(conditioner, controls(None, both))["camera_path"]
-    assert torch.equal(told, encoded(conditioner, controls(None, {"camera_file": file}))["camera_path"])
+    path = encoded(conditioner, controls(None, both))["camera_path"]
+    assert torch.equal(path, encoded(conditioner, controls(None, {"camera_file": file}))["camera_path"])
     assert alternatives_of(columns(PRESETS["fun-v1.1-control-camera-1.3b"]), ["camera_file"]) == named.files.keys()
     with pytest.raises(UserError, match="camera_control_direction = 'Forward'"):  # before hours of encoding
         conditioner.uses(controls("clip.mp4", {"camera_control_direction": "Forward"}))

@@ -193,9 +193,9 @@ def test_ti2v_has_its_own_sizes():
     )
     plain = WAN.for_arch(PRESETS["t2v-14b"])
     assert (plain.training, plain.data, plain.adapters) == (WAN.training, WAN.data, WAN.adapters)
-    told = {name for name, arch in PRESETS.items() if WAN.for_arch(arch).training.fewest_frames == 5}
+    long_only = {name for name, arch in PRESETS.items() if WAN.for_arch(arch).training.fewest_frames == 5}
     begun = {name for name in PRESETS if name.startswith("fun-") and ("-inp-" in name or "-camera-" in name)}
-    assert told == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", "s2v-14b", *begun}
+    assert long_only == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", "s2v-14b", *begun}
     fun = WAN.for_arch(PRESETS["fun-inp-5b"])
     assert (fun.data, fun.training.control_dropout) == (changed.data, 0), (
         "its image is in `y` too, which is there always"

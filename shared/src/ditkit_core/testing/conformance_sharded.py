@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ditkit_core.testing import replicas
 from ditkit_core.testing.conformance_replicas import losses, run_once
-from ditkit_core.testing.replicas import EVERY, SHARDED, STEPS, Divided
+from ditkit_core.testing.replicas import EVERY, FEW_SHARDED, SHARDED, STEPS, Divided
 from ditkit_core.testing.suite_process import ProcessChecks
 from ditkit_core.testing.world import differing
 from ditkit_core.training.checkpoint import State, load_state
@@ -54,7 +54,7 @@ class ShardedConformance(ProcessChecks):
     """Inherit next to the class with tiny items."""
 
     sharded: ClassVar[Sequence[Divided]] = (Divided(4, 2),)
-    cases: ClassVar[Sequence[str]] = tuple(SHARDED)
+    cases: ClassVar[Sequence[str]] = FEW_SHARDED
     exact: ClassVar[Limits] = EXACT
     """In fp32; wider for a model whose gradients of one step are further apart in fp32, and equal in fp64 (`ContextConformance`)."""
     seconds: ClassVar[int] = 280
@@ -110,6 +110,7 @@ class EverySharded(ShardedConformance):
     """Every case in every world, each run going on from its middle."""
 
     sharded = EVERY
+    cases = tuple(SHARDED)
     seconds = 900
 
 

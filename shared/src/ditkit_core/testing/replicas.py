@@ -352,6 +352,8 @@ def _rank(rank: int, num: int, work: Callable[[Ranks], Any], folder: Path) -> No
 
 
 FEW = ("lora with dropout", "lora in bf16", "dora with prior", "full")
+FEW_SHARDED = ("lora, five micro-batches", "full", "full in bf16, split", "lora on int8")
+"""Of `SHARDED`, the cases of a family; the core's own model has more."""
 
 
 def main(

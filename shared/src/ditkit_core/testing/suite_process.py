@@ -30,7 +30,7 @@ class ProcessChecks(ModelChecks):
 
     @classmethod
     def command(cls) -> tuple[Path, list[str]]:
-        """The script, and the argument that tells it which class this is."""
+        """The script, and the argument that names the class."""
         if cls.script is not None:
             return cls.script, []
         return Path(__file__), [f"{getfile(cls)}::{cls.__qualname__}"]
@@ -42,7 +42,7 @@ class ProcessChecks(ModelChecks):
 
 
 def class_at(location: str) -> Any:
-    """The class of a test file, as `file.py::Class` or `file.py::Class.Inner`. Modules of the nearest folder `support` are value by name."""
+    """The class of a test file, as `file.py::Class` or `file.py::Class.Inner`. Modules of the nearest folder `support` can be imported by name."""
     file, _, name = location.rpartition("::")
     path = Path(file).resolve()
     supports = [parent / SUPPORT for parent in path.parents if (parent / SUPPORT).is_dir()]

@@ -23,6 +23,13 @@ _ROUNDING = 0.01  # of a frame: its start time is rounded, so a time just below 
 DIRECTION, SPEED, PATH = "camera_control_direction", "camera_control_speed", "camera_file"
 
 
+def _with_control(controls: ClipInputs, *others: str) -> tuple[str, ...]:
+    """The control video, and the other columns that the clip has."""
+    if CONTROL not in controls.files:
+        raise missing_condition(controls, [CONTROL], "which this model is controlled by")
+    return tuple(column for column in (CONTROL, *others) if column in controls.files)
+
+
 class Control(VaeConditioner):
     """`y`: latents of the control video, then latents of the first image.
 
@@ -37,9 +44,7 @@ class Control(VaeConditioner):
         Raises:
             UserError: If there is no control video.
         """
-        if CONTROL not in controls.files:
-            raise missing_condition(controls, [CONTROL], "which this model is controlled by")
-        return tuple(column for column in (CONTROL, FIRST) if column in controls.files)
+        return _with_control(controls, FIRST)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         control = self.latents(video(controls, CONTROL))
@@ -63,9 +68,7 @@ class MaskedControl(EndsConditioner):
         Raises:
             UserError: If there is no control video.
         """
-        if CONTROL not in controls.files:
-            raise missing_condition(controls, [CONTROL], "which this model is controlled by")
-        return tuple(column for column in (CONTROL, FIRST, LAST) if column in controls.files)
+        return _with_control(controls, FIRST, LAST)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         control = self.latents(video(controls, CONTROL))

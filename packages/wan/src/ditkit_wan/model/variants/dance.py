@@ -53,9 +53,9 @@ class MusicBlock(WanBlock):
     def forward(self, carry: WanCarry) -> WanCarry:
         assert carry.music is not None, "embed makes it"
         # Before the block: the sum after it is then all that follows the block's last matmul.
-        heard = self.music(carry.music.rows)
+        music_rows = self.music(carry.music.rows)
         carry = super().forward(carry)
-        return carry._replace(tokens=_sum_with_music(carry.tokens, heard, carry.grids))
+        return carry._replace(tokens=_sum_with_music(carry.tokens, music_rows, carry.grids))
 
 
 class SkippedBlock(WanBlock):
@@ -67,11 +67,12 @@ class SkippedBlock(WanBlock):
 
 def _sum_with_music(
     x: Float[Tensor, "batch tokens dim"],
-    heard: Float[Tensor, "batch music dim"],
+    music_rows: Float[Tensor, "batch music dim"],
     grids: tuple[tuple[int, int, int], ...],
 ) -> Float[Tensor, "batch tokens dim"]:
     """Add to every token the music of its group; padding gets zeros."""
     rows = [
-        row[: GROUPS * f].repeat_interleave(h * w // GROUPS, dim=0) for row, (f, h, w) in zip(heard, grids, strict=True)
+        row[: GROUPS * f].repeat_interleave(h * w // GROUPS, dim=0)
+        for row, (f, h, w) in zip(music_rows, grids, strict=True)
     ]
     return plain_sum(pad_sequence(rows, batch_first=True), x)

@@ -68,9 +68,9 @@ class _Tower(nn.Module):
         self, x: Float[Tensor, "rows features"]
     ) -> tuple[Float[Tensor, "frames audio dim"], Float[Tensor, "frames dim"]]:
         local = self._narrowed(self.conv1_local(x[None])[0].unflatten(-1, (self.tokens, -1)).transpose(0, 1))
-        learnt = self.padding_tokens[0].to(self.dtype).expand(local.shape[1], 1, -1)
+        learned = self.padding_tokens[0].to(self.dtype).expand(local.shape[1], 1, -1)
         style = self._narrowed(self.conv1_global(x[None]))[0]
-        return torch.cat([local.transpose(0, 1), learnt], 1), self.final_linear(style)
+        return torch.cat([local.transpose(0, 1), learned], 1), self.final_linear(style)
 
     def _narrowed(self, x: Float[Tensor, "batch rows channels"]) -> Float[Tensor, "batch frames dim"]:
         return self._activated(self.conv3(self._activated(self.conv2(self._activated(x)))))
@@ -179,7 +179,7 @@ class SpeechEmbedding(nn.Module):
     def marked(
         self, clip: Float[Tensor, "tokens dim"], reference: Float[Tensor, "more dim"], motion: Tensor | None
     ) -> Float[Tensor, "all dim"]:
-        """The tokens of a sample: its clip, the reference image and the frames before, with a learnt row added to each of the three kinds.
+        """The tokens of a sample: its clip, the reference image and the frames before, with a learned row added to each of the three kinds.
 
         Args:
             clip: Tokens of the clip.
@@ -225,8 +225,8 @@ class AudioBlock(nn.Module):
         shift, scale = modulation[:, None].chunk(2, -1)
         x = _by_frame(carry.tokens, grids)
         h = modulated_norm(x, scale, shift, _EPS, precision.norms, precision.matmul)
-        heard = recompute_boundary(self.injector.o, self.injector.attended(h, rows, None))
-        return carry._replace(tokens=plain_sum(_by_sample(heard, grids, carry.tokens.shape[1]), carry.tokens))
+        speech = recompute_boundary(self.injector.o, self.injector.attended(h, rows, None))
+        return carry._replace(tokens=plain_sum(_by_sample(speech, grids, carry.tokens.shape[1]), carry.tokens))
 
 
 def _unpadded(rows: Tensor, frames: Sequence[int]) -> Tensor:
