@@ -69,7 +69,7 @@ def say_where_previews_could_be(sample: SampleConfig, devices: Sequence[torch.de
     Args:
         devices: Those that train.
     """
-    if launched() or sample.device or not sample.every_steps or not (sample.prompts or sample.captions):
+    if launched() or sample.device or not sample.preview_steps:
         return
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     if idle := [gpu for gpu in gpus if gpu not in devices]:

@@ -237,14 +237,14 @@ def _scale_blocks(matrix: Tensor, scale: Tensor) -> None:
     matrix.view(rows, blocks, matrix.shape[1] // blocks).mul_(scale[..., None])
 
 
-_MXFP8_BLOCK, _NVFP4_BLOCK = 32, 16
+MXFP8_BLOCK, NVFP4_BLOCK = 32, 16
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Between 0, 0.5, 1, 1.5, 2, 3, 4 and 6, the magnitudes of nvfp4's codes."""
 _E2M1_LARGEST = 6.0
 
 
 def _quantize_mxfp8(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
-    blocks = weight.view(len(weight), weight.shape[1] // _MXFP8_BLOCK, _MXFP8_BLOCK)
+    blocks = weight.view(len(weight), weight.shape[1] // MXFP8_BLOCK, MXFP8_BLOCK)
     # The smallest powers of two with which no code is beyond the largest.
     exponents = torch.frexp(divided(blocks.abs().amax(2), torch.finfo(_FP8).max))[1].clamp_(min=-126)
     codes = torch.ldexp(blocks, -exponents[..., None]).view_as(weight).to(_FP8)
@@ -258,7 +258,7 @@ def _dequantize_mxfp8(values: Mapping[str, Tensor], out: Tensor) -> None:
 
 
 def _quantize_nvfp4(weight: Tensor, gather: Gather) -> dict[str, Tensor]:
-    blocks = weight.view(len(weight), weight.shape[1] // _NVFP4_BLOCK, _NVFP4_BLOCK)
+    blocks = weight.view(len(weight), weight.shape[1] // NVFP4_BLOCK, NVFP4_BLOCK)
     total = _nonzero(divided(_largest(weight), _E2M1_LARGEST * torch.finfo(_FP8).max))
     scale = (divided(blocks.abs().amax(2), _E2M1_LARGEST) / total).to(_FP8)
     blocks.div_(_nonzero(scale.float() * total)[..., None])
@@ -294,16 +294,16 @@ ROTATED_INT8 = {4**power: f"int8_rotated_{4**power}" for power in range(1, 7)}
 STORED_LAYOUTS = {
     **{name: _rotated_int8(group) for group, name in ROTATED_INT8.items()},
     "mxfp8": Layout(
-        _about_blocks(_MXFP8_BLOCK, _FP8, 1, weight_scale=torch.uint8),
+        _about_blocks(MXFP8_BLOCK, _FP8, 1, weight_scale=torch.uint8),
         _quantize_mxfp8,
         _dequantize_mxfp8,
-        fits=lambda num_out, num_in: num_in % _MXFP8_BLOCK == 0,
+        fits=lambda num_out, num_in: num_in % MXFP8_BLOCK == 0,
     ),
     "nvfp4": Layout(
-        _about_blocks(_NVFP4_BLOCK, torch.uint8, 2, weight_scale=_FP8, weight_scale_2=torch.float32),
+        _about_blocks(NVFP4_BLOCK, torch.uint8, 2, weight_scale=_FP8, weight_scale_2=torch.float32),
         _quantize_nvfp4,
         _dequantize_nvfp4,
-        fits=lambda num_out, num_in: num_in % _NVFP4_BLOCK == 0,
+        fits=lambda num_out, num_in: num_in % NVFP4_BLOCK == 0,
     ),
 }
 """Formats that only files have; their matrices stay as they are stored."""

@@ -40,7 +40,7 @@ def samples_in_place(
     run, ranks = job.run, current_ranks()
     sampled = run if run.expert is None else jobs.run
     sample = sampled.config.sample
-    every_steps = sample.every_steps if not sample.device and (sample.prompts or sample.captions) else 0
+    every_steps = 0 if sample.device else sample.preview_steps
     shares = SampleShares.of(ranks)
     stages: Callable[[], Sequence[DenoiserStage]] = tuple
     if run.expert is None:

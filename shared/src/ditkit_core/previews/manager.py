@@ -53,7 +53,7 @@ def previews_of(
             )
         yield None
         return
-    every_steps = run.config.sample.every_steps if run.config.sample.prompts or run.config.sample.captions else 0
+    every_steps = run.config.sample.preview_steps
     if obstacle := why_no_samples(run.config.model, run.experts):
         warn(f"no previews: {obstacle}")
         every_steps = 0

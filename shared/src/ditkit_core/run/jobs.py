@@ -113,14 +113,11 @@ def jobs_of(run: RunContext, init_from: str = "") -> Jobs:
     Args:
         init_from: The run whose trained weights it starts from; empty for none.
     """
-    if not run.experts:
-        return Jobs(run=run, all=(TrainingJob(run=run, init_from=init_from),))
-    trained = [expert for expert in run.experts if run.expert in (None, expert)]
-    runs = [with_config(run, config_of(run, expert)) for expert in trained]
     if not run.trains_several:
-        (alone,) = runs
+        alone = run if run.expert is None else with_config(run, config_of(run, run.expert))
         return Jobs(run=alone, all=(TrainingJob(run=alone, init_from=init_from),))
-    starts = [_start_of_expert(init_from, expert) for expert in trained]
+    runs = [with_config(run, config_of(run, expert)) for expert in run.experts]
+    starts = [_start_of_expert(init_from, expert) for expert in run.experts]
     return Jobs(run=run, all=tuple(TrainingJob(run=r, init_from=s) for r, s in zip(runs, starts, strict=True)))
 
 

@@ -144,6 +144,11 @@ class SampleConfig:
         return (len(self.prompts) or self.captions) * self.images
 
     @property
+    def preview_steps(self) -> int:
+        """Optimizer steps between two previews; 0 if there are none, also where neither a prompt nor a caption is sampled."""
+        return self.every_steps if self.prompts or self.captions else 0
+
+    @property
     def without_adapters(self) -> "SampleConfig":
         """The section without its adapters, and without the steps and the guidance that are for them."""
         if not self.adapter and not self.adapter_low:

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import Packing, SafetensorsSource, StoredTensor
-from ditkit_core.nn.quantized_layouts import ROTATED_INT8, quantized_layout, rotation_signs
+from ditkit_core.nn.quantized_layouts import MXFP8_BLOCK, NVFP4_BLOCK, ROTATED_INT8, quantized_layout, rotation_signs
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 """cuBLAS keeps the scales of 128 rows and 4 blocks of columns together."""
-_MXFP8_BLOCK, _NVFP4_BLOCK = 32, 16
 
 Parts = Mapping[str, StoredTensor]
 """The tensors of a layer by what follows its name: `weight`, `weight_scale`, …."""
@@ -101,7 +100,7 @@ def _int8(about: Mapping[str, Any], parts: Parts) -> _Packed:
 def _mxfp8(about: Mapping[str, Any], parts: Parts) -> _Packed:
     weight, scale = parts["weight"], parts["weight_scale"]
     num_out, num_in = _matrix_of(weight, torch.float8_e4m3fn)
-    blocks = _blocks_of(num_out, num_in, _MXFP8_BLOCK, scale)
+    blocks = _blocks_of(num_out, num_in, MXFP8_BLOCK, scale)
     return _Packed(
         "mxfp8",
         (num_out, num_in),
@@ -112,7 +111,7 @@ def _mxfp8(about: Mapping[str, Any], parts: Parts) -> _Packed:
 def _nvfp4(about: Mapping[str, Any], parts: Parts) -> _Packed:
     weight, scale, total = parts["weight"], parts["weight_scale"], parts["weight_scale_2"]
     num_out, num_bytes = _matrix_of(weight, torch.uint8)
-    blocks = _blocks_of(num_out, 2 * num_bytes, _NVFP4_BLOCK, scale)
+    blocks = _blocks_of(num_out, 2 * num_bytes, NVFP4_BLOCK, scale)
     if torch.Size(total.shape).numel() != 1:
         raise ValueError(f"weight_scale_2 {list(total.shape)} is not one number")
 

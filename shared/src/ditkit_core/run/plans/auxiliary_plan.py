@@ -50,11 +50,9 @@ def plan_auxiliary(
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
     training_device = None if gpus else run.devices[0]
     kind = "cuda" if training_device is None else training_device.type
-    previews = (
-        config.sample.every_steps and not config.sample.device and (config.sample.prompts or config.sample.captions)
-    )
-    exchanges = run.experts and previews
-    rooms = _rooms(devices, kind, averages=config.optim.kind.averages, exchanges=bool(exchanges))
+    previews = bool(config.sample.preview_steps) and not config.sample.device
+    exchanges = bool(run.experts) and previews
+    rooms = _rooms(devices, kind, averages=config.optim.kind.averages, exchanges=exchanges)
     planner = AuxiliaryPlanner(
         models=run.spec.auxiliary.models(step.job.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),

@@ -83,7 +83,6 @@ class Level:
     def then(self, section: str, **values: Any) -> "Level":
         """The next level: these values of a section too. A key that was changed before counts once."""
         old: Any = getattr(self.config, section)
-        sections: dict[str, Any] = {section: replace(old, **values)}
         first = {change.key: change.before for change in self.changed}
         kept = [change for change in self.changed if change.key not in {f"{section}.{name}" for name in values}]
         more = [
@@ -92,7 +91,7 @@ class Level:
             )
             for name, value in values.items()
         ]
-        return Level(config=replace(self.config, **sections), changed=(*kept, *more))
+        return Level(config=_with(self.config, section, **values), changed=(*kept, *more))
 
 
 def _text(value: Any) -> str:
@@ -137,8 +136,7 @@ def _with_codes(level: Level, quantize: str) -> Iterator[Level]:
     """The level with products in the 8 bits in which its weights are stored; nothing where they are not."""
     config = level.config
     if config.base.compute == "dtype" and quantize in ("int8", "fp8"):
-        stored: dict[str, Any] = {"quantize": quantize}
-        yield replace(level, config=replace(config, base=replace(config.base, **stored))).then("base", compute=quantize)
+        yield replace(level, config=_with(config, "base", quantize=quantize)).then("base", compute=quantize)
 
 
 def _of_updates(level: Level, *, in_backward: bool) -> Iterator[Level]:
@@ -146,7 +144,7 @@ def _of_updates(level: Level, *, in_backward: bool) -> Iterator[Level]:
     config, optim = level.config, level.config.optim
     if in_backward and not optim.fused_backward:
         # Searched anyway, and refused with it: `FitTask.overlaps`.
-        level = replace(level, config=replace(config, train=replace(config.train, pipelined=False)))
+        level = replace(level, config=_with(config, "train", pipelined=False))
         level = level.then("optim", fused_backward=True)
         if config.train.clip_norm and config.train.clip_by == "step":
             level = level.then("train", clip_by="last_step")
