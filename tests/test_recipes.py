@@ -218,8 +218,6 @@ def miniature(config: RunConfig, spec: ModelSpec, folder: Path) -> dict[str, Any
         few |= {"sample.frames": 5, "sample.height": 0, "sample.width": 0}
     if config.sample.every_steps:
         few["sample.every_steps"] = 1
-    if config.base.quantized_cache:
-        few["base.quantized_cache"] = str(folder / "quantized")
     if config.train.devices:
         few |= {"train.devices": ["cpu", "cpu:1"], "train.split_points": [1]}
     return values | few

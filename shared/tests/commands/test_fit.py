@@ -273,7 +273,6 @@ def test_what_a_run_refuses_is_refused_before_it_is_planned(option, run_file, ca
         "train.swap_blocks": ["--adapter.method", "full", "--model.dtype", "fp32", "--train.swap_blocks", "1"],
         "base.quantize": ["--adapter.method", "full", "--model.dtype", "fp32", "--base.quantize", "int8"],
         "sample.height": ["--sample.height", "3"],
-        "base.quantized_cache": ["--base.quantized_cache", "there"],
     }
     for key, flags in refused.items():
         assert cli.run(TOY, "train", [str(run_file), option, "--gpus", "24GiB", *flags]) == 1, key

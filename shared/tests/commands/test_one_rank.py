@@ -103,13 +103,6 @@ def test_ranks_that_exchange_experts_sample_as_one(folder):
     assert {str(path.parent) for path in found} == {"samples", "high_noise/samples", "low_noise/samples"}
 
 
-def test_one_rank_converts_an_expert_and_the_other_one_reads_it(folder):
-    """For class images, training, previews and the samples at the end: each expert's base is written once."""
-    for name in ("experts alone", "experts", "experts of one"):
-        written = (folder / f"{name}.conversions").read_text().splitlines()
-        assert len(written) == len(set(written)) == 2
-
-
 def test_ranks_that_divide_experts_sample_as_one(folder):
     """A run of one process goes on divided: the preview of its save. The next steps add gradients in another order."""
     name = "experts divided"
@@ -161,8 +154,7 @@ def test_ranks_that_divide_weights_export_what_one_process_exports(folder):
     assert sorted(path.name for path in two.iterdir()) == names and len(names) == 3
     for name in names:
         found = compared(alone / name, two / name)
-        one, other = (config["base"].pop("quantized_cache") for config in found.configs)
-        assert one and not other and found.configs[0] == found.configs[1], "but for the flags of the two cases"
+        assert found.configs[0] == found.configs[1]
         assert found.same or "000002" not in name
         assert found.apart < 4e-3
 

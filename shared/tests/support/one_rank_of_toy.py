@@ -32,7 +32,6 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.engine import parked_weights
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.loading import quantized_cache
 from ditkit_core.models.encoders import VaeMode
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
@@ -332,24 +331,9 @@ MORE = {
     **dict.fromkeys(("sizes alone", "sizes of three"), SIZES),
     "merged alone": MERGED,
     "merged divided later": (*MERGED, "--ranks.shard", "2"),
-    **{
-        name: (*FEW, "--prior.folder", f"classes of {name}", "--base.quantized_cache", f"bases of {name}")
-        for name in ("experts of one", "experts alone", "experts")
-    },
+    **{name: (*FEW, "--prior.folder", f"classes of {name}") for name in ("experts of one", "experts alone", "experts")},
 }
 """Flags of cases that have other ones than `SAVED`."""
-
-
-def log_conversions(file: Path) -> None:
-    """Log each quantized base that is written, whichever rank does it."""
-    write = quantized_cache.write_safetensors
-
-    def logged(path: Path, *given: Any) -> None:
-        with file.open("a") as log:
-            log.write(f"{path.name}\n")
-        write(path, *given)
-
-    quantized_cache.write_safetensors = logged  # type: ignore[attr-defined]
 
 
 def parks_a_cpu() -> None:
@@ -387,7 +371,6 @@ def work(folder: Path, name: str) -> None:
     with (folder / f"{name} {rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    log_conversions(folder / f"{name}.conversions")
     if name == "experts divided":
         parks_a_cpu()
     os.chdir(folder)

@@ -62,8 +62,7 @@ CASES = {
     "nf4": (LORA, BaseConfig(quantize="nf4"), BF16),
     "dora": (DORA, BaseConfig(), BF16),
     "dora on int8": (DORA, BaseConfig(quantize="int8"), BF16),
-    "dora on nf4, written": (DORA, BaseConfig(quantize="nf4", quantized_cache="cache"), BF16),
-    "dora on nf4, cached": (DORA, BaseConfig(quantize="nf4", quantized_cache="cache"), BF16),
+    "dora on nf4": (DORA, BaseConfig(quantize="nf4"), BF16),
     "dora next to an assistant": (DORA, BaseConfig(assistant="lora.safetensors"), BF16),
     "merged into nf4": (LORA, BaseConfig(quantize="nf4", merge=("lora.safetensors",)), BF16),
 }
@@ -109,11 +108,11 @@ def counted() -> Iterator[list[int]]:
         SafetensorsSource.read = read  # type: ignore[method-assign]
 
 
-def built(folder: Path, name: str, cache: str = "") -> Model:
+def built(folder: Path, name: str) -> Model:
     adapter, base, dtype = CASES[name]
     merge = tuple(str(folder / file) for file in base.merge)
     assistant = base.assistant and str(folder / base.assistant)
-    base = replace(base, merge=merge, assistant=assistant, quantized_cache=base.quantized_cache and cache)
+    base = replace(base, merge=merge, assistant=assistant)
     return model_on_meta(
         SPEC, ModelPaths(transformer=str(folder / "toy.safetensors"), preset="wide"), adapter, base, precision=Precision(matmul=dtype)
     )  # fmt: skip
@@ -145,13 +144,11 @@ def exported(whole: Model, divided: Model, folder: Path) -> dict[str, Any]:
 
 def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str, Any]:
     """Load a model divided: what differs from the whole one, what was read, and what the host had at most."""
-    unloaded = built(folder, name, str(folder / f"cache {ranks.size}"))
+    unloaded = built(folder, name)
     give_dtypes(unloaded, loaded_dtype(unloaded.spec, unloaded.origin.precision))
     division = Division(unloaded.module, trainable_parameters(unloaded.module), unloaded.origin.precision, ranks, CPU)
-    said: list[str] = []
-    given = {"placement": place_blocks(unloaded.module, [CPU]), "seed": 0, "division": division, "say": said.append}
     with counted() as sizes, PeakBytes() as bytes:
-        found = load_weights(unloaded, **given)
+        found = load_weights(unloaded, placement=place_blocks(unloaded.module, [CPU]), seed=0, division=division)
     shards = Shards(found.module, found.trainable, unloaded.origin.precision, ranks, CPU, division)
     parameters: dict[str, nn.Parameter] = dict(found.module.named_parameters())
     wanted = dict(expected.module.named_parameters())
@@ -170,12 +167,6 @@ def compared(folder: Path, name: str, expected: Model, ranks: Ranks) -> dict[str
     ]
     file = unloaded.origin.stored.source.tensors
     num_bytes = sum(each.num_bytes for each in file.values())
-    if CASES[name][1].quantized_cache:
-        (line,) = ranks.broadcast_object(said)
-        _, is_read, read = line.partition("is read from ")
-        kept = SafetensorsSource.open(Path(read or line.partition("is written to ")[2])).tensors
-        # The first rank checks what it has written.
-        num_bytes = sum(each.num_bytes for each in kept.values()) + (0 if is_read else num_bytes)
     result = replace(found, shards=shards, trainable=shards.local)
     files = partial(exported, expected, result, folder / f"{name} on {ranks.size}")
     return {

@@ -365,7 +365,7 @@ def test_a_run_over_a_quantized_base_is_continued_bitwise(world, kind, capsys):
 def test_a_run_that_computes_in_8_bits_is_continued_bitwise(world, kind, capsys):
     """Under any policy and streaming; the exported adapter is not the one that products in fp32 train."""
     quantize = ("--base.quantize", kind)
-    computed = (*quantize, "--base.compute", kind, "--base.quantized_cache", str(world.folder / "kept"))
+    computed = (*quantize, "--base.compute", kind)
     assert world.train(f"{kind} computed", 3, *computed) == 0
     streamed = ("--train.swap_blocks", "1", "--train.checkpointing", "ops(matmul)")
     assert world.train(f"{kind} computed parts", 2, *computed, *streamed) == 0

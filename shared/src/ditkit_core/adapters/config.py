@@ -39,9 +39,6 @@ class BaseConfig:
     compute: Literal["dtype", "int8", "fp8"] = setting("dtype", resume="stated")
     """Format in which the blocks' frozen matrices are multiplied: `dtype` is model.dtype. `int8` and `fp8` need the same `quantize`, or a file in
     that format: inputs and gradients are rounded to 8 bits too, which is faster on a GPU (fp8 from Ada on) and less accurate."""
-    quantized_cache: str = setting("", resume="free", holds="path")
-    """Folder that keeps the quantized base (one copy for each `quantize`, base and merge), so that it is converted only once; empty
-    keeps none."""
 
     @property
     def merges(self) -> list[tuple[str, tuple[str, ...]]]:

@@ -147,8 +147,8 @@ def empty_batch(
 
 def _load(unloaded: Model, placement: Placement, ranks: Ranks, device: torch.device, seed: int) -> Model:
     if ranks.shard == 1:
-        return load_weights(unloaded, placement=placement, seed=seed, say=_LOGGER.info)
-    model = load_divided(unloaded, placement, ranks, device, seed=seed, say=_LOGGER.info)
+        return load_weights(unloaded, placement=placement, seed=seed)
+    model = load_divided(unloaded, placement, ranks, device, seed=seed)
     assert model.shards is not None
     model.shards.divide_gradients_by(ranks.size)  # a loop of one's own has a mean on each rank
     return model

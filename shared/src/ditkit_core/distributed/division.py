@@ -130,14 +130,6 @@ class Division:
         gathered[first : first + len(values)] = values
         return self.ranks.all_reduce(gathered, self.group)
 
-    def reads(self, index: int) -> bool:
-        """Whether this is the rank that reads what is at a place of a file, where the ranks read in turn."""
-        return index % self.ranks.shard == distributed().get_rank(self.group)
-
-    def share(self, values: Tensor, index: int) -> Tensor:
-        """Send values from the rank that reads this place to the others, which receive them into theirs."""
-        return self.ranks.broadcast(values, index % self.ranks.shard, self.group)
-
 
 def mesh_of(kind: str, ranks: Ranks) -> DeviceMesh:
     """Ranks by replica and by part of the weights, in groups whose exchanges wait however long, as all of a run do.

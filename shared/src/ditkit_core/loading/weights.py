@@ -5,7 +5,6 @@ later may move or cast the model.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +24,6 @@ from ditkit_core.engine.token_route import router_of
 from ditkit_core.execution import Execution
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.on_meta import loaded_dtype
-from ditkit_core.loading.quantized_cache import find_cache
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.weights.load import load_into
 
@@ -39,7 +37,6 @@ def load_weights(
     placement: Placement,
     seed: int,
     division: "Division | None" = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Model:
     """Load the weights of a model on `meta`, in place: initialise its adapters, and set up streaming.
 
@@ -49,19 +46,19 @@ def load_weights(
         placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
         division: How the rows of the model are divided over ranks, which read their rows alone.
-        say: Called with one line if a quantized base was read from the cache or written to it.
     """
     make_current((placement.embed, *placement.blocks))
     module, origin, stored = model.module, model.origin, model.origin.stored
     device_of, home_of = placement.device_of(module), base_device_map(module, placement)
-    dtype_of, base = loaded_dtype(model.spec, origin.precision), origin.base
-    cache = find_cache(base.quantized_cache, base.quantize, module, stored.source, origin.merged, dtype_of=dtype_of)
-    read = partial(load_into, module, stored.source, stored.mapping, edits=stored.edits, division=division)
-    read = partial(read, device_of=home_of, dtype_of=dtype_of)
-    if cache is None:
-        read()
-    else:
-        cache.load(module, read, device_of=home_of, dtype_of=dtype_of, division=division, say=say)
+    load_into(
+        module,
+        stored.source,
+        stored.mapping,
+        device_of=home_of,
+        dtype_of=loaded_dtype(model.spec, origin.precision),
+        edits=stored.edits,
+        division=division,
+    )
     initialise(module, seed, device_of=device_of, start=origin.start, division=division)
     load_assistant(module, origin.assistant, device_of=home_of, put=division.put_whole if division else None)
     on_meta = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
@@ -75,15 +72,7 @@ def load_weights(
     return model
 
 
-def load_divided(
-    model: Model,
-    placement: Placement,
-    ranks: Ranks,
-    device: torch.device,
-    *,
-    seed: int,
-    say: Callable[[str], None] = lambda line: None,
-) -> Model:
+def load_divided(model: Model, placement: Placement, ranks: Ranks, device: torch.device, *, seed: int) -> Model:
     """Load the rows of weights that this rank keeps, onto its device; all ranks call it.
 
     The model is divided before it has values, and each rank reads its rows. Arguments as of `load_weights`.
@@ -94,7 +83,7 @@ def load_divided(
     precision = model.origin.precision
     give_dtypes(model, loaded_dtype(model.spec, precision))
     division = Division(model.module, trainable_parameters(model.module), precision, ranks, device)
-    load_weights(model, placement=placement, seed=seed, division=division, say=say)
+    load_weights(model, placement=placement, seed=seed, division=division)
     model.shards = Shards(model.module, model.trainable, precision, ranks, device, division)
     model.trainable = model.shards.local
     return model

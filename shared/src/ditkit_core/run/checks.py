@@ -137,11 +137,6 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         here: Whether the run trains on the devices of this machine; False plans for other ones.
     """
     train, base = run.config.train, run.config.base
-    if base.quantized_cache and base.quantize == "none" and run.stored_as == "none":
-        raise UserError(
-            f"base.quantized_cache = {base.quantized_cache!r} stores a quantized base, and base.quantize = none makes none; set "
-            "base.quantize to int8, fp8 or nf4, or leave base.quantized_cache out"
-        )
     if train.pipelined and train.accumulation == 1 and not run.config.prior.wanted:
         raise UserError(
             "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "

@@ -38,10 +38,10 @@ def load_model(unloaded: Model, placement: Placement, seed: int, ranks: Ranks | 
         ranks: Those that train; where they divide the weights, each loads its rows. None for this process alone.
     """
     if ranks is not None and ranks.shard > 1:
-        return load_divided(unloaded, placement, ranks, placement.embed, seed=seed, say=say)
+        return load_divided(unloaded, placement, ranks, placement.embed, seed=seed)
     if placement.split_points:
         say(placement.described())
-    prepared = load_weights(unloaded, placement=placement, seed=seed, say=say)
+    prepared = load_weights(unloaded, placement=placement, seed=seed)
     if prepared.streamer is not None:
         say(prepared.streamer.describe())
     return prepared
