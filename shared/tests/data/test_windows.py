@@ -14,7 +14,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, scan
 from ditkit_core.data.media import video
 from ditkit_core.data.media.clip import read_clip
-from ditkit_core.data.media.keyframes import h264_units
+from ditkit_core.data.media.packets import h264_units
 from ditkit_core.data.windows import Window, windows_of
 from ditkit_core.errors import UserError
 

@@ -10,10 +10,10 @@ import torch
 from media_files import LEVELS, numbered_video, picture
 from PIL import Image
 
-from ditkit_core.data.media import decoder as video_decoder
+from ditkit_core.data.media import packets as video_packets
 from ditkit_core.data.media import video
 from ditkit_core.data.media.clip import available, probe, read_clip, write_image, write_video
-from ditkit_core.data.media.timestamps import SLACK_SECONDS
+from ditkit_core.data.media.packets import SLACK_SECONDS
 from ditkit_core.errors import UserError
 
 
@@ -258,7 +258,7 @@ def test_transparency_of_a_webm_is_put_on_white(tmp_path: Path, codec: str) -> N
 def test_a_transparency_that_no_decoder_here_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = av.VideoFrame.from_ndarray(np.full((48, 64, 4), 128, np.uint8), format="rgba").reformat(format="yuva420p")
     path = film(tmp_path / "a.webm", "libvpx-vp9", "yuva420p", frame)
-    monkeypatch.setattr(video_decoder, "_WITH_ALPHA", {"vp9": "libvpx-of-nobody"})
+    monkeypatch.setattr(video_packets, "_WITH_ALPHA", {"vp9": "libvpx-of-nobody"})
     with pytest.raises(UserError, match="has transparency .alpha_mode. in a codec that is not supported; convert it"):
         read_clip(path, frames=1, fps=24.0, height=16, width=16)
 

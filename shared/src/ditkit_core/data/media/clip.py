@@ -22,7 +22,7 @@ from ditkit_core.data.media import video
 from ditkit_core.data.media.files import is_folder, is_regular
 from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.image_sequence import open_folder
-from ditkit_core.data.media.timestamps import SLACK_SECONDS
+from ditkit_core.data.media.packets import SLACK_SECONDS
 from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.files import atomic_write
 

@@ -16,8 +16,8 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Sample, shortened_clips
 from ditkit_core.data.masks import MASK
 from ditkit_core.data.media.clip import Colours, MediaInfo, media_kind, probe, read_clip
+from ditkit_core.data.media.packets import SLACK_SECONDS
 from ditkit_core.data.media.sound import sound_seconds
-from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
     DatasetName,
