@@ -29,7 +29,7 @@ from ditkit_core.nn.context import BlockSettings
 
 BARE = "a bare torch.utils.checkpoint"
 ACCOUNTED = ("none", "full", "attn_only")
-POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul, attention)")
+POLICIES = ("none", "full", "attn_only", "attn_only(self)")
 BLOCKS = 30
 """As many as Wan2.1's 1.3B has; the empty ones are run as a chain."""
 

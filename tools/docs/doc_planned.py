@@ -27,7 +27,7 @@ SUBJECTS = {
 }
 """Spec, run file, frames with height and width, and the targets of the LoRA of rank 32."""
 POLICIES = (
-    "none", "ops(matmul, attention)", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload", "full+offload",
+    "none", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload", "full+offload",
 )  # fmt: skip
 GPUS = {"wan": ("24GiB", "32GiB", "48GiB", "80GiB"), "flux2": ("80GiB", "96GiB")}
 TERA = 10**12

@@ -22,7 +22,7 @@ from gpu_speed import toy_on
 
 Rows = Iterator[dict[str, Any]]
 Steps = list[tuple[list[float], dict[str, Tensor]]]
-POLICIES = ("none", "full", "attn_only", "ops(matmul)")
+POLICIES = ("none", "full", "attn_only")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ class TestKeptBytes(KeptBytesConformance):
     wider: ClassVar = {"dim": 512, "axes": (64, 96, 96)}
     larger = (1, 512, 512)
     daily = (pytest.param("attn_only, 1-3=full", marks=pytest.mark.slow),)
-    nightly = ("none", "full", "attn_only", "ops(matmul, attention)")
+    nightly = ("none", "full", "attn_only")
 
 
 class TestPlan(FullSizePlanConformance):

@@ -45,7 +45,7 @@ def test_what_is_written_of_policies_means_the_same(text):
     [
         ("offload,0-1 = attn_only( self ,cross)", "full+offload, 0-1=attn_only(self, cross)"),
         ("attn_only, 1-3=every_n(2)+offload", "attn_only, 1-3=every_n(2)+offload"),
-        ("cpu:1=ops(matmul), cpu:2=none", "cpu:1=ops(matmul), cpu:2=none"),
+        ("cpu:1=attn_only(self, cross), cpu:2=none", "cpu:1=attn_only(self, cross), cpu:2=none"),
         ("budget", "budget"),
         ("budget( 20GiB,12GiB )", "budget(20GiB, 12GiB)"),
     ],

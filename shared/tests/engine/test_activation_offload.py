@@ -15,7 +15,6 @@ from toy_world import World
 from ditkit_core.engine import activation_offload, block_hooks
 from ditkit_core.engine.activation_offload import SMALLEST, HostMemory, HostStore
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.planner.memory_tracker import MemoryTracker
@@ -26,7 +25,7 @@ from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.plans import check_sent
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, toy_items
-from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, offloadable, outcome
+from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, outcome
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
@@ -87,9 +86,8 @@ def sent_by_block(policy, *, smallest=0):
 
 TOKENS = 2 * 32 * 32 * 4
 """Bytes: two samples, 2 × 4 × 4 tokens of 32 features."""
-SUMS, TEXT = 2 * 2 * 32 * 4, 2 * 5 * 32 * 4
-"""Bytes, of two samples: logarithms that attention keeps, of two heads and the tokens; five words of 32 features."""
-ALL_KINDS = offloadable((*POLICIES, "ops(matmul, attention)"))
+SUMS = 2 * 2 * 32 * 4
+"""Bytes, of two samples: logarithms that attention keeps, of two heads and the tokens."""
 
 
 def test_a_policy_says_what_is_sent():
@@ -102,15 +100,7 @@ def test_a_policy_says_what_is_sent():
     assert everything[0] > 10 * TOKENS and everything == [everything[0]] * 3
 
 
-@pytest.mark.skipif(not kept_results_reach_hooks(), reason="this torch cannot offload what named operations return")
-def test_named_operations_say_what_is_sent():
-    by_operation = TOKENS + 2 * (TOKENS + SUMS)
-    assert sent_by_block("ops(attention)+offload") == [by_operation] * 3
-    # q, k and v in one, out, query, the MLP's two and one wide, and k and v of the text
-    assert sent_by_block("ops(matmul, attention)+offload") == [by_operation + 8 * TOKENS + 2 * TEXT] * 3
-
-
-@pytest.mark.parametrize("policy", daily(ALL_KINDS, *(set(ALL_KINDS) - set(POLICIES))))
+@pytest.mark.parametrize("policy", daily(POLICIES))
 def test_what_is_sent_is_what_is_planned(policy):
     # Products in bf16 are slow on a CPU without instructions for them.
     arch, fp32 = ToyArch(dim=256, depth=4), Precision(matmul=torch.float32)
@@ -167,7 +157,7 @@ def counted(policy, depth):
         return *alive, forward, ledger.at_peak[ONE]["activations"]
 
 
-@pytest.mark.parametrize("policy", ALL_KINDS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_leave_the_device_for_the_host(policy):
     """Those of the last block are on both: the backward begins with them."""
     there, on_the_host, *_ = counted(policy, 4)
@@ -176,7 +166,7 @@ def test_bytes_leave_the_device_for_the_host(policy):
     assert 4 * (there - there_offloaded) == 3 * host_offloaded
 
 
-@pytest.mark.parametrize("policy", ALL_KINDS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_device_holds_two_blocks_whatever_the_depth(policy):
     """Without offloading each block adds what it keeps to all of these."""
     few, many = counted(f"{policy}+offload", 4), counted(f"{policy}+offload", 8)
@@ -277,7 +267,7 @@ def test_trained_weights_may_be_streamed_as_well(policy, monkeypatch):
 # Backwards that are not the usual one
 
 
-@pytest.mark.parametrize("policy", ALL_KINDS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_retained_graph_is_run_backwards_again(policy):
     model, twice = on(whole()), []
     with PretendDevices():
@@ -374,7 +364,7 @@ class NoMemory(Exception):
     pass
 
 
-@pytest.mark.parametrize("policy", ALL_KINDS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_failure_in_a_block_leaves_nothing_registered(policy, monkeypatch):
     model, run = on(whole()), engine(policy)
     expected = on(whole())

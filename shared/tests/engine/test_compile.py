@@ -45,7 +45,7 @@ def check_in_force(found: Any, *, graphs: int, tolerance: float) -> None:
     """Three blocks, each with two attentions: N forwards of attention where it is kept, 2 N where it is not."""
     assert all(under["equal"] for under in found.values()), found
     assert {policy: under["forwards"] for policy, under in found.items()} == {
-        "none": 6, "full": 12, "attn_only": 6, "attn_only(self)": 9, "ops(matmul)": 12,
+        "none": 6, "full": 12, "attn_only": 6, "attn_only(self)": 9,
     }  # fmt: skip
     assert all(under["graphs"] <= graphs for under in found.values()), found
     assert all(under["from_eager"] <= tolerance for under in found.values()), found
@@ -156,13 +156,6 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
     check_compiler("", ["cpu"])
     monkeypatch.setattr(compiled, "find_spec", lambda name: None)
     refused(lambda: check_compiler("inductor", ["cuda"]), "triton", "train.compile")
-
-
-def test_policies_that_would_not_be_exact_are_refused_before_a_forward():
-    draws = "ops(matmul, aten.bernoulli.p)"
-    refused(lambda: BlockEngine(policy=draws, compile=True), "random numbers", "train.compile")
-    BlockEngine(policy=draws)
-    BlockEngine(policy="ops(matmul)", compile=True)
 
 
 @pytest.mark.parametrize("attention", ["flash4", "sage"])

@@ -6,18 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ditkit_core.engine import activation_offload, block_hooks
-from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.engine.activation_offload import HostMemory, HostStore
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.errors import UserError
-from ditkit_core.testing import world
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
-from ditkit_core.testing.sharded_steps import policies
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.testing.world import ADAPTERS, make_model, offloadable
+from ditkit_core.testing.world import ADAPTERS, make_model
 
 HOST, ONE = torch.device("cpu"), torch.device("cpu:1")
-OPS = "ops(matmul, attention)"
 
 
 def toy(depth: int) -> nn.Module:
@@ -110,18 +105,3 @@ def test_what_is_looked_at_outside_a_backward_is_let_go_of_by_the_next_forward()
             store.post_forward(1, second, ())
             assert kept.host is not None and kept.device is None
             assert torch.equal(on_host(y.grad_fn._saved_result), on_host(y)) and kept.device is not None
-
-
-@pytest.mark.parametrize("seen", [True, False])
-def test_the_checks_offload_named_operations_where_torch_can(seen, monkeypatch):
-    monkeypatch.setattr(world, "kept_results_reach_hooks", lambda: seen)
-    monkeypatch.setattr("ditkit_core.engine.ac_policies.kept_results_reach_hooks", lambda: seen)
-    kinds = (*POLICIES, OPS, "ops(attention)")
-    assert offloadable(kinds) == (kinds if seen else POLICIES)
-    for kind in kinds:
-        if kind in offloadable(kinds):
-            assert parse_schedule(f"{kind}+offload")
-        else:
-            with pytest.raises(UserError, match="cannot move"):
-                parse_schedule(f"{kind}+offload")
-    assert (f"{OPS}+offload" in policies()) == seen

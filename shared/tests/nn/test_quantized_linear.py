@@ -175,26 +175,22 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> KernelsInTorch:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bias", "dtype", "keeps_results", "ran"),
+    ("kind", "bias", "dtype", "ran"),
     [
-        ("int8", True, torch.bfloat16, False, ["multiply_codes"] * 4),
-        ("int8", True, torch.float32, False, ["multiply_codes"] * 4),
-        ("int8", True, torch.bfloat16, True, ["apply_scales"] * 2),
-        ("fp8", False, torch.bfloat16, False, []),  # torch's own product takes scales of rows and columns
-        ("fp8", True, torch.bfloat16, False, ["apply_scales"]),  # and in the backward there is no bias
-        ("fp8", False, torch.float32, False, ["apply_scales"] * 2),
+        ("int8", True, torch.bfloat16, ["multiply_codes"] * 4),
+        ("int8", True, torch.float32, ["multiply_codes"] * 4),
+        ("fp8", False, torch.bfloat16, []),  # torch's own product takes scales of rows and columns
+        ("fp8", True, torch.bfloat16, ["apply_scales"]),  # and in the backward there is no bias
+        ("fp8", False, torch.float32, ["apply_scales"] * 2),
     ],
 )
-def test_products_of_hopper_apply_scales_and_change_no_result(
-    kind, bias, dtype, keeps_results, ran, hopper, monkeypatch
-):
+def test_products_of_hopper_apply_scales_and_change_no_result(kind, bias, dtype, ran, hopper, monkeypatch):
     monkeypatch.setattr(
         eight_bit_products, "CODES_AT_ONCE", 64 * 25
     )  # two parts of the rows in the forward, and in the backward
     layer = layer_of(kind, bias=bias)
     x, gradient = sample(40, 64, seed=3).to(dtype), sample(40, 48, seed=4).to(dtype)
-    with block_settings(BlockSettings(keeps_results=keeps_results)):
-        found = run(layer, x, gradient)
+    found = run(layer, x, gradient)
     assert hopper.ran == ran
     monkeypatch.undo()
     for ours, expected in zip(found, run(layer, x, gradient), strict=True):

@@ -26,7 +26,7 @@ from ditkit_core.testing.conformance_quantized import COMPUTED, make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model
 
-POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul)")
+POLICIES = ("none", "full", "attn_only", "attn_only(self)")
 _FP64_ATTENTION = "sdpa_math" if torch.__version__ < (2, 12) else "sdpa"
 """The inductor of torch 2.11 takes the log-sum-exp of `sdpa`'s kernel for CPUs as fp32 whatever the inputs are, and its backward refuses that
 in fp64. No training computes in fp64."""

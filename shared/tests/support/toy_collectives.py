@@ -21,7 +21,7 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import largest, make_model
 
 ARCH = ToyArch(depth=2)
-POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(attention, collectives)")
+POLICIES = ("none", "full", "attn_only", "attn_only(self)")
 
 
 class InPlace(torch.autograd.Function):

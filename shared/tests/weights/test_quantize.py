@@ -367,7 +367,7 @@ def test_a_run_that_computes_in_8_bits_is_continued_bitwise(world, kind, capsys)
     quantize = ("--base.quantize", kind)
     computed = (*quantize, "--base.compute", kind)
     assert world.train(f"{kind} computed", 3, *computed) == 0
-    streamed = ("--train.swap_blocks", "1", "--train.checkpointing", "ops(matmul)")
+    streamed = ("--train.swap_blocks", "1", "--train.checkpointing", "attn_only(self)")
     assert world.train(f"{kind} computed parts", 2, *computed, *streamed) == 0
     assert world.train(f"{kind} computed parts", 3, *computed, "--train.checkpointing", "full") == 0
     assert world.train(f"{kind} stored", 3, *quantize) == 0

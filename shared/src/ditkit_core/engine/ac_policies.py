@@ -7,8 +7,6 @@ and `run_block.py` runs blocks under them. No module is wrapped.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ditkit_core.engine.op_names import kept_results_reach_hooks
-
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
@@ -21,8 +19,6 @@ class Policy:
     kind: ClassVar[str] = "none"
     recomputes: ClassVar[bool] = False
     """Whether the backward runs any of the block's forward again."""
-    keeps_results: ClassVar[bool] = False
-    """Whether results of operations are kept by the operations' names."""
 
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
@@ -53,22 +49,3 @@ class AttentionOnly(Policy):
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
         return self.names
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ops(Policy):
-    """Keeps the block's inputs and the results of named operations, or sets of them (`op_names.SETS`); the others run again."""
-
-    kind: ClassVar[str] = "ops"
-    recomputes: ClassVar[bool] = True
-    keeps_results: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        # Refused here because older versions of torch would keep the results on the device without a word.
-        if self.offload and not kept_results_reach_hooks():
-            import torch
-
-            raise ValueError(
-                f"this torch, {torch.__version__}, cannot move what named operations return; update it, write attn_only+offload, or "
-                "leave out +offload"
-            )

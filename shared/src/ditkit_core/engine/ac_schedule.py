@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ditkit_core.config.sizes import parse_size, per_device
-from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
-from ditkit_core.engine.op_names import check_names
+from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.errors import UserError, argument
 
 if TYPE_CHECKING:
@@ -41,16 +40,10 @@ def _without_arguments(policy: Policy) -> Callable[[tuple[str, ...]], Policy]:
     return make
 
 
-def _ops(names: tuple[str, ...]) -> Policy:
-    check_names(names)
-    return Ops(names=names)
-
-
 MAKERS: dict[str, Callable[[tuple[str, ...]], Policy]] = {
     "none": _without_arguments(Policy()),
     "full": _without_arguments(Full()),
     "attn_only": lambda names: AttentionOnly(names=names),
-    "ops": _ops,
     OFFLOAD: _without_arguments(Full(offload=True)),
 }
 """Makers of policies, by the word that a user writes. They take the arguments in parentheses and raise ValueError if these are wrong."""
@@ -248,7 +241,7 @@ def words() -> tuple[str, ...]:
 
 def examples() -> str:
     """Examples of schedules, for messages and help texts."""
-    return "none, full, attn_only, attn_only(self), ops(matmul, attention), full+offload, every_n(2), budget, or by blocks: full, 0-9=none"
+    return "none, full, attn_only, attn_only(self), full+offload, every_n(2), budget, or by blocks: full, 0-9=none"
 
 
 def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[int, ...]:

@@ -31,11 +31,10 @@ import torch_remat as remat
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
+from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.run_block import EagerRunner
-from ditkit_core.engine.selective_ac import KeptOps, kept_ops
 from ditkit_core.errors import UserError, argument
 from ditkit_core.nn.attention.backends import BACKENDS, MOST_GRAPHS
 from ditkit_core.nn.context import BlockSettings, calls_in_force, traced_settings
@@ -122,11 +121,6 @@ def check_compiled(
             raise UserError(
                 f"{argument('train.checkpointing')}: {policy} with {argument(KEY)} keeps every weight of a quantized base a second time, in {argument('model.dtype')}; use full or "
                 f"attn_only for all blocks, or leave {argument(KEY)} out"
-            )
-        if isinstance(policy, Ops) and kept_ops(policy.names).may_sample:
-            raise UserError(
-                f"{argument('train.checkpointing')}: {policy} names an operation that samples random numbers, and compiled blocks sample them in another way; "
-                f"name others, or leave {argument(KEY)} out"
             )
 
 
@@ -253,20 +247,10 @@ def _form(keeping: Callable[[Callable[[], Any]], Any]) -> _Function:
     return run
 
 
-def _keeping_operations(policy: Any) -> _Function:
-    contexts = partial(create_selective_checkpoint_contexts, partial(_decided, kept_ops(policy.names)))
-    return _form(lambda body: checkpoint(body, use_reentrant=False, context_fn=contexts))
-
-
-def _decided(ops: KeptOps, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if ops.keeps(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 _FORMS: dict[type[Policy], Callable[[Policy], _Function]] = {
     Policy: lambda policy: _form(lambda body: body()),
     Full: lambda policy: _form(lambda body: checkpoint(body, use_reentrant=False)),
     AttentionOnly: lambda policy: _form(lambda body: remat.checkpoint(region_name="block")(body)()),
-    Ops: _keeping_operations,
 }
 """The function that the compiler traces, by type of policy."""
 

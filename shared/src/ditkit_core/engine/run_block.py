@@ -5,7 +5,6 @@ arguments: a tensor that they miss loses its gradient or is freed twice.
 
 `full` is `torch.utils.checkpoint`, which stops recomputing as soon as the last saved tensor is back. (torch_remat runs the block to its
 end, which is one more large matmul per block.) `attn_only` is torch_remat, which keeps the calls of `attend`, whatever ops they are made of.
-`ops` is torch's selective checkpoint, which keeps operations by their names.
 """
 
 import threading
@@ -19,10 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
+from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.generator_state import GeneratorHook
-from ditkit_core.engine.selective_ac import Region, kept_ops
-from ditkit_core.errors import UserError, argument
 from ditkit_core.io.step_clock import StepClock
 from ditkit_core.nn.context import BlockSettings, block_settings, calls_in_force, scope_set
 from ditkit_core.nn.remat import RecomputeDone, RecomputeScope
@@ -52,30 +49,9 @@ def keeping_attention(policy: Policy, body: Body, tensors: list[Tensor], name: s
     return outputs
 
 
-def keeping_ops(policy: Policy, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    """Run a body that is recomputed without the operations that the policy names."""
-    names, hook = policy.names, GeneratorHook(tensors[0].device)
-    replayed, region = Replayed(body, hook), Region(kept_ops(names), hook)
-    calls = calls_in_force()
-    # Counted over this block alone: the counts go on over all blocks of the forward.
-    before = 0 if calls is None else calls.counts.total()
-    outputs: tuple[Tensor, ...] = checkpoint(
-        replayed, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: region.contexts
-    )
-    # An attention call that is several operations has no single name to keep, so it would run again although the schedule says
-    # `attention`.
-    if calls is not None and "attention" in names and (count := calls.counts.total() - before) > region.num_attention:
-        raise UserError(
-            f"{argument('train.checkpointing')}: ops({', '.join(names)}) keeps {region.num_attention} of the {count} attention calls of {name}: the "
-            "others are not one operation (dropout, the math kernel, flex, kernels in Python); use attn_only, which keeps every one"
-        )
-    return outputs
-
-
 CHECKPOINTS: dict[type[Policy], Callable[[Policy, Body, list[Tensor], str], tuple[Tensor, ...]]] = {
     Full: keeping_nothing,
     AttentionOnly: keeping_attention,
-    Ops: keeping_ops,
 }
 """How a body is run by the type of a policy that recomputes: (policy, body, the block's inputs, a name for memory reports) to its results."""
 
@@ -169,7 +145,7 @@ def run_block(
         calls.want(policy.kept_attention, str(policy))
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    settings = replace(settings, keep=policy.kept_attention, keeps_results=policy.keeps_results, calls=calls)
+    settings = replace(settings, keep=policy.kept_attention, calls=calls)
     body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec, clock or StepClock())
     outputs = iter(CHECKPOINTS[type(policy)](policy, body, tensors, name))
     rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(outputs) if x is _MADE else x for x in body.after]

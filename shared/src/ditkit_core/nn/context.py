@@ -135,8 +135,6 @@ class BlockSettings:
     kernels of `nn/kernels/`. In plans also `compiled`: a LoRA then takes the memory that it takes in compiled code."""
     keep: tuple[str, ...] | None = None
     """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""
-    keeps_results: bool = False
-    """Whether an enclosing checkpoint keeps the results of operations by their names, so that no code may overwrite them."""
     recomputing: bool = False
     """Whether a block runs again for its backward."""
     calls: AttentionCalls | None = None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ditkit_core.nn.context import device_kind, settings_in_force
+from ditkit_core.nn.context import device_kind
 from ditkit_core.nn.kernels import hopper
 from ditkit_core.nn.kernels import ops as kernels
 from ditkit_core.nn.kernels.launch import HAS_TRITON
@@ -127,10 +127,7 @@ def _fits_kernels(x: Tensor) -> bool:
 
 def _applies_scales(x: Tensor, codes: Tensor, bias: Tensor | None) -> bool:
     """Whether `_multiply` computes such a product: only on Hopper, where its times were measured."""
-    # A checkpoint that keeps results knows them by the names of torch's operations.
-    if not hopper.is_hopper(x) or settings_in_force().keeps_results:
-        return False
-    return codes.dtype == torch.int8 or (bias is None and x.dtype == torch.bfloat16)
+    return hopper.is_hopper(x) and (codes.dtype == torch.int8 or (bias is None and x.dtype == torch.bfloat16))
 
 
 def _multiply(

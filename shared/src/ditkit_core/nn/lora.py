@@ -77,7 +77,7 @@ def low_rank_sum(
     if split is None:
         low, placeholder = _LowRank.apply(x, down, up, scaling)
         out = _Sum.apply(base(x), placeholder, low, up.detach())
-    elif settings.keeps_results or not x.is_contiguous() or not _is_frozen_linear(base):
+    elif not x.is_contiguous() or not _is_frozen_linear(base):
         shared, placeholder, left, right = _SplitLowRank.apply(x, down, up, scaling, split)
         out = _SplitSum.apply(base(shared), placeholder, left, right, split)
     elif settings.recomputing:
@@ -242,10 +242,8 @@ class _SplitSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, placeholder: Tensor, left: Tensor, up: Tensor, split: Split) -> Tensor:
         rows = result.flatten(0, -2)
-        # In place, since nobody else reads the result, unless a checkpoint keeps it by its operation's name. Detached: a view would make
-        # autograd copy the gradient.
-        out = rows.clone() if settings_in_force().keeps_results else rows.detach()
-        return split.add(out, left, up.T).view(result.shape)
+        # In place, since nobody else reads the result. Detached: a view would make autograd copy the gradient.
+        return split.add(rows.detach(), left, up.T).view(result.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

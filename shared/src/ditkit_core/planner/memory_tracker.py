@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ditkit_core.nn.context import as_on, settings_in_force
+from ditkit_core.nn.context import as_on
 from ditkit_core.nn.kernels import ops  # noqa: F401, declares the operations that are counted here
 
 _HOST = torch.device("cpu")
@@ -268,7 +268,7 @@ class Meter(MemoryTracker):
             (sums, *_, bias), (storage, product) = args, self._product
             # As `nn/eight_bit_products.py` chooses on Hopper.
             is_plain = sums.dtype == torch.int32 or (bias is None and out.dtype == torch.bfloat16)
-            if sums.untyped_storage()._cdata == storage and is_plain and not settings_in_force().keeps_results:
+            if sums.untyped_storage()._cdata == storage and is_plain:
                 self.kernels[product] -= 1
                 self.kernels += Counter(
                     {product._replace(kind=f"{product.kind}_scaled"): 1}

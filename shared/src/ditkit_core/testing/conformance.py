@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -27,7 +26,6 @@ from ditkit_core.engine import ac_schedule as policy_schedule
 from ditkit_core.engine.ac_policies import Full, Policy
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.engine.op_names import SETS
 from ditkit_core.engine.run_block import CHECKPOINTS, Body, run_block
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
@@ -59,7 +57,6 @@ from ditkit_core.testing.world import (
     Items,
     ModelChecks,
     backward_without_autocast,
-    counted,
     differing,
     make_model,
     outcome,
@@ -67,8 +64,6 @@ from ditkit_core.testing.world import (
 )
 from ditkit_core.weights.fused_tensors import FusedTensors
 
-# The operations that `ops(...)` keeps, by its arguments.
-KEPT_OPERATIONS = {names: frozenset().union(*(SETS[name] for name in names.split(", "))) for names in ("matmul, attention", "attention")}  # fmt: skip
 # Recomputing runs attention twice, unless it is kept.
 ATTENTION_FORWARDS = {"none": 1, "full": 2, "attn_only": 1}
 
@@ -203,16 +198,6 @@ class CoreChecks(ModelChecks):
             assert under.num_attention == plain.num_attention * ATTENTION_FORWARDS[policy], policy
             assert torch.equal(under.generator_state, plain.generator_state), f"{policy} leaks random state"
         assert list(model.state_dict()) == names
-
-    @pytest.mark.parametrize(("adapter", "dtype"), every_value(("full", "lora", "lora with dropout"), list(DTYPES)))
-    def test_operations_kept_by_name_do_not_run_again(self, adapter: str, dtype: str) -> None:
-        model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
-        plain, ran = counted(partial(self._outcome, model, None, ragged=True))
-        for names, operations in KEPT_OPERATIONS.items():
-            under, ran_under = counted(partial(self._outcome, model, BlockEngine(policy=f"ops({names})"), ragged=True))
-            assert under.differences(plain) == [], names
-            assert torch.equal(under.generator_state, plain.generator_state), f"ops({names}) leaks random state"
-            assert {op: ran_under[op] for op in operations} == {op: ran[op] for op in operations}, names
 
     @pytest.mark.parametrize("adapter", [*ADAPTERS, *EVERYWHERE])
     def test_reentrant_checkpoints_change_no_gradient(self, adapter: str) -> None:

@@ -14,8 +14,8 @@ from ditkit_core.testing.suite_process import ProcessChecks
 GRADIENTS = {"fp64": 1e-7, "fp32": 1e-6, "bf16": 3e-2}
 """By dtype. A sum over tokens is taken in parts, one of each rank: another order of additions in fp32; in bf16 each part is rounded. Those of
 inputs, which are fp32, are rounded after they were multiplied by the number of ranks."""
-REPEATING = ("full", "full+offload", "ops(matmul, attention)")
-"""Policies that run every attention again, or what is in front of it."""
+REPEATING = ("full", "full+offload")
+"""Policies that run every attention again."""
 
 
 class ContextConformance(ProcessChecks):

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.op_names import SETS
 from ditkit_core.nn.attention import attention
 from ditkit_core.nn.context import BlockSettings, block_settings
 from ditkit_core.testing.combinations import pairwise
@@ -34,11 +33,8 @@ from ditkit_core.testing.world import (
     backward_without_autocast,
     is_attention_forward,
     make_model,
-    offloadable,
     outcome,
 )
-
-MATMUL_AND_ATTENTION = SETS["matmul"] | SETS["attention"]
 
 # The policy of each block, by index; written out, so that the check does not depend on the parser of schedules.
 _BY_BLOCK = {
@@ -49,8 +45,8 @@ _OFFLOAD = "+offload"
 
 LEVERS: Mapping[str, Sequence[Any]] = {
     "policy": (
-        "full", "attn_only", "attn_only(self)", "ops(matmul, attention)", "ops(attention)", *_BY_BLOCK,
-        *(f"{kind}{_OFFLOAD}" for kind in offloadable(("none", "full", "attn_only", "ops(matmul, attention)"))),
+        "full", "attn_only", "attn_only(self)", *_BY_BLOCK,
+        *(f"{kind}{_OFFLOAD}" for kind in ("none", "full", "attn_only")),
     ),
     "backend": ("sdpa", "sdpa_math"),
     "adapter": ("full", "lora"),
@@ -120,15 +116,7 @@ class Work:
             case "attn_only(self)":
                 of_self, num = self.attention.get("self", (0, 0))  # not every block has it
                 return self.flops - of_self - self.last, every - num
-            case "ops(matmul, attention)":
-                return self._not_named(MATMUL_AND_ATTENTION)
-            case "ops(attention)":
-                return self._not_named(SETS["attention"])
         raise AssertionError(policy)
-
-    def _not_named(self, names: Collection[str]) -> tuple[int, int]:
-        repeated = {name: num for name, num in self.saved.runs.items() if name not in names}
-        return sum(self.saved.flops[name] for name in repeated), num_attention(repeated)
 
 
 @dataclass

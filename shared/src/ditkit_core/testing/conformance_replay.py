@@ -36,7 +36,7 @@ from ditkit_core.training.train_step import StepContext, StepResult, training_st
 
 STEPS = 4
 LEVERS: Mapping[str, Sequence[Any]] = {
-    "policy": (*POLICIES, "ops(matmul)"),
+    "policy": POLICIES,
     "adapter": tuple(ADAPTERS),
     "quantize": ("none", *LAYOUTS, *COMPUTED),
     "dtype": tuple(DTYPES),

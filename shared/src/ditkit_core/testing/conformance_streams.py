@@ -18,7 +18,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_pair
 from ditkit_core.testing.conformance_swap import train_streamed
 from ditkit_core.testing.stand_in import StandIn
-from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, masked, micro_batches, offloadable
+from ditkit_core.testing.world import ADAPTERS, Items, ModelChecks, make_model, masked, micro_batches
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optim.optimizer import NamedOptimizer
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -112,7 +112,7 @@ class StreamChecks(ModelChecks):
 
     @pytest.mark.parametrize(
         ("policy", "levers", "training"),
-        every_pair(offloadable((*POLICIES, "ops(matmul, attention)")), LEVERS, list(TRAINED)),
+        every_pair(POLICIES, LEVERS, list(TRAINED)),
     )
     def test_streams_wait_for_each_other(self, policy: str, levers: str, training: str) -> None:
         """As on GPUs: no access is unordered, and no memory is given away while a stream uses it."""

@@ -99,7 +99,7 @@ def _gradients_apart(actual: Outcome, expected: Outcome, ranks: Ranks) -> float:
     return largest(apart)
 
 
-POLICIES = ("none", "full", "attn_only", "full+offload", "attn_only+offload", "ops(matmul, attention)")
+POLICIES = ("none", "full", "attn_only", "full+offload", "attn_only+offload")
 
 
 def few(subjects: Iterable[str]) -> dict[str, Sequence[int]]:

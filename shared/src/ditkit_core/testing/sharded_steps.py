@@ -28,11 +28,8 @@ from ditkit_core.testing.world import (
     is_attention_forward,
     largest,
     make_model,
-    offloadable,
 )
 
-ARGUMENTS = {"ops": "(matmul, attention)"}
-"""Arguments of policies that take names."""
 TRAINED = ("full", "lora")
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
@@ -43,10 +40,9 @@ each block."""
 
 def policies() -> list[str]:
     """Every kind of policy, alone and offloaded, some for parts of attention or of the blocks; a new kind joins by itself."""
-    kinds = [f"{kind}{ARGUMENTS.get(kind, '')}" for kind in MAKERS]
-    on_device = [kind for kind in kinds if not parse_schedule(kind).rules[0].policy.offload]
-    offloaded = [f"{kind}+offload" for kind in offloadable(on_device)]
-    texts = [*kinds, *offloaded, "attn_only(self)", "every_n(2)", "full, 0=none"]
+    on_device = [kind for kind in MAKERS if not parse_schedule(kind).rules[0].policy.offload]
+    offloaded = [f"{kind}+offload" for kind in on_device]
+    texts = [*MAKERS, *offloaded, "attn_only(self)", "every_n(2)", "full, 0=none"]
     return ["none", *(text for text in texts if text != "none")]
 
 

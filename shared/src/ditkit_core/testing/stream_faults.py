@@ -17,7 +17,7 @@ from ditkit_core.engine.engine import POLICIES
 from ditkit_core.engine.pinned_memory import CopyLane, Streamed, page_lock
 from ditkit_core.io.runtimes import runtime_of
 from ditkit_core.testing.conformance_streams import ONE, StreamCase, unordered
-from ditkit_core.testing.world import ModelChecks, offloadable
+from ditkit_core.testing.world import ModelChecks
 
 Patch = pytest.MonkeyPatch
 
@@ -210,11 +210,10 @@ FAULTS = {
 def _cases() -> list[Any]:
     """Every fault under every policy, for all that is trained; the faults of one policy each are not exhaustive."""
     cases = []
-    policies = offloadable((*POLICIES, "ops(matmul, attention)"))
     for number, (name, fault) in enumerate(FAULTS.items()):
-        turn, index = divmod(number, len(policies))
-        chosen = policies[index], fault.trained[turn % len(fault.trained)]
-        for policy, trained in itertools.product(policies, fault.trained):
+        turn, index = divmod(number, len(POLICIES))
+        chosen = POLICIES[index], fault.trained[turn % len(fault.trained)]
+        for policy, trained in itertools.product(POLICIES, fault.trained):
             marks = () if (policy, trained) == chosen else pytest.mark.exhaustive
             cases.append(pytest.param(name, policy, trained, marks=marks))
     return cases

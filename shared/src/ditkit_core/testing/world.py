@@ -14,7 +14,6 @@ from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import initialise, inject, is_adapter_name, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
-from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.loading.model import Model
 from ditkit_core.models.precision import Precision, autocast_disabled
 from ditkit_core.models.protocol import Engine
@@ -43,11 +42,6 @@ ADAPTERS = {
 EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
 """One that also adapts layers outside the blocks, which compute tensors for all of them: modulation, time and text embedding."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def offloadable(policies: Sequence[str]) -> tuple[str, ...]:
-    """The policies among these that this torch can offload: up to 2.11 it hands nobody what it keeps for named operations."""
-    return tuple(policy for policy in policies if kept_results_reach_hooks() or not policy.startswith("ops("))
 
 
 def make_model(
