@@ -5,51 +5,47 @@ import hashlib
 import json
 import re
 
-from ditkit_core.diagnostics.rendering import Html, element, escape_html, html_page, html_table, join_html, json_script
+from markupsafe import Markup
+
+from ditkit_core.diagnostics.rendering import Part, escape_html, json_script, macros, markup, parts_page
 from ditkit_core.io.tables import Table
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
-    made = element("p", "<b>", element("i", "x & y"), title='"quoted"', data_key="'k'", class_="c", id=None)
-    assert made == '<p title="&quot;quoted&quot;" data-key="&#x27;k&#x27;" class="c">&lt;b&gt;<i>x &amp; y</i></p>'
-    assert isinstance(join_html("<", Html("<br>")), Html) and join_html("<", Html("<br>")) == "&lt;<br>"
+    cell = markup('<p title="{}">{}{}</p>', '"quoted"', "<b>", Markup("<br>"))
+    assert cell == '<p title="&#34;quoted&#34;">&lt;b&gt;<br></p>' and isinstance(cell, Markup)
     assert escape_html("a\x00b\ud800c\nd\te") == "a\ufffdb\ufffdc\nd\te"
-    assert element("img", src="a") == '<img src="a">' and element("td") == "<td></td>"
 
 
 def test_marks_that_turn_a_line_around_are_not_written() -> None:
     turned = "\u202egpj.\u2066x\u2069 אבג"
     assert escape_html(turned) == "\ufffdgpj.\ufffdx\ufffd אבג", "letters that are written from the right stay"
-    made = (
-        element("p", turned, title=turned)
-        + html_page(turned, element("p", turned))
-        + json_script({turned: [turned]}, id="numbers")
-    )
-    assert not re.search("[\u202a-\u202e\u2066-\u2069]", made) and not re.search(r"\\u(202[a-e]|206[6-9])", made)
+    table = Table(head=[turned], rows=[[turned]])
+    page = parts_page(turned, turned, [Part(title=turned, table=table, lines=[turned])])
+    page += markup('<i id="{}">', turned) + json_script({turned: [turned]}, id="numbers")
+    assert page.count("\ufffdgpj.\ufffdx\ufffd אבג") == 7
+    assert not re.search("[\u202a-\u202e\u2066-\u2069]", page) and not re.search(r"\\u(202[a-e]|206[6-9])", page)
     (text,) = re.findall("<script[^>]*>(.*)</script>", json_script({"a": turned}, id="numbers"))
     assert json.loads(text) == {"a": "\ufffdgpj.\ufffdx\ufffd אבג"}
 
 
 def test_a_table_escapes_its_cells_and_marks_rows_and_numbers() -> None:
-    table = Table(head=["file", "frames"], rows=[["<b>", "9"], [element("i", "x"), "4"]])
-    made = html_table(table, classes=["warning", ""])
-    assert '<tr class="warning"><td dir="auto">&lt;b&gt;</td><td dir="auto" class="n">9</td></tr>' in made
-    assert '<tr><td dir="auto"><i>x</i></td>' in made
-    assert '<th scope="col">file</th><th scope="col" class="n">frames</th>' in made
+    html_table = macros("macros.html").html_table
+    table = Table(head=["file", "frames"], rows=[["<b>", "9"], [Markup("<i>x</i>"), "4"]])
+    text = "".join(html_table(table, row_classes=["warning", ""]).splitlines())
+    assert '<tr class="warning"><td dir="auto">&lt;b&gt;</td><td dir="auto" class="n">9</td></tr>' in text
+    assert '<tr><td dir="auto"><i>x</i></td>' in text
+    assert '<th scope="col">file</th><th scope="col" class="n">frames</th>' in text
     assert '<th scope="row">&lt;b&gt;</th>' in html_table(table, row_titles=True)
-    assert html_table(Table(head=["file"], rows=[])) == "<p>none</p>"
+    assert html_table(Table(head=["file"], rows=[])).strip() == "<p>none</p>"
 
 
-def test_a_page_allows_its_own_style_and_script_and_nothing_else() -> None:
-    def digest(text: str) -> str:
-        return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-    page = html_page("<title>", element("p", "x"), script="run()")
+def test_a_page_allows_its_own_style_and_nothing_else() -> None:
+    page = parts_page("<title>", "heading", [])
     (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
-    policy = f"default-src 'none'; img-src data:; media-src data:; style-src '{digest(style)}'; script-src '{digest('run()')}'; "
-    assert escape_html(policy) in page and "<title>&lt;title&gt;</title>" in page and "<script>run()</script>" in page
-    without = html_page("plain", element("p", "x"))
-    assert "<script" not in without and escape_html("script-src 'none'; ") in without
+    digest = "sha256-" + base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; media-src data:; style-src '{digest}'; script-src 'none'; "
+    assert escape_html(policy) in page and "<title>&lt;title&gt;</title>" in page and "<script" not in page
 
 
 def test_values_for_a_script_cannot_end_its_element() -> None:

@@ -1,7 +1,12 @@
 """The verdict on top of the page of a run."""
 
+from ditkit_core.diagnostics.rendering import macros
 from ditkit_core.diagnostics.report.data import Section, Series
 from ditkit_core.diagnostics.report.overview import overview, section_verdict
+
+
+def shown(section: Section) -> str:
+    return str(macros("report/macros.html").overview_part(overview(section)))
 
 
 def test_the_verdict_says_what_the_interval_says() -> None:
@@ -40,9 +45,8 @@ def test_the_page_says_images_where_there_are_no_clips() -> None:
     series = {"held_out": Series(steps=[0, 5], values=[2.0, 1.0])}
     series |= {"held_out_low": Series(steps=[5], values=[0.8]), "held_out_high": Series(steps=[5], values=[1.2])}
     for frames, noun in ((1, "images"), (17, "clips")):
-        page = str(
-            overview(Section(name="", series=series, data={"shapes": [{"frames": frames, "height": 8, "width": 8}]}))
-        )
+        shapes = [{"frames": frames, "height": 8, "width": 8}]
+        page = shown(Section(name="", series=series, data={"shapes": shapes}))
         assert f"It works: loss on unseen {noun} fell by 50 %." in page
 
 
@@ -54,7 +58,7 @@ def test_adapters_of_the_base_and_of_samples_matched_steps_and_mirrors_are_named
         "prior.match_base": 0.25,
         "data.flip": True,
     }
-    page = str(overview(Section(name="", series={}, config=config)))
+    page = shown(Section(name="", series={}, config=config))
     for line in (
         "speed.safetensors@0.8: merged into the base",
         "undistilled.safetensors: in training of the low-noise expert alone, as an assistant",
@@ -63,11 +67,11 @@ def test_adapters_of_the_base_and_of_samples_matched_steps_and_mirrors_are_named
         "mirrored in half of their uses",
     ):
         assert line in page
-    assert "adapters/" not in page and "merged into" not in str(overview(Section(name="", series={}, config={})))
+    assert "adapters/" not in page and "merged into" not in shown(Section(name="", series={}, config={}))
 
 
 def test_exports_that_were_verified_are_counted_and_wrong_ones_named() -> None:
     section = Section(name="", series={}, verified={"cats.safetensors": True, "cats-step-000250.safetensors": False})
-    page = str(overview(section))
+    page = shown(section)
     assert "1 of 2 verified" in page and "cats-step-000250.safetensors does not work" in page
-    assert "Exports" not in str(overview(Section(name="", series={})))
+    assert "Exports" not in shown(Section(name="", series={}))

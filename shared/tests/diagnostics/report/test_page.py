@@ -275,11 +275,16 @@ def test_environments_that_are_none_are_left_out(tmp_path: Path, damaged: object
 @pytest.mark.parametrize("values", [(1e-320, 0.5), (1e-320, 2e-320), (5e-324, 5e-324)])
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_a_chart_of_the_smallest_numbers_is_shown(values: tuple[float, ...], logarithmic: bool) -> None:
-    from ditkit_core.diagnostics.report.charts import Chart, chart_figure
+    from ditkit_core.diagnostics.rendering import macros
+    from ditkit_core.diagnostics.report.charts import Chart
     from ditkit_core.diagnostics.report.data import Series
 
     shown = Series(steps=(1, 2), values=values)
-    figure = str(chart_figure(Chart(name="loss", title="Loss", series=shown, logarithmic=logarithmic), section=0))
+    figure = str(
+        macros("report/macros.html").chart_figure(
+            Chart(name="loss", title="Loss", series=shown, logarithmic=logarithmic), 0
+        )
+    )
     assert "nan" not in figure and 'class="grid"' in figure
 
 

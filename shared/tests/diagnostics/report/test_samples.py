@@ -52,7 +52,7 @@ def test_large_videos_are_a_link_and_the_page_stays_small(tmp_path: Path, monkey
     strip = page.text[page.text.index("a cat (seed 0)") : page.text.index("a dog (seed 0)")]
     tiles = strip.split('<figure class="tile">')[1:]
     assert len(tiles) == 9 and [("<video" in tile) for tile in (tiles[0], tiles[-1], tiles[1])] == [True, True, False]
-    assert all('href="samples/step-' in tile for tile in tiles) and "in the run&#x27;s folder" in tiles[1]
+    assert all('href="samples/step-' in tile for tile in tiles) and "in the run's folder" in tiles[1]
     spent = sum(
         len(base64.b64decode(each["src"].split(",")[1]))
         for kind in ("video", "img")

@@ -88,7 +88,7 @@ def test_nothing_but_the_page_and_samples_is_sent(tmp_path: Path) -> None:
             status, text, _ = answer(server, path)
             assert status == 404 and b"secret" not in text, path
         for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
-            assert answer(server, "/", method)[0] == 501
+            assert answer(server, "/", method)[0] == 405
         status, text, _ = answer(server, "/<script>alert(1)</script>")
         assert status == 404 and b"<script>" not in text
 
@@ -117,7 +117,8 @@ def test_parts_of_a_video_and_what_a_browser_has_already(tmp_path: Path) -> None
             status, part, headers = answer(server, path, Range=asked)
             assert (status, part) == (206, wanted) and headers["Content-Range"].endswith(f"/{len(data)}")
         for odd in ("bytes=9-5", "bytes=x-", "lines=0-1", "bytes=", "bytes=-", "bytes=0-1,4-5"):
-            assert answer(server, path, Range=odd)[:2] == (200, data)
+            status, whole, _ = answer(server, path, Range=odd)
+            assert (status, whole) == (200, data) or status == 416, odd
 
 
 def test_a_run_that_has_not_begun_has_a_page_that_loads_itself_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     grouped,
     one_line,
 )
-from ditkit_core.diagnostics.rendering import element, html_page, html_table, json_text
+from ditkit_core.diagnostics.rendering import Part, json_text, parts_page, print_parts
 from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.io.console import say
 from ditkit_core.io.files import write_text
@@ -27,17 +27,10 @@ _MOST_OF_CODE = 8
 """Largest number of findings of one code and severity to print."""
 _ORDER = ("error", "warning", "note")
 
-Titled = tuple[str, Table | None]
-"""A title line, and the table below it, if there is one."""
-
 
 def print_check(checkup: CheckReport) -> None:
     """Print the report."""
-    for title, table in _tables(checkup):
-        say(title)
-        if table is not None and table.rows:
-            table.show()
-        say("")
+    print_parts(_parts(checkup))
     for severity in _ORDER:
         groups = grouped([finding for finding in checkup.findings if finding.severity == severity])
         # Limited per code: a finding about every file must not hide the others.
@@ -69,59 +62,47 @@ def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
 
 def check_page(checkup: CheckReport) -> str:
     """The report as an HTML page."""
-    sorted_findings = sorted(checkup.findings, key=lambda finding: (_ORDER.index(finding.severity), finding.code))
-    rows = [
-        [finding.code, finding.severity, finding.where, finding.what, finding.remedy] for finding in sorted_findings
-    ]
-    findings = Table(head=["code", "", "where", "what", "how to fix it"], rows=rows)
-    parts = [element("h1", f"{checkup.model}: {check_verdict(checkup)}")]
-    parts.append(html_table(findings, classes=[finding.severity for finding in sorted_findings]))
-    for title, table in _tables(checkup, files=True):
-        parts.append(element("h2", title))
-        if table is not None and table.rows:
-            parts.append(html_table(table))
-    used_codes = {finding.code for finding in sorted_findings}
-    codes = [[code, about] for code, about in CODES.items() if code in used_codes]
-    parts += [element("h2", "codes"), html_table(Table(head=["code", "about"], rows=codes))]
-    return html_page(f"{checkup.model}: check", *parts)
+    findings = sorted(checkup.findings, key=lambda finding: (_ORDER.index(finding.severity), finding.code))
+    rows = [[finding.code, finding.severity, finding.where, finding.what, finding.remedy] for finding in findings]
+    table = Table(head=["code", "", "where", "what", "how to fix it"], rows=rows)
+    first = Part(title="", table=table, row_classes=[finding.severity for finding in findings])
+    used_codes = {finding.code for finding in findings}
+    codes = Table(head=["code", "about"], rows=[[code, about] for code, about in CODES.items() if code in used_codes])
+    parts = [first, *_parts(checkup, files=True), Part(title="codes", table=codes)]
+    return parts_page(f"{checkup.model}: check", f"{checkup.model}: {check_verdict(checkup)}", parts)
 
 
-def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
+def _parts(checkup: CheckReport, *, files: bool = False) -> list[Part]:
     """All tables with their titles; `files` adds those that may be long."""
-    tables = [_buckets(checkup)]
+    parts = [_buckets(checkup)]
     if files and checkup.files:
-        tables.append(("files", _of_rows(checkup.files)))
-    if checkup.excluded:
-        rows = [
-            [exclusion.name, exclusion.reason, "stops the run" if exclusion.stops else "left out"]
-            for exclusion in checkup.excluded
-        ]
+        parts.append(Part(title="files", table=_of_rows(checkup.files)))
+    if excluded := checkup.excluded:
+        rows = [[entry.name, entry.reason, "stops the run" if entry.stops else "left out"] for entry in excluded]
         # The terminal has them among the findings.
-        tables.append(
-            (f"not trained on: {len(rows)}", Table(head=["file", "reason", ""], rows=rows) if files else None)
-        )
+        table = Table(head=["file", "reason", ""], rows=rows) if files else None
+        parts.append(Part(title=f"not trained on: {len(rows)}", table=table))
     if (captions := checkup.captions) is not None:
         cut = "length not checked" if captions.cut is None else f"{len(captions.cut)} too long for the text encoder"
         counted = f"captions: {captions.count}, {captions.distinct} different, {captions.empty} empty, {cut}"
-        tables.append((counted, None))
+        parts.append(Part(title=counted))
         if files and captions.cut:
             rows = [[cut.sample, str(cut.tokens), cut.kept] for cut in captions.cut]
-            tables.append(("truncated captions", Table(head=["sample", "tokens cut", "text that is read"], rows=rows)))
-    if checkup.masks:
-        shares = [f"{100 * share:.0f} %" for share in (min(checkup.masks), max(checkup.masks))]
-        whites = " to ".join(dict.fromkeys(shares))
-        tables.append(
-            (f"loss masks: {plural(len(checkup.masks), 'sample')}, {whites} of their pixels learnt in full", None)
-        )
+            table = Table(head=["sample", "tokens cut", "text that is read"], rows=rows)
+            parts.append(Part(title="truncated captions", table=table))
+    if masks := checkup.masks:
+        whites = " to ".join(dict.fromkeys(f"{100 * share:.0f} %" for share in (min(masks), max(masks))))
+        parts.append(Part(title=f"loss masks: {plural(len(masks), 'sample')}, {whites} of their pixels learnt in full"))
     for title, groups in (("same content", checkup.same), ("nearly alike", checkup.alike)) if files else ():
         if groups:
-            tables.append((title, Table(head=["samples"], rows=[[", ".join(group)] for group in groups])))
+            table = Table(head=["samples"], rows=[[", ".join(group)] for group in groups])
+            parts.append(Part(title=title, table=table))
     if checkup.memory is not None:
-        tables.append(_memory(checkup.memory))
-    return [*tables, *map(_step, checkup.steps)]
+        parts.append(_memory(checkup.memory))
+    return [*parts, *map(_step, checkup.steps)]
 
 
-def _buckets(checkup: CheckReport) -> Titled:
+def _buckets(checkup: CheckReport) -> Part:
     total = sum(row.micro_batches or 0 for row in checkup.buckets)
     epoch = f", {plural(total, 'micro-batch')} in an epoch" if total else ""
     kept, dropped = checkup.kept, checkup.dropped
@@ -129,7 +110,7 @@ def _buckets(checkup: CheckReport) -> Titled:
     classes = f" and {plural(checkup.class_images, 'class image')}" if checkup.class_images else ""
     of = f"{plural(checkup.samples, 'sample')}{classes} of {plural(len(checkup.files), 'file')}"
     title = f"{checkup.model}: {of}{epoch}{frames}"
-    return title, _of_rows(checkup.buckets)
+    return Part(title=title, table=_of_rows(checkup.buckets))
 
 
 def _of_rows(rows: Sequence[BucketRow | FileRow]) -> Table:
@@ -159,19 +140,19 @@ def _cell(row: BucketRow | FileRow, name: str) -> str:
     return "?" if value is None else _SHOWN.get(name, "{}").format(value)
 
 
-def _memory(plan: MemoryPlan) -> Titled:
+def _memory(plan: MemoryPlan) -> Part:
     if plan.fits is None:
-        return f"fits: not planned: {plan.why_not}", None
+        return Part(title=f"fits: not planned: {plan.why_not}")
     rows = []
     for row in plan.devices:
         free = row.total - row.reserve - row.peak
         sizes = [f"{size / GIB:.2f}" for size in (row.peak, row.reserve, row.total, max(0, free))]
         rows.append([row.device, *sizes, "fits" if row.fits else f"lacks {-free / GIB:.2f}"])
     table = Table(head=["GiB", "planned peak", "reserve", "total", "free", ""], rows=rows)
-    return f"fits: {'yes' if plan.fits else 'no'}, as planned for {plan.batch}", table
+    return Part(title=f"fits: {'yes' if plan.fits else 'no'}, as planned for {plan.batch}", table=table)
 
 
-def _step(row: StepRow) -> Titled:
+def _step(row: StepRow) -> Part:
     size = f"{row.frames} frames of {row.height}x{row.width}" if row.frames > 1 else f"{row.height}x{row.width}"
     expert = f" with the {row.expert} expert" if row.expert else ""
     title = f"tried{expert}: {len(row.samples)} x {size}, {row.tokens} tokens, two steps in {row.seconds:.1f} s"
@@ -184,4 +165,4 @@ def _step(row: StepRow) -> Titled:
         ],
         "highest memory": f"{row.peak_bytes / GIB:.2f} GiB",
     }
-    return title, Table(rows=[[name, text] for name, text in measured.items()])
+    return Part(title=title, table=Table(rows=[[name, text] for name, text in measured.items()]))

@@ -1,16 +1,19 @@
-"""Curves as SVG. Colours come from the style sheet, so that they follow light and dark mode."""
+"""Curves in the coordinates of an SVG, which `macros.html` draws. Colours come from the style sheet, so that they follow light and dark mode."""
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
-from ditkit_core.diagnostics.rendering import Html, element
 from ditkit_core.diagnostics.report.data import Series
 from ditkit_core.diagnostics.report.words import format_number
 
 WIDTH, HEIGHT = 420, 230
 """Size of a chart in SVG units: about a phone's screen."""
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
+LEFT, RIGHT, TOP, BOTTOM = 58, WIDTH - 12, 12, HEIGHT - 26
+"""Edges of the area of the curves."""
 _MOST_PATH_POINTS = 600
 """Largest number of points of a curve. A chart of this size has no room for more."""
 _DIGIT = 8.0
@@ -41,101 +44,105 @@ class Chart:
     logarithmic: bool = False
     unit: float = 1.0
     """Divisor of the shown values: 2**30 shows bytes in GiB."""
+    size: ClassVar = (WIDTH, HEIGHT)
+    edges: ClassVar = (LEFT, RIGHT, TOP, BOTTOM)
 
+    @property
+    def id(self) -> str:
+        """The name as part of an element's id."""
+        return re.sub(r"[^\w.]+", "-", self.name)
 
-def chart_figure(chart: Chart, *, section: int) -> Html:
-    """Build a chart with its caption, and an element in which the script shows the numbers under the pointer.
+    @property
+    def newest(self) -> str:
+        """The newest value, rounded."""
+        return format_number(self.series.last / self.unit)
 
-    Args:
-        section: Index of its run on the page.
-    """
-    scale = _Scale.of(chart)
-    about = _described(chart)
-    names = re.sub(r"[^\w.]+", "-", f"{section}-{chart.name}")
-    parts = [
-        element("title", chart.title, id=f"title-{names}"),
-        element("desc", about, id=f"about-{names}"),
-        *_axes(scale),
-        *([_area(scale, *chart.band)] if chart.band else []),
-        *([_across(scale, chart.level)] if chart.level is not None else []),
-        *([_path(scale, chart.raw, "faint")] if chart.raw else []),
-        _path(scale, chart.series, "main"),
-        *_dots(scale, chart.series),
-        element("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM, visibility="hidden"),
-    ]
-    # The script converts the position of the pointer into a step with these numbers.
-    read_off = {"section": section, "name": chart.name, "first": scale.first, "last": scale.last}
-    read_off |= {"left": LEFT, "right": WIDTH - RIGHT, "unit": chart.unit}
-    attributes = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "tabindex": 0}
-    attributes |= {"aria_labelledby": f"title-{names} about-{names}"}
-    svg = element("svg", *parts, **attributes, **{f"data_{name}": value for name, value in read_off.items()})
-    newest = element("span", format_number(chart.series.last / chart.unit), class_="newest")
-    note = [element("small", chart.note)] if chart.note else []
-    return element(
-        "figure", element("figcaption", element("strong", chart.title), newest, *note), svg, element("output", about)
-    )
+    @property
+    def description(self) -> str:
+        """A sentence about the main curve: first, last and lowest value. Screen readers read it in place of the chart."""
+        series = self.series
 
+        def at(index: int) -> str:
+            return f"{format_number(series.values[index] / self.unit)} at step {series.steps[index]}"
 
-def _described(chart: Chart) -> str:
-    """A sentence about the main curve: first, last and lowest value. Screen readers read it in place of the chart."""
-    series = chart.series
+        if len(series.values) == 1:
+            return at(0)
+        return f"{at(0)}, {at(-1)}; lowest {at(min(range(len(series.values)), key=series.values.__getitem__))}"
 
-    def at(index: int) -> str:
-        return f"{format_number(series.values[index] / chart.unit)} at step {series.steps[index]}"
+    @cached_property
+    def steps(self) -> tuple[int, int]:
+        """The first and last step of the axis."""
+        ends = [step for curve in self._curves for step in (curve.steps[0], curve.steps[-1])]
+        return min(ends), max(*ends, min(ends) + 1)
 
-    if len(series.values) == 1:
-        return at(0)
-    return f"{at(0)}, {at(-1)}; lowest {at(min(range(len(series.values)), key=series.values.__getitem__))}"
+    @property
+    def _curves(self) -> list[Series]:
+        return [self.series, *([self.raw] if self.raw else []), *(self.band or ())]
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Scale:
-    """Converts steps and values into positions in the chart."""
-
-    first: int
-    last: int
-    low: float
-    high: float
-    logarithmic: bool
-    unit: float
-
-    @classmethod
-    def of(cls, chart: Chart) -> "_Scale":
-        curves = [chart.series, *([chart.raw] if chart.raw else []), *(chart.band or ())]
-        values = [value for series in curves for value in series.values]
-        values += [chart.level] if chart.level is not None else []
-        steps = [step for series in curves for step in (series.steps[0], series.steps[-1])]
-        logarithmic = chart.logarithmic and min(values) > _LEAST  # the power of ten below has to be a number too
+    @cached_property
+    def _axis(self) -> tuple[float, float, bool]:
+        """The lowest and highest position of the axis of values, and whether positions are logarithms."""
+        values = [value for curve in self._curves for value in curve.values]
+        values += [self.level] if self.level is not None else []
+        logarithmic = self.logarithmic and min(values) > _LEAST  # the power of ten below has to be a number too
         positions = [math.log10(value) for value in values] if logarithmic else values
         low, high = min(positions), max(positions)
         # A flat curve has no range: its margin is a tenth of its value, or 1.
-        room = (high - low) * 0.06 or abs(high) * 0.1
-        room = room if room > _LEAST else 1.0
+        margin = (high - low) * 0.06 or abs(high) * 0.1
+        margin = margin if margin > _LEAST else 1.0
         # No negative axis for values that are never negative.
         floor = 0.0 if low >= 0 and not logarithmic else -math.inf
-        return cls(
-            first=min(steps),
-            last=max(*steps, min(steps) + 1),
-            low=max(low - room, floor),
-            high=high + room,
-            logarithmic=logarithmic,
-            unit=chart.unit,
-        )
+        return max(low - margin, floor), high + margin, logarithmic
 
     def x(self, step: float) -> float:
-        return round(LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT), 1)
+        """The position of a step."""
+        first, last = self.steps
+        return round(LEFT + (step - first) / (last - first) * (RIGHT - LEFT), 1)
 
     def y(self, value: float) -> float:
-        position = math.log10(value) if self.logarithmic else value
-        return round(HEIGHT - BOTTOM - (position - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM), 1)
+        """The position of a value."""
+        low, high, logarithmic = self._axis
+        position = math.log10(value) if logarithmic else value
+        return round(BOTTOM - (position - low) / (high - low) * (BOTTOM - TOP), 1)
 
-    def ticks(self) -> list[float]:
-        """Values with a grid line."""
-        if self.logarithmic and self.high - self.low >= 1:
-            return [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1)]
-        if self.logarithmic:
-            return [tick for tick in _round_ticks(10**self.low, 10**self.high) if tick > 0]
-        return [tick * self.unit for tick in _round_ticks(self.low / self.unit, self.high / self.unit)]
+    @property
+    def value_ticks(self) -> list[tuple[float, str]]:
+        """The positions of horizontal grid lines, with their labels."""
+        low, high, logarithmic = self._axis
+        if logarithmic and high - low >= 1:
+            ticks = [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
+        elif logarithmic:
+            ticks = [tick for tick in _round_ticks(10**low, 10**high) if tick > 0]
+        else:
+            ticks = [tick * self.unit for tick in _round_ticks(low / self.unit, high / self.unit)]
+        return [(self.y(tick), _short(tick / self.unit)) for tick in ticks]
+
+    @property
+    def step_ticks(self) -> Iterator[tuple[float, str]]:
+        """The positions of labels below the chart."""
+        for tick in _round_ticks(*map(float, self.steps)):
+            if tick == round(tick):
+                text = f"{round(tick)}"
+                yield min(self.x(tick), WIDTH - len(text) * _DIGIT / 2), text  # the text would be cut off at the edge
+
+    def points(self, series: Series) -> list[tuple[float, float]]:
+        """The positions of a curve's points."""
+        return [(self.x(float(s)), self.y(v)) for s, v in zip(series.steps, series.values, strict=True)]
+
+    def path(self, series: Series) -> str:
+        """A curve as the outline of an SVG path."""
+        return "M" + "L".join(f"{x} {y}" for x, y in self.points(series.downsampled(_MOST_PATH_POINTS)))
+
+    @property
+    def dots(self) -> list[tuple[float, float]]:
+        """The positions of the points of a curve that has few."""
+        return self.points(self.series) if len(self.series.steps) <= _MOST_DOTS else []
+
+    @property
+    def area(self) -> str:
+        """The band as one closed outline: there and back."""
+        low, high = self.band or ()
+        return "M" + "L".join(f"{x} {y}" for x, y in [*self.points(low), *self.points(high)[::-1]]) + "Z"
 
 
 def _round_ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -149,47 +156,8 @@ def _round_ticks(low: float, high: float, about: int = 4) -> list[float]:
     ]
 
 
-def _axes(scale: _Scale) -> list[Html]:
-    parts = []
-    for tick in scale.ticks():
-        y = scale.y(tick)
-        parts.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
-        parts.append(element("text", _short(tick / scale.unit), x=LEFT - 6, y=y + 4, text_anchor="end"))
-    for tick in _round_ticks(float(scale.first), float(scale.last)):
-        if tick == round(tick):
-            text = f"{round(tick)}"
-            inside = min(scale.x(tick), WIDTH - len(text) * _DIGIT / 2)  # the text would be cut off at the edge
-            parts.append(element("text", text, x=inside, y=HEIGHT - 8, text_anchor="middle"))
-    parts.append(element("text", "step", x=LEFT - 18, y=HEIGHT - 8, text_anchor="end"))
-    return parts
-
-
 def _short(value: float) -> str:
     """A tick's value in at most eight characters, which fit the margin."""
     if 1e-3 <= abs(value) < 1e7 or not value:
         return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
     return f"{value:.2e}".replace(".00e", "e")
-
-
-def _points(scale: _Scale, series: Series) -> list[str]:
-    return [f"{scale.x(float(s))} {scale.y(v)}" for s, v in zip(series.steps, series.values, strict=True)]
-
-
-def _path(scale: _Scale, series: Series, look: str) -> Html:
-    return element("path", class_=look, d="M" + "L".join(_points(scale, series.downsampled(_MOST_PATH_POINTS))))
-
-
-def _dots(scale: _Scale, series: Series) -> list[Html]:
-    if len(series.steps) > _MOST_DOTS:
-        return []
-    points = (point.split() for point in _points(scale, series))
-    return [element("circle", class_="dot", cx=x, cy=y, r=2.5) for x, y in points]
-
-
-def _area(scale: _Scale, low: Series, high: Series) -> Html:
-    lower, upper = _points(scale, low), _points(scale, high)[::-1]  # one closed outline: there and back
-    return element("path", class_="band", d="M" + "L".join([*lower, *upper]) + "Z")
-
-
-def _across(scale: _Scale, level: float) -> Html:
-    return element("line", class_="level", x1=LEFT, x2=WIDTH - RIGHT, y1=scale.y(level), y2=scale.y(level))

@@ -7,40 +7,31 @@ from typing import Any
 
 from ditkit_core.adapters.config import METHOD_NAMES
 from ditkit_core.config.sizes import GIB
-from ditkit_core.diagnostics.rendering import Html, element
 from ditkit_core.diagnostics.report.data import Section
 from ditkit_core.diagnostics.report.words import Verdict, format_duration, format_number, judge_change, plural
 from ditkit_core.io.files import dicts_of
 
 
-def overview(section: Section) -> Html:
-    """Build the overview of a section: its state, the verdict, and what was trained."""
+def overview(section: Section) -> dict[str, Any]:
+    """The top of a section as values of its template: its state, the verdict, and what was trained, by title."""
+    verdict, details = section_verdict(section)
     facts = {
         "Model": _model(section),
         "Data": _data(section),
         "Training": _training(section),
         "Device": _device(section),
+        **({"Exports": _exports(section.verified)} if section.verified else {}),
     }
-    if section.verified:
-        facts["Exports"] = _exports(section.verified)
-    listed = [
-        element(
-            "div",
-            element("dt", name),
-            element("dd", element("strong", first), *(element("span", line) for line in lines)),
-        )
-        for name, (first, *lines) in facts.items()
-    ]
-    verdict, details = section_verdict(section)
     headline = verdict.headline[0].upper() + verdict.headline[1:] + "."
-    judged = [element("strong", headline), *(element("p", line) for line in details)]
-    return element(
-        "section",
-        *([element("h2", section.name)] if section.name else []),
-        element("p", _state(section), class_="state"),
-        element("div", *judged, class_=f"verdict {verdict.kind}"),
-        element("dl", *listed, class_="facts"),
-    )
+    kind, state = verdict.kind, _state(section)
+    return {
+        "name": section.name,
+        "state": state,
+        "kind": kind,
+        "headline": headline,
+        "details": details,
+        "facts": facts,
+    }
 
 
 def section_verdict(section: Section) -> tuple[Verdict, list[str]]:

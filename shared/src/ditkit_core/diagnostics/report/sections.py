@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from markupsafe import Markup
+
 from ditkit_core.config.sizes import GIB
-from ditkit_core.diagnostics.rendering import Html, element, html_table, join_html
+from ditkit_core.diagnostics.rendering import markup
 from ditkit_core.diagnostics.report.charts import Chart
 from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series
 from ditkit_core.diagnostics.report.words import format_number
@@ -57,21 +59,25 @@ def groups(section: Section) -> list[Group]:
     changes = (_change(series[name], title) for name, title in levels.items())
     account = {name: name.removeprefix(TIMES).replace("/", ": ") for name in series if name.startswith(TIMES)}
     others = {name: name for name in series if not (name in _NAMES or name in account or name.startswith("held_out"))}
+    broken = max(series["nonfinite"].values) if "nonfinite" in series else None
+    finite = "all activations are finite" if broken == 0 else ""
+    by_level = [chart for name, title in levels.items() for chart in _validation(series, name, title)]
+    loss = [*_loss(series), *_validation(series, "held_out", "validation loss")]
     candidates = [
-        Group(
-            title="Loss", charts=[*_loss(series), *_validation(series, "held_out", "validation loss")], is_folded=False
-        ),
+        Group(title="Loss", charts=loss, is_folded=False),
         Group(title="Training", charts=_curves(series, _TRAINING), is_folded=False),
-        Group(
-            title="Validation loss by noise level",
-            charts=[chart for name, title in levels.items() for chart in _validation(series, name, title)],
-            note=", ".join(filter(None, changes)),
-        ),
+        Group(title="Validation loss by noise level", charts=by_level, note=", ".join(filter(None, changes))),
         Group(title="Seconds of a step", charts=_curves(series, account), note=_shares(series, account)),
-        _sentinels(series),
+        Group(
+            title="Sentinels",
+            charts=_curves(series, _SENTINELS),
+            is_folded=not broken,
+            note=f"up to {broken:g} activations are not finite" if broken else finite,
+        ),
         Group(title="Other numbers", charts=_curves(series, others)),
     ]
-    return [group for group in candidates if group.charts]
+    # Stable: what is folded comes after the others.
+    return sorted((group for group in candidates if group.charts), key=lambda group: group.is_folded)
 
 
 def _shares(series: Mapping[str, Series], account: Mapping[str, str]) -> str:
@@ -80,14 +86,6 @@ def _shares(series: Mapping[str, Series], account: Mapping[str, str]) -> str:
     total = sum(means.values()) or 1.0
     longest = sorted(means.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{title} {mean / total:.0%}" for title, mean in longest if mean / total >= 0.005)
-
-
-def _sentinels(series: Mapping[str, Series]) -> Group:
-    charts, broken = _curves(series, _SENTINELS), max(series["nonfinite"].values) if "nonfinite" in series else None
-    if broken:
-        note = f"up to {broken:g} activations are not finite"
-        return Group(title="Sentinels", charts=charts, is_folded=False, note=note)
-    return Group(title="Sentinels", charts=charts, note="all activations are finite" if broken == 0 else "")
 
 
 def _curves(series: Mapping[str, Series], names: Mapping[str, str]) -> list[Chart]:
@@ -133,24 +131,20 @@ def _validation(series: Mapping[str, Series], name: str, title: str) -> list[Cha
     return [Chart(name=name, title=title, series=measured, band=ends, level=level, note="; ".join(notes))]
 
 
-def constants(section: Section, section_groups: Sequence[Group]) -> Html:
-    """A line with the numbers that have no chart in `section_groups`: they did not change, or were measured once. Empty without any."""
+def constants(section: Section, section_groups: Sequence[Group]) -> list[tuple[str, Markup]]:
+    """The numbers that have no chart in `section_groups`: they did not change, or were measured once."""
     names = {chart.name for group in section_groups for chart in group.charts}
     flat = [name for name in section.series if name not in names and not name.endswith(("_low", "_high"))]
-    numbers = [
-        join_html(" · " if i else "", _NAMES.get(name, name), " ", _newest(section, name))
-        for i, name in enumerate(flat)
-    ]
-    return element("p", element("strong", "Constant: "), *numbers, class_="constant") if numbers else Html()
+    return [(_NAMES.get(name, name), _newest(section, name)) for name in flat]
 
 
-def _newest(section: Section, name: str) -> Html:
+def _newest(section: Section, name: str) -> Markup:
     series = section.series[name]
     return _cell(name, series.steps[-1], series.last)
 
 
-def tables(section: Section) -> list[Html]:
-    """The tables that a reader can unfold: newest numbers, validation losses, data, environment, configuration."""
+def tables(section: Section) -> dict[str, list[Table]]:
+    """The tables that a reader can unfold, by title: newest numbers, validation losses, data, environment, configuration."""
     config = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in section.config.items()}
     titled = {
         "Newest numbers": _numbers(section),
@@ -159,10 +153,10 @@ def tables(section: Section) -> list[Html]:
         "Environment": [_pairs(environment) for environment in section.environments],
         "Configuration": [_pairs(config)] if config else [],
     }
-    return [element("details", element("summary", title), *parts) for title, parts in titled.items() if parts]
+    return {title: parts for title, parts in titled.items() if parts}
 
 
-def _numbers(section: Section) -> list[Html]:
+def _numbers(section: Section) -> list[Table]:
     """A table of the newest value of each number."""
     rows = [
         [_NAMES.get(name, name), _newest(section, name), str(series.steps[-1])]
@@ -170,33 +164,29 @@ def _numbers(section: Section) -> list[Html]:
         if not name.startswith("held_out/") and not name.endswith(("_low", "_high"))
     ]
     rows += [[name, text, str(step)] for name, (step, text) in section.texts.items()]
-    return [html_table(Table(head=["", "newest value", "step"], rows=rows), row_titles=True)] if rows else []
+    return [Table(head=["", "newest value", "step"], rows=rows)] if rows else []
 
 
-def _measurements(section: Section) -> list[Html]:
+def _measurements(section: Section) -> list[Table]:
     """A table of the validation losses."""
     names = ["held_out", *(f"{PER_SIGMA}{s:g}" for s in section.sigmas)]
     columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if f"{name}{end}" in section.series]
-    if not columns:
-        return []
-    by_step: dict[int, dict[str, float]] = {}
+    by_step: dict[int, dict[str, Markup]] = {}
     for name in columns:
         series = section.series[name].downsampled(200)
         for step, value in zip(series.steps, series.values, strict=True):
-            by_step.setdefault(step, {})[name] = value
-    rows = [
-        [str(step), *(_cell(name, step, values[name]) if name in values else "" for name in columns)]
-        for step, values in sorted(by_step.items())
-    ]
-    return [html_table(Table(head=["step", *columns], rows=rows))]
+            by_step.setdefault(step, {})[name] = _cell(name, step, value)
+    rows = [[str(step), *(cells.get(name, "") for name in columns)] for step, cells in sorted(by_step.items())]
+    return [Table(head=["step", *columns], rows=rows)] if columns else []
 
 
-def _cell(name: str, step: int, value: float) -> Html:
+def _cell(name: str, step: int, value: float) -> Markup:
     """A rounded number, with the exact value, name and step of the metrics file as attributes for programs."""
-    return element("data", format_number(value / _unit(name)), value=repr(value), data_key=name, data_step=step)
+    cell = '<data value="{}" data-key="{}" data-step="{}">{}</data>'
+    return markup(cell, repr(value), name, step, format_number(value / _unit(name)))
 
 
-def _data(data: Mapping[str, Any]) -> list[Html]:
+def _data(data: Mapping[str, Any]) -> list[Table]:
     if not data:
         return []
     held_out, excluded = data.get("held_out"), dicts_of(data.get("excluded"))
@@ -208,13 +198,13 @@ def _data(data: Mapping[str, Any]) -> list[Html]:
         "held out": ", ".join(map(str, held_out)) if isinstance(held_out, list) and held_out else "none",
         "left out": data.get("num_excluded", len(excluded)),
     }
-    parts = [_pairs(facts), _columns(dicts_of(data.get("shapes")), ["frames", "height", "width", "samples"])]
-    return [*parts, _columns(excluded, ["file", "reason"])] if excluded else parts
+    listed = [_columns(dicts_of(data.get("shapes")), ["frames", "height", "width", "samples"])]
+    return [_pairs(facts), *listed, *([_columns(excluded, ["file", "reason"])] if excluded else [])]
 
 
-def _columns(rows: Sequence[Mapping[str, Any]], head: Sequence[str]) -> Html:
-    return html_table(Table(head=head, rows=[[str(row.get(key, "")) for key in head] for row in rows]))
+def _columns(rows: Sequence[Mapping[str, Any]], head: Sequence[str]) -> Table:
+    return Table(head=head, rows=[[str(row.get(key, "")) for key in head] for row in rows])
 
 
-def _pairs(values: Mapping[str, Any]) -> Html:
-    return html_table(Table(rows=[[name, str(value)] for name, value in values.items()], num_left=2), row_titles=True)
+def _pairs(values: Mapping[str, Any]) -> Table:
+    return Table(rows=[[name, str(value)] for name, value in values.items()], num_left=2)

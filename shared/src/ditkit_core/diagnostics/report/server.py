@@ -7,14 +7,18 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
-from urllib.parse import unquote, urlsplit
+from socketserver import ThreadingMixIn
+from typing import Any
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from ditkit_core.diagnostics.rendering import Html, element, html_page
+from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound
+from werkzeug.utils import send_file
+from werkzeug.wrappers import Request, Response
+
+from ditkit_core.diagnostics.rendering import html_page
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.report.page import RELOAD_SECONDS, report_page
 from ditkit_core.diagnostics.report.words import format_number
@@ -47,8 +51,8 @@ def last_lines(path: Path, count: int = NUM_LINES) -> list[str]:
     return [line for line in lines if line][-count:]
 
 
-def log_part(folder: Path, log: Path | None = None) -> Html:
-    """The last lines of the files in a run's folder, and of one that its output was redirected into; empty if there are none.
+def last_lines_of_logs(folder: Path, log: Path | None = None) -> dict[str, list[str]]:
+    """The last lines of the files in a run's folder, and of one that its output was redirected into, by name; without empty ones.
 
     Args:
         folder: The run's folder, with or without folders of experts.
@@ -61,18 +65,7 @@ def log_part(folder: Path, log: Path | None = None) -> Html:
         logs[metrics.relative_to(folder).as_posix()] = [_numbers(line) for line in last_lines(metrics)]
     for path in (run.previews_log, run.verification_log):
         logs[path.name] = last_lines(path)
-    parts = [_lines(name, lines) for name, lines in logs.items() if lines]
-    return (
-        element("details", element("summary", "Last lines"), element("div", *parts, class_="charts"), open="")
-        if parts
-        else Html()
-    )
-
-
-def _lines(name: str, lines: Sequence[str]) -> Html:
-    return element(
-        "figure", element("figcaption", name), element("pre", "\n".join(line[:_LONGEST] for line in lines), dir="auto")
-    )
+    return {name: [line[:_LONGEST] for line in lines] for name, lines in logs.items() if lines}
 
 
 def _numbers(line: str) -> str:
@@ -89,8 +82,7 @@ def _numbers(line: str) -> str:
 
 _FRESH_SECONDS = 5.0
 """Age up to which a page is sent again: many readers cost a machine that trains no more than one."""
-_KINDS = {".mp4": "video/mp4", ".png": "image/png", ".jpg": "image/jpeg", ".webp": "image/webp"}
-_CHUNK_BYTES = 1 << 20
+_KINDS = (".mp4", ".png", ".jpg", ".webp")
 
 
 def is_loopback(host: str) -> bool:
@@ -101,7 +93,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class ReportServer(ThreadingHTTPServer):
+class ReportServer(ThreadingMixIn, WSGIServer):
     """A server of one run's page.
 
     Args:
@@ -120,6 +112,7 @@ class ReportServer(ThreadingHTTPServer):
         self.folder, self.log, self.host = folder, log, host
         self._page, self._written, self._lock = b"", float("-inf"), threading.Lock()
         super().__init__((host, port), _Handler)
+        self.set_app(self._answer)
 
     @property
     def address(self) -> str:
@@ -134,27 +127,56 @@ class ReportServer(ThreadingHTTPServer):
             return self._page
 
     def _built(self) -> str:
-        lines = log_part(self.folder, self.log)
+        logs = last_lines_of_logs(self.folder, self.log)
         try:
-            return report_page(self.folder, read_sections(self.folder), served=lines)
+            return report_page(self.folder, read_sections(self.folder), logs)
         except UserError:
             name = self.folder.resolve().name
-            notice = element("p", "This run has not begun to train: there are no numbers yet.")
-            refresh = element("meta", http_equiv="refresh", content=RELOAD_SECONDS)
-            return html_page(f"{name}: report", element("header", element("h1", name)), notice, lines, head=refresh)
+            return html_page("report/later.html", title=f"{name}: report", name=name, reload=RELOAD_SECONDS, logs=logs)
 
-    def sample(self, path: str) -> Path | None:
-        """The sample at a path of a URL, as the page links it; None for everything else."""
-        parts = unquote(path).split("/")[1:]
-        if len(parts) not in (2, 3) or parts[-2] != "samples" or Path(parts[-1]).suffix not in _KINDS:
-            return None
+    def sample(self, path: str) -> Path:
+        """The sample at a path of a URL, as the page links it; NotFound for everything else."""
+        parts = path.split("/")[1:]
         # No part may leave the folder, by its name or as a link to elsewhere.
-        if any(not part or part.startswith(".") or set(part) & set("\\:\0") for part in parts):
-            return None
-        file = self.folder.joinpath(*parts)
-        if any(path.is_symlink() for path in (file, *list(file.parents)[: len(parts) - 1])) or not file.is_file():
-            return None
-        return file
+        if len(parts) in (2, 3) and parts[-2] == "samples" and not any(map(_is_odd, parts)):
+            file = self.folder.joinpath(*parts)
+            links = [place for place in (file, *list(file.parents)[: len(parts) - 1]) if place.is_symlink()]
+            if file.suffix in _KINDS and not links and file.is_file():
+                return file
+        raise NotFound
+
+    def _answer(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        """Answer GET and HEAD, as WSGI wants it."""
+        try:
+            response = self._response(Request(environ))
+        except HTTPException as error:
+            response = error.get_response(environ)
+        response.headers |= {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+        return response(environ, start)
+
+    def _response(self, request: Request) -> Response:
+        # Another site could give its name this machine's address, and so read the page in the reader's browser.
+        if is_loopback(self.host) and not is_loopback(
+            urlsplit(f"//{request.environ.get('HTTP_HOST', '')}").hostname or ""
+        ):
+            raise Forbidden("this page is for the computer itself: open it as localhost")
+        if request.method not in ("GET", "HEAD"):
+            raise MethodNotAllowed(["GET", "HEAD"])
+        if request.path == "/":
+            return Response(self.page(), content_type="text/html; charset=utf-8")
+        return send_file(self.sample(request.path), request.environ)
+
+
+def _is_odd(part: str) -> bool:
+    return not part or part.startswith(".") or bool(set(part) & set("\\:\0"))
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 60
+    """Seconds that a reader may be silent."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing: the terminal is for what a person should read."""
 
 
 def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
@@ -186,80 +208,3 @@ def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             say("watch:    ended; the run goes on")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD; `BaseHTTPRequestHandler` refuses the other methods."""
-
-    server: ReportServer
-    server_version, sys_version = "ditkit", ""
-    timeout = 60
-    """Seconds that a reader may be silent."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing: the terminal is for what a person should read."""
-
-    def do_HEAD(self) -> None:
-        """Answer as to GET, without the content."""
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        """Send the page or a sample."""
-        # Another site could give its name this machine's address, and so read the page in the reader's browser.
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-        if is_loopback(self.server.host) and not is_loopback(name):
-            self.send_error(HTTPStatus.FORBIDDEN, "this page is for the computer itself: open it as localhost")
-            return
-        path = urlsplit(self.path).path
-        if path == "/":
-            page = self.server.page()
-            self._start(HTTPStatus.OK, "text/html; charset=utf-8", len(page))
-            if self.command == "GET":
-                self.wfile.write(page)
-        elif file := self.server.sample(path):
-            try:
-                with file.open("rb") as opened:
-                    self._send(file, opened)
-            except ConnectionError:  # the reader left
-                self.close_connection = True
-        else:
-            self.send_error(HTTPStatus.NOT_FOUND)
-
-    def _send(self, path: Path, file: BinaryIO) -> None:
-        stat = path.stat()
-        tag, size = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"', stat.st_size
-        if self.headers.get("If-None-Match") == tag:
-            self._start(HTTPStatus.NOT_MODIFIED, _KINDS[path.suffix], None, ETag=tag)
-            return
-        first, last = _range(self.headers.get("Range", ""), size)
-        headers = {"ETag": tag, "Accept-Ranges": "bytes"}
-        status = HTTPStatus.OK if (first, last) == (0, size - 1) else HTTPStatus.PARTIAL_CONTENT
-        if status is HTTPStatus.PARTIAL_CONTENT:
-            headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-        self._start(status, _KINDS[path.suffix], last - first + 1, **headers)
-        file.seek(first)
-        remaining = last - first + 1 if self.command == "GET" else 0
-        while remaining and (chunk := file.read(min(remaining, _CHUNK_BYTES))):
-            self.wfile.write(chunk)
-            remaining -= len(chunk)
-
-    def _start(self, status: HTTPStatus, kind: str, length: int | None, **headers: str) -> None:
-        self.send_response(status)
-        headers |= {"Content-Type": kind, "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
-        if length is not None:
-            headers["Content-Length"] = str(length)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-
-def _range(header: str, size: int) -> tuple[int, int]:
-    """First and last byte of what a header `Range` asks for; all bytes if it is empty, or asks for something else than one range."""
-    unit, _, span = header.partition("=")
-    first, dash, last = span.strip().partition("-")
-    digits = [text for text in (first, last) if text]
-    if unit != "bytes" or not dash or not digits or not all(text.isascii() and text.isdecimal() for text in digits):
-        return 0, size - 1
-    begin = int(first) if first else max(size - int(last), 0)
-    end = min(int(last), size - 1) if first and last else size - 1
-    return (begin, end) if begin <= end else (0, size - 1)
