@@ -1,6 +1,7 @@
 """Precision audits: a planted culprit is found, numbers are the batch's alone, and the command as a person meets it."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from ditkit_core.diagnostics.audit.audit import (
 )
 from ditkit_core.diagnostics.audit.dtype_view import DtypeView, by_op_group
 from ditkit_core.diagnostics.audit.findings import audit_from_json, audit_json
-from ditkit_core.diagnostics.audit.render import audit_markdown, write_audit
+from ditkit_core.diagnostics.audit.render import audit_page, write_audit
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PLACES, Precision, set_precision
@@ -136,12 +137,13 @@ def test_findings_survive_json(few, tmp_path):
     )
     assert audit_from_json(json.loads(json.dumps(audit_json(findings), allow_nan=False))) == findings
     files = write_audit(findings, tmp_path / "audit")
-    assert [file.name for file in files] == ["precision.json", "precision.md", "precision.png"]
+    assert [file.name for file in files] == ["precision.json", "precision.html"]
     assert sorted(tmp_path.glob("audit/*")) == sorted(files)
     page = files[1].read_text()
-    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
-    assert rows == ["place", "---", *(each.place for each in findings.places), "all lowered", "this run"]
-    assert page == audit_markdown(findings) and all(place in page for place in NOT_IN_A_BATCH)
+    rows = re.findall(r'<tr><td dir="auto">([^<]*)</td>', page)
+    assert rows == [*(each.place for each in findings.places), "all lowered", "this run"]
+    assert page.count('class="alone" x=') == page.count('class="others" x=') == len(findings.places)
+    assert page == audit_page(findings) and all(place in page for place in NOT_IN_A_BATCH)
     assert {each.place for each in findings.places}.isdisjoint(findings.not_measured)
 
 
@@ -289,7 +291,7 @@ def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
     assert world.train("run", 2, "--audit-precision") == 0
     said = capsys.readouterr().out
     assert "the run's initial weights" in said and "B of the adapters is zero and gets small random values" in said
-    assert "what matters most:" in said and "precision.png" in said
+    assert "what matters most:" in said and "precision.html" in said
     run = world.folder / "run"
     assert entries(run) == {}
     assert world.train("run", 2) == 0, capsys.readouterr().err

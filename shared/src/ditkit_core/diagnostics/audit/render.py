@@ -1,53 +1,50 @@
-"""A precision audit as a table in the terminal, as Markdown with a chart, and as JSON."""
+"""A precision audit as a table in the terminal, as a page with a chart, and as JSON."""
 
 import math
 from pathlib import Path
-
-from PIL import Image, ImageDraw, ImageFont
+from typing import Any
 
 from ditkit_core.diagnostics.audit.audit import BASE
 from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, audit_json
-from ditkit_core.diagnostics.rendering import json_text
-from ditkit_core.io.console import say
-from ditkit_core.io.files import atomic_write, write_text
+from ditkit_core.diagnostics.rendering import Part, html_page, json_text, print_parts
+from ditkit_core.io.files import write_text
 from ditkit_core.io.tables import Table
 
-# Pixels and colours of the chart. PIL draws it, because matplotlib would be a dependency for this one image.
-_WIDTH, _ROW, _BAR, _LEFT, _RIGHT, _TOP, _BOTTOM = 1100, 44, 14, 170, 40, 104, 56
-_INK, _GREY, _LINE = (30, 30, 30), (110, 110, 110), (215, 215, 215)
-_ALONE, _BUT, _DOT = (31, 119, 180), (255, 165, 60), (20, 60, 110)
+_LEFT, _WIDTH = 110, 560
+"""Left edge of the bars of the chart, and the largest width of a bar, in SVG units."""
 
 
 def print_audit(findings: AuditFindings) -> None:
     """Print the table and its explanation."""
-    for line in findings.notes:
-        say(line)
-    say("")
-    _table(findings).show()
-    say("")
-    for line in _meaning(findings):
-        say(line)
+    print_parts(_parts(findings))
 
 
 def write_audit(findings: AuditFindings, folder: Path) -> list[Path]:
     """Write the findings into a folder, each file atomically.
 
     Returns:
-        The files: JSON, Markdown and an image of the chart.
+        The files: JSON, and an HTML page.
     """
-    files = [folder / f"precision.{ending}" for ending in ("json", "md", "png")]
+    files = [folder / f"precision.{ending}" for ending in ("json", "html")]
     write_text(files[0], json_text(audit_json(findings)) + "\n")
-    write_text(files[1], audit_markdown(findings))
-    with atomic_write(files[2]) as temporary:
-        _chart(findings).save(temporary, format="png")
+    write_text(files[1], audit_page(findings))
     return files
 
 
-def audit_markdown(findings: AuditFindings) -> str:
-    """The findings as a Markdown page."""
-    lines = ["# Precision audit", "", *(f"- {line}" for line in findings.notes), "", *_table(findings).markdown()]
-    lines += ["", *(f"- {line}" for line in _meaning(findings)), "", "![errors by place](precision.png)"]
-    return "\n".join(lines) + "\n"
+def audit_page(findings: AuditFindings) -> str:
+    """The findings as an HTML page."""
+    title, parts = "Precision audit", _parts(findings)
+    return html_page(
+        "audit/page.html", title=title, heading=title, parts=parts, findings=findings, chart=_chart(findings)
+    )
+
+
+def _parts(findings: AuditFindings) -> list[Part]:
+    return [
+        Part(title="", lines=findings.notes),
+        Part(title="", table=_table(findings)),
+        Part(title="", lines=_meaning(findings)),
+    ]
 
 
 def _table(findings: AuditFindings) -> Table:
@@ -104,62 +101,35 @@ def _meaning(findings: AuditFindings) -> list[str]:
     return lines
 
 
-def _chart(findings: AuditFindings) -> Image.Image:
-    """A bar chart of the gradient's error by place: lowered alone, with a dot for each range of noise levels, and all but this place."""
-    height = _TOP + _ROW * len(findings.places) + _BOTTOM
-    image = Image.new("RGB", (_WIDTH, height), "white")
-    pen = ImageDraw.Draw(image)
-    low, high = _decades(findings)
-
-    def at(error: float) -> float:
-        share = (math.log10(error) - low) / (high - low)
-        return _LEFT + min(max(share, 0.0), 1.0) * (_WIDTH - _LEFT - _RIGHT)
-
-    font, small = ImageFont.load_default(16), ImageFont.load_default(13)
-    pen.text((16, 12), "Relative error of the gradient against fp64", fill=_INK, font=ImageFont.load_default(20))
-    _legend(pen, small, findings)
-    for decade in range(low, high + 1):
-        x = at(10.0**decade)
-        pen.line((x, _TOP - 6, x, height - _BOTTOM), fill=_LINE)
-        pen.text((x, height - _BOTTOM + 8), f"1e{decade}", fill=_GREY, font=small, anchor="ma")
-    for row, entry in enumerate(findings.places):
-        y = _TOP + _ROW * row
-        pen.text((_LEFT - 10, y + _ROW / 2), entry.place, fill=_INK, font=font, anchor="rm")
-        for offset, error, colour in ((6, entry.alone, _ALONE), (8 + _BAR, entry.all_but, _BUT)):
-            if error.overall.gradient:
-                pen.rectangle((_LEFT, y + offset, at(error.overall.gradient), y + offset + _BAR - 1), fill=colour)
-        for bin_errors in entry.alone.bins:
-            if bin_errors.gradient:
-                x, middle = at(bin_errors.gradient), y + 6 + _BAR / 2
-                pen.ellipse((x - 3, middle - 3, x + 3, middle + 3), fill=_DOT)
-    for error, dash in ((findings.own, 6), (findings.all_lowered, 2)):
-        if error.overall.gradient:
-            x = at(error.overall.gradient)
-            for y in range(_TOP - 6, height - _BOTTOM, 2 * dash):
-                pen.line((x, y, x, y + dash), fill=_INK)
-    return image
-
-
-def _decades(findings: AuditFindings) -> tuple[int, int]:
-    """The lowest and highest power of ten of the chart's axis."""
+def _chart(findings: AuditFindings) -> dict[str, Any]:
+    """The errors of the gradient as positions in a chart with a logarithmic axis."""
     cases = [findings.own, findings.all_lowered]
     cases += [case for entry in findings.places for case in (entry.alone, entry.all_but)]
     errors = [error.gradient for case in cases for error in (case.overall, *case.bins)]
     exponents = [math.log10(error) for error in errors if 0 < error < math.inf] or [-1.0]
     low = math.floor(min(exponents))
-    return low, max(math.ceil(max(exponents)), low + 1)
+    high = max(math.ceil(max(exponents)), low + 1)
 
+    def width(error: float) -> float:
+        share = (math.log10(error) - low) / (high - low) if error else 0.0
+        return round(min(max(share, 0.0), 1.0) * _WIDTH, 1)
 
-def _legend(
-    pen: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, findings: AuditFindings
-) -> None:
-    x, y = 16, 48
-    entries = (
-        (f"this place alone in {findings.lowered} (dots: by noise level)", _ALONE),
-        (f"all but this place in {findings.lowered}", _BUT),
-    )
-    for text, colour in entries:
-        pen.rectangle((x, y + 2, x + 14, y + 13), fill=colour)
-        pen.text((x + 20, y), text, fill=_INK, font=font)
-        x += 40 + int(pen.textlength(text, font=font))
-    pen.text((16, y + 22), f"dashed: this run; dotted: all places in {findings.lowered}", fill=_INK, font=font)
+    return {
+        "left": _LEFT,
+        "right": _LEFT + _WIDTH,
+        "ticks": [(_LEFT + width(10.0**power), f"1e{power}") for power in range(low, high + 1)],
+        "bars": [
+            (
+                entry.place,
+                width(entry.alone.overall.gradient),
+                width(entry.all_but.overall.gradient),
+                [_LEFT + width(error.gradient) for error in entry.alone.bins if error.gradient],
+            )
+            for entry in findings.places
+        ],
+        "lines": [
+            (kind, _LEFT + width(case.overall.gradient))
+            for kind, case in (("own", findings.own), ("lowered", findings.all_lowered))
+            if case.overall.gradient
+        ],
+    }
