@@ -241,11 +241,8 @@ _MUCH_LOST = 0.1
 
 
 def _rounding(written: StoredParameters, expected: StoredParameters) -> tuple[float, float]:
-    """The rounding of the parameters of a file that a merge changed.
-
-    Returns:
-        The largest difference to the expected values, relative to a parameter; and the difference of all parameters, relative to what the merge changed.
-    """
+    """The rounding of the parameters of a file that a merge changed: the largest difference to the expected values, relative to a parameter; and the
+    difference of all parameters, relative to what the merge changed."""
     worst, lost, changed, base = 0.0, 0.0, 0.0, replace(expected, edits={})
     for name in expected.edits:
         wanted = expected.read(name).clone()
@@ -336,13 +333,7 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
 
 
 def _out(out_flag: str, source: Path, mark: str) -> Path:
-    """The path of the new adapter file, which must not exist.
-
-    Args:
-        out_flag: The `--out` flag; empty for a file next to `source`.
-        source: The file or folder that the adapter is made from.
-        mark: Suffix that is appended to its name.
-    """
+    """The path of the new adapter file, which must not exist: `--out`, or next to the source with a mark appended to its name."""
     stem = source.name if source.is_dir() else source.name.removesuffix(".index.json").removesuffix(".safetensors")
     path = local_path(out_flag) if out_flag else source.with_name(f"{stem}{mark}.safetensors")
     check_kind(path, is_transformer=False)

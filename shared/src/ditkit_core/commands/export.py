@@ -93,16 +93,8 @@ def _finished(jobs: Jobs, folder: RunFolder, options: ExportOptions) -> list[Pat
 def _export(
     job: TrainingJob, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, expert: str
 ) -> list[Path]:
-    """Export one transformer.
-
-    Args:
-        wanted: The `[export]` section with the command's flags applied.
-        folder: The run whose exports folder gets the file, unless `--out` is given.
-        expert: Its name, where the run has several; empty for one transformer.
-
-    Returns:
-        The files, or the folders of a whole transformer.
-    """
+    """Export one transformer as the `[export]` section with the command's flags applied says, into a run's folder unless `--out` is given, with the expert's
+    name where the run has several. Returns the files, or the folders of a whole transformer."""
     run = job.run
     spec, config = run.spec, run.config
     is_transformer = wanted.merged or config.adapter.method == "full"

@@ -128,11 +128,7 @@ def _warn(lines: Sequence[str]) -> None:
 
 
 def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
-    """The GPUs to choose among, with train.reserve kept free, and the name of each in train.devices.
-
-    Args:
-        gpus: The `--gpus` flag; empty for the GPUs of this machine.
-    """
+    """The GPUs to choose among, of the `--gpus` flag or of this machine, with train.reserve kept free, and the name of each in train.devices."""
     if gpus:
         candidates = parse_gpus(gpus)
         # One name more than GPUs: the device that generates previews is skipped.
@@ -228,25 +224,15 @@ def _fit_over_ranks(
 
 
 def tasks_of(run: RunContext, gpu: GPU, host: int | None = None) -> Callable[[int], FitTask]:
-    """The search problems of a rank with the whole model, by the number of ranks that share each sample; each is made once.
-
-    Args:
-        run: The run.
-        gpu: The GPU of a rank.
-        host: Page-locked memory of each rank in bytes; None for no limit.
-    """
+    """The search problems of a rank with the whole model, by the number of ranks that share each sample; each is made once. `host` is the page-locked memory
+    of each rank in bytes; None for no limit."""
     return cache(
         lambda context: replace(task_for(_divided(run, RankLayout(nproc=context, context=context)), (gpu,)), host=host)
     )
 
 
 def division_of(run: RunContext, tasks: Callable[[int], FitTask], ranks: RankLayout, link: str) -> RankFit | int:
-    """How ranks divide a run; or the bytes that each lacks if nothing fits.
-
-    Args:
-        tasks: From `tasks_of`.
-        ranks: Processes and machines.
-    """
+    """How ranks divide a run, by problems from `tasks_of`; or the bytes that each lacks if nothing fits."""
     parse_links(link, ranks)  # a mistake in it is reported before the search
     refused: list[str] = []
 

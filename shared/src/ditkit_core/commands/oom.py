@@ -67,14 +67,8 @@ def measured_peaks(config: RunConfig) -> MeasuredPeaks:
 def explain(
     spec: ModelSpec, config: RunConfig, failure: str, *, training: bool, modules: Collection[str], peaks: MeasuredPeaks
 ) -> None:
-    """Print to stderr the memory that a run needs and had; the last line names the change that helps.
-
-    Args:
-        failure: The allocator's message, in one line.
-        training: Whether the train command failed.
-        modules: Names of the modules in the traceback.
-        peaks: The result of `measured_peaks`, taken before anything else.
-    """
+    """Print to stderr the memory that a run needs and had; the last line names the change that helps. `failure` is the allocator's message, in one line;
+    `modules` are those in the traceback."""
     # Only training is planned; for encoding and sampling the traceback shows which of them failed.
     for module, advice in _ADVICE.items():
         if module in modules:

@@ -30,12 +30,9 @@ def option(
 ) -> Any:
     """An option that cannot be combined freely with the others.
 
-    Args:
-        default: Its value if the flag is not given.
-        goes_with: Maps names of other options (separated by spaces) to the message for the case that none of them is given.
-        excludes: Maps names of other options to the message for the case that one of them, `{other}`, is given too. The option's own
-            name is printed in front of the message.
-        missing: For a file or folder that is read, the message for the case that `{path}` does not exist; `{remedy}` says what to do.
+    `goes_with` maps names of other options (separated by spaces) to the message for the case that none of them is given, `excludes` to the message for the
+    case that one of them, `{other}`, is given too; the option's name is printed in front. `missing` is for a file or folder that is read: the message for
+    the case that `{path}` does not exist; `{remedy}` says what to do.
     """
     metadata = {"goes_with": goes_with or {}, "excludes": excludes or {}, "missing": missing}
     return dataclasses.field(default=default, metadata=metadata)
@@ -350,11 +347,7 @@ def verb_of(command: str, options: Any) -> str:
 
 
 def parse_rank(text: str) -> tuple[int | None, float]:
-    """Parse `16` or `auto:0.95`.
-
-    Returns:
-        The rank, None if it is to be chosen by energy; and the share of energy to keep, above 0 and at most 1.
-    """
+    """The rank of `16`, or None and the share of energy to keep, above 0 and at most 1, of `auto:0.95`."""
     auto, colon, share = text.rpartition(":")
     with suppress(ValueError):
         if not colon and int(text) > 0:

@@ -23,11 +23,7 @@ DOES_NOT_FIT = 3
 
 
 def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
-    """Print the plan of a run.
-
-    Returns:
-        0 if the run fits its devices, `DOES_NOT_FIT` if not.
-    """
+    """Print the plan of a run. Returns 0 if the run fits its devices, `DOES_NOT_FIT` if not."""
     # JSON alone goes to stdout, so that a script can pipe it; progress and notes go to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         launch = PlannedLaunch(nproc=options.nproc, nodes=options.nodes, link=options.link)
@@ -41,12 +37,7 @@ def plan_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
 
 
 def fit_command(program: str, typed: Sequence[str]) -> str:
-    """The `--plan` command line as it was typed, with `--fit` in place of `--plan`.
-
-    Args:
-        program: Name of the train command.
-        typed: Its arguments, without the program.
-    """
+    """The `--plan` command line of the train command as it was typed, with `--fit` in place of `--plan`."""
     arguments = [
         text
         for before, text in pairwise(("", *typed))

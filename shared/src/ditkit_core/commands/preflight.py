@@ -31,14 +31,8 @@ def check_paths(
     *,
     run_file: Path | None = None,
 ) -> None:
-    """Refuse a file or folder that is needed and does not exist.
-
-    Args:
-        command: `train`, `encode`, `sample` or `export`.
-        verb: The option that selects other work of the command (`plan`, `check`, …), or empty.
-        components: Keys of `[model]` whose files every architecture of the family reads.
-        run_file: The run file; people write paths as if they began at its folder.
-    """
+    """Refuse a file or folder that is needed and does not exist. `verb` is the option that selects other work of the command, or empty; `components` are keys
+    of `[model]` whose files every architecture of the family reads. People write paths as if they began at the run file's folder."""
     folder, starts = config.run_folder, [] if run_file is None else [run_file.parent]
     if command == "train" and not verb:
         folder.check_name()
@@ -94,13 +88,7 @@ def check_run_file(command: str, path: Path) -> None:
 
 
 def check_family(command: str, folder: RunFolder, name: str) -> None:
-    """Refuse the run of another family, whose weights and settings these commands would misread.
-
-    Args:
-        command: `train`, `encode`, `sample` or `export`.
-        folder: The folder that the configuration names, whether there is a run or not.
-        name: The family of the command.
-    """
+    """Refuse the run of another family than the command's, whose weights and settings it would misread; in the folder there may be no run."""
     family = json_part(folder.about, "model").get(
         "family", name
     )  # no run yet, or a damaged file, which its reader reports

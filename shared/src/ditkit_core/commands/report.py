@@ -64,11 +64,7 @@ def warn_of_base(spec: ModelSpec, arch: Any, config: RunConfig) -> None:
 
 
 def say_where_previews_could_be(sample: SampleConfig, devices: Sequence[torch.device]) -> None:
-    """If training waits for its previews, name an idle GPU that could generate them.
-
-    Args:
-        devices: Those that train.
-    """
+    """If training waits for its previews, name an idle GPU that could generate them."""
     if launched() or sample.device or not sample.preview_steps:
         return
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
@@ -150,15 +146,8 @@ _WEBHOOK_SECONDS = 20.0
 
 
 def tell(config: RunConfig, reason: str = "", *, is_stopped: bool = False) -> None:
-    """Start the command, or call the webhook, of `run.on_end`; of `run.on_error` if there is a reason why the run is not complete.
-
-    Nothing that goes wrong with it is more than a warning: the run has ended already.
-
-    Args:
-        config: The run.
-        reason: The error, or how the run was stopped; empty for a complete run.
-        is_stopped: Whether somebody stopped it.
-    """
+    """Start the command, or call the webhook, of `run.on_end`; of `run.on_error` if there is a reason why the run is not complete. Nothing that goes wrong
+    with it is more than a warning: the run has ended already."""
     key = "run.on_error" if reason else "run.on_end"
     words = command_words(config.run.on_error if reason else config.run.on_end, key)
     if not words:

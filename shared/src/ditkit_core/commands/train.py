@@ -65,12 +65,8 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
 
 
 def _train(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigChange]) -> None:
-    """Train one transformer after the other, then generate the samples that need all of them.
-
-    Args:
-        folder: The run's folder, locked by this process.
-        changes: The settings that changed since the run was last trained.
-    """
+    """Train one transformer after the other, then generate the samples that need all of them. `changes` are the settings that changed since the run was last
+    trained; its folder is locked by this process."""
     run, ranks = jobs.run, current_ranks()
     left = [job for job in jobs if ranks.broadcast_object(job.completed_step) is None]  # as the first rank sees them
     if jobs.in_folders and left:

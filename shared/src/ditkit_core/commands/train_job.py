@@ -52,11 +52,7 @@ _NUM_STAGES = 5
 
 
 def prepare_jobs(jobs: Jobs, left: Sequence[TrainingJob]) -> None:
-    """Check every expert of a run, then encode for all of them, before the first is trained.
-
-    Args:
-        left: The jobs that are still to be trained.
-    """
+    """Check every expert of a run, then encode for all of them, before the first of those that are left is trained."""
     run, ranks, folders = jobs.run, current_ranks(), [job.folder for job in jobs]
     for folder in folders:
         check_listed(folder, run.data)
@@ -77,14 +73,8 @@ def prepare_jobs(jobs: Jobs, left: Sequence[TrainingJob]) -> None:
 def train_job(
     job: TrainingJob, jobs: Jobs, changes: Sequence[ConfigChange], previews: Previews | None, page: LivePage
 ) -> TrainResult:
-    """Train one transformer, export it and verify the export.
-
-    Args:
-        job: The job, whose folder is locked by this process.
-        jobs: All jobs of its run.
-        changes: The settings that changed since its last part.
-        previews: What takes the previews; None if they are generated on the devices that train.
-        page: Writes the page while the run trains.
+    """Train one transformer, export it and verify the export; its folder is locked by this process. Without `previews` they are generated on the devices that
+    train.
 
     Raises:
         Interrupted: If a signal ended it early.

@@ -89,15 +89,7 @@ def measure_model(
     mode: Literal["whole", "layer by layer", "in tiles"] = "whole",
     kind: str = "cuda",
 ) -> MeasuredModel:
-    """Measure an auxiliary model on fake tensors.
-
-    Args:
-        model: The module with the functions that call it.
-        size: Size of its input.
-        dtype: Dtype of a text encoder or of a VAE.
-        mode: As a whole, layer by layer, or on the largest tile; the model must support it.
-        kind: Kind of device that it runs on: `cuda` or `cpu`.
-    """
+    """Measure an auxiliary model on fake tensors: as a whole, layer by layer, or on the largest tile of an input of this size, if it supports that."""
     module = model.build(dtype)
     with fake_tensors(kind) as tracker, torch.no_grad():
         if mode == "layer by layer":
@@ -138,14 +130,9 @@ def _passing(module: nn.Module, tracker: MemoryTracker) -> LayerContext:
 
 
 def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, int]] = ()) -> int:
-    """Peak bytes of one transformer call without gradients, above its weights and including inputs.
+    """Peak bytes of one call of a job's transformer without gradients, above its weights and including inputs; references are images to edit (height, width).
 
     One block of each kind is run, because without gradients only a block's output stays alive.
-
-    Args:
-        job: The step that trains it.
-        size: Size of the sample.
-        references: Height and width of each image to edit.
     """
     spec, dtype = job.spec, job.precision.matmul
     model = reduced_model(job)
@@ -164,12 +151,8 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
 
 
 def held_while_sampling(purposes: Mapping[str, int], *, averages: bool = False) -> int:
-    """Bytes in use on a device while samples are generated between two steps: no gradients and no activations.
-
-    Args:
-        purposes: Bytes by purpose, as `DevicePlan` has them.
-        averages: Whether the optimizer averages the weights itself.
-    """
+    """Bytes in use on a device, of these by purpose, while samples are generated between two steps: no gradients and no activations. `averages`: whether the
+    optimizer averages the weights itself."""
     held = sum(purposes.get(name, 0) for name in ("weights", "adapters", "optimizer", "average"))
     # Samples are generated with averaged weights, and a copy of the trained ones is kept meanwhile.
     return held + (purposes.get("adapters", 0) if averages or purposes.get("average") else 0)
@@ -191,12 +174,7 @@ class AuxiliaryPlanner:
     """The ways to decode a sample, the most exact first: a GPU takes the first that it has room for."""
 
     def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
-        """The encoders, which run one at a time with nothing else on their device.
-
-        Args:
-            sizes: Sizes of all clips and references that are encoded.
-            room: Their device.
-        """
+        """The encoders, which run one at a time with nothing else on their device, for the sizes of all clips and references that are encoded."""
         chosen = [model for model in self.models if model.stage == "encode" and sizes]
         return [self._encoder_row(model, sizes, room) for model in chosen]
 

@@ -50,12 +50,7 @@ _NOT_NVIDIA = re.compile(
 
 
 def unknown_gpu(name: str, names: Iterable[str]) -> str:
-    """What to do about a GPU that is not known, as the end of a sentence.
-
-    Args:
-        name: Its name in lower case.
-        names: The names of GPUs with rates.
-    """
+    """What to do about a GPU that is not known, by its name in lower case, as the end of a sentence. `names` are GPUs with rates."""
     if _NOT_NVIDIA.match(name):
         return "is no GPU of NVIDIA, and ditkit trains on those alone, and slowly on CPUs"
     # Another number is another product: a 3070 is not a mistyped 4070.
@@ -283,12 +278,8 @@ def gpus_here(devices: Sequence[torch.device]) -> tuple[GPU, ...]:
 
 
 def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple[GPU, ...]:
-    """The GPUs without the memory that `train.reserve` leaves to other programs, in addition to each plan's own reserve.
-
-    Args:
-        gpus: The GPUs in order.
-        reserve_gib: GiB for each, or one number for all, or none.
-    """
+    """The GPUs without the memory that `train.reserve` leaves to other programs, in addition to each plan's own reserve: GiB for each, or one number for all,
+    or none."""
     reserves = per_device(reserve_gib, len(gpus), "train.reserve")
     for index, (gpu, gib) in enumerate(zip(gpus, reserves, strict=True)):
         if gpu.reserve + gib * GIB >= gpu.total:

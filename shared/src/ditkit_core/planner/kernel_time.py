@@ -102,11 +102,7 @@ def reach_of(kind: str, gpu: Rates) -> Reach:
 
 
 def kernel_seconds(kernel: Kernel, gpu: Rates, attention: str = "sdpa") -> float:
-    """Seconds of one kernel on a GPU.
-
-    Args:
-        attention: `train.attention`. Where torch's own choice is FlashAttention 2, on all GPUs but Hopper, both have one share.
-    """
+    """Seconds of one kernel on a GPU. `train.attention` matters on Hopper alone: on all other GPUs torch's own choice is FlashAttention 2 anyway."""
     arithmetic, memory, start = reach_of(kernel.kind, gpu)
     if not memory:
         return 0.0

@@ -118,14 +118,11 @@ class Profile:
 
 
 def mixed(of_blocks: Sequence[Profile]) -> Profile:
-    """The profile of a model whose blocks run under different policies.
+    """The profile of a model whose blocks run under different policies, from the profile of the whole model under the policy of each block.
 
-    A stage's memory hardly depends on the policies of other blocks. Three things do, and are corrected here. If a block does not save
-    its output (`freed_at_cut`), the backward of the next block frees it. Offloaded activations leave the device while the next block
-    runs, and return during its backward. A tensor that all blocks receive (a time embedding) stays alive while any of them saves it.
-
-    Args:
-        of_blocks: For each block the profile of the whole model under that block's policy.
+    A stage's memory hardly depends on the policies of other blocks. Three things do, and are corrected here. If a block does not save its output
+    (`freed_at_cut`), the backward of the next block frees it. Offloaded activations leave the device while the next block runs, and return during its
+    backward. A tensor that all blocks receive (a time embedding) stays alive while any of them saves it.
     """
     used, last = list(dict.fromkeys(of_blocks)), of_blocks[-1]
     if len(used) == 1:
@@ -309,14 +306,8 @@ class DeviceSpan:
     """The stages of one device, in a row. Its memory depends on no other device."""
 
     def __init__(self, profile: Profile, start: int, end: int, streamed: Collection[int] = ()):
-        """Look the stages up.
-
-        Args:
-            profile: Costs of the stages.
-            start: Its first block; a device with block 0 also has the embedding.
-            end: One past its last block; a device with the last block also has the head.
-            streamed: Blocks whose weights stay on the host.
-        """
+        """Look up the stages of the blocks from `start` to before `end`; the embedding is with block 0, the head with the last block. The weights of
+        `streamed` blocks stay on the host."""
         last = len(profile.blocks) + 1
         held = range(0 if start == 0 else start + 1, end + 1 + (end == last - 1))
         self.profile, self.held = profile, held
@@ -394,13 +385,10 @@ class DeviceSpan:
         return {**static, "optimizer": sum(cost.optimizer for cost in on_device)}
 
     def moments(self, of: Round, *, waiting: int) -> list[PeakMoment]:
-        """The peak of each stage: first the forwards in order, then the backwards in theirs.
+        """The peak of each stage in a micro-batch: first the forwards in order, then the backwards in theirs, while `waiting` micro-batches have run forwards
+        and not backwards.
 
         Optimizer state is streamed with trained weights for their backward; the last block's state arrives at the end of the forward.
-
-        Args:
-            of: The micro-batch.
-            waiting: Micro-batches whose forward has run, and whose backward has not.
         """
         gradients, again = self._gradients_before(of), of.again
         kept = self.receives + self.targets + sum(cost.kept for cost in self.stages) - self.freed

@@ -180,11 +180,7 @@ def _leaves(tree: Any) -> list[Tensor]:
 
 @contextmanager
 def fake_tensors(kind: str) -> Iterator["Meter"]:
-    """A context of tensors without memory, counted as on a kind of device; the process's random generator is restored.
-
-    Args:
-        kind: `cuda` or `cpu`.
-    """
+    """A context of tensors without memory, counted as on a kind of device, `cuda` or `cpu`; the process's random generator is restored."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         # torch_remat and libraries compare data pointers, which fake tensors lack
@@ -227,11 +223,7 @@ class Meter(MemoryTracker):
     """
 
     def __init__(self, kind: str) -> None:
-        """Start with nothing counted.
-
-        Args:
-            kind: Kind of the device that the fake ones represent; CUDA's allocator hands out multiples of 512 bytes.
-        """
+        """Start with nothing counted, for fake devices of a kind: CUDA's allocator hands out multiples of 512 bytes."""
         super().__init__(rounding=512 if kind == "cuda" else 1)
         self.kernels = Counter[Kernel]()
         self.is_updating = False

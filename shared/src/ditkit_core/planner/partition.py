@@ -44,14 +44,8 @@ def choose_split_points(
     swap_blocks: Sequence[int] = (),
     work: Workload = PLAIN,
 ) -> tuple[int, ...]:
-    """The blocks before which the next device begins. Each device has at least one block with parameters, and as many as it streams.
-
-    Args:
-        profile: Costs of the stages, or one profile for each device; `weights_profile` leaves out activations.
-        budgets: The devices, in order.
-        swap_blocks: `train.swap_blocks`.
-        work: Micro-batches of the step.
-    """
+    """The blocks before which the next device begins. Each device has at least one block with parameters, and as many as it streams. The costs of the stages
+    are one profile, or one for each device; `weights_profile` leaves out activations."""
     profiles = [profile] * len(budgets) if isinstance(profile, Profile) else list(profile)
     blocks = profiles[0].blocks
     has_weights = [block.weights + block.adapters > 0 for block in blocks]
@@ -94,13 +88,8 @@ def least_full(
 ) -> tuple[int, ...] | None:
     """Split points with which the fullest device is as empty as possible; of equals the earliest. None if no split is possible.
 
-    Dynamic programming covers every split, so no other is better.
-
-    Args:
-        num_blocks: Number of blocks.
-        num_devices: At most as many as blocks.
-        starts: Blocks that can be the first of a device.
-        fullness: Of (device, start, end): how full the device is with the blocks from start to before end; None if it cannot have them.
+    Dynamic programming covers every split, so no other is better. `starts` are blocks that can be the first of a device. `fullness` is of (device, start,
+    end): how full the device is with the blocks from start to before end; None if it cannot have them.
     """
     # best[k]: (fullest device, split points) when the devices so far hold the first k blocks
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
@@ -147,25 +136,15 @@ def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) 
 
 
 def host_limit(host: str, *, here: bool) -> int | None:
-    """Bytes that streamed weights may use on the host; None for no limit.
-
-    Args:
-        host: `--host`; empty for the host's free memory.
-        here: Whether the run is planned for this machine.
-    """
+    """Bytes that streamed weights may use on the host, as `--host` says; without it the free memory of this machine, or None, no limit, for a plan for others."""
     if host:
         return parse_size(host, "--host")
     return max(0, free_memory_bytes(torch.device("cpu")) - MARGIN_BYTES) if here else None
 
 
 def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *, averaged: bool = False) -> Profile:
-    """A profile of the weights alone, with AdamW's state for the trained ones.
-
-    Args:
-        model: The model with its adapters, also on `meta`.
-        spec: Decides which parameters stay in fp32.
-        averaged: Whether the trained weights are averaged.
-    """
+    """A profile of the weights alone, with AdamW's state for the trained ones, and their average if there is one. The model has its adapters, and may be on
+    `meta`."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def cost(stage: nn.Module) -> StageCost:
@@ -334,13 +313,8 @@ def needs_profile(execution: Execution) -> bool:
 def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> Placement:
     """Which device of this machine runs and holds which block, which blocks are streamed, and the policy of each.
 
-    Training on several GPUs is split by the memory of a whole step on each, activations included, as in its plan. Inference is split by
-    weights.
-
-    Args:
-        model: The model with its adapters, also on `meta`.
-        job: The step; its batch may be empty unless `needs_profile`.
-        training: Whether the model is trained.
+    Training on several GPUs is split by the memory of a whole step on each, activations included, as in its plan. Inference is split by weights. The model
+    has its adapters, and may be on `meta`; the job's batch may be empty unless `needs_profile`.
     """
     execution = job.execution
     devices, planned = execution.torch_devices, training and needs_profile(execution)

@@ -151,13 +151,7 @@ def plan(
 
 
 def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) -> StepPlan:
-    """Plan a step on its devices.
-
-    Args:
-        job: The step, with all its micro-batches.
-        targets: The devices of one process, from `targets_of`.
-        layout: The ranks that divide the step; None for a process alone.
-    """
+    """Plan a step, with all its micro-batches, on the devices of one process; with a layout, of one of the ranks that divide it."""
     profiles = profiles_of(job)
     work = job.work if layout is None else work_of_rank(job.work, layout, adapts=not job.trains_all)
     solution = Partitioner(
@@ -190,14 +184,8 @@ def _divisible(job: StepJob, targets: Targets) -> Any:
 
 
 def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None) -> Targets:
-    """The devices of a process, with what is free on them.
-
-    Args:
-        execution: Names the devices, and what is kept free on them.
-        gpus: The GPUs to plan for, of one machine; empty for the devices of `execution` on this machine.
-        host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
-        layout: The ranks on the machine; None for a process alone.
-    """
+    """The devices of a process, with what is free on them: `gpus` of one machine, or without any those of `execution` on this machine. `host` is the memory
+    for streamed weights there: if it is empty, the free memory of this machine, or no limit with `gpus`. The ranks of a layout share the machine."""
     per_machine, reserve = 1 if layout is None else layout.nproc, execution.reserve
     if not gpus and execution.torch_devices[0].type == "cpu":
         if host:
@@ -228,15 +216,7 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
 def notes_on_codes(
     job: StepJob, costs: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
 ) -> Iterator[str]:
-    """What `base.compute` gains of a step's time, which it pays for with accuracy; nothing without it, or without rates.
-
-    Args:
-        job: The step.
-        costs: Its profile.
-        division: Device of each block.
-        gpus: The devices.
-        work: What the step is apart from its model.
-    """
+    """What `base.compute` gains of a step's time, which it pays for with accuracy; nothing without it, or without rates."""
     if job.compute == "dtype" or not gpus:
         return
     exact = profile(job.with_execution(compute="dtype"), like=costs)

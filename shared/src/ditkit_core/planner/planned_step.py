@@ -118,13 +118,8 @@ class StepJob:
 
 
 def with_planned_kernels(execution: Execution, kind: str, gpus: Sequence[GPU] = ()) -> Execution:
-    """The execution with what `kernels = auto` would be on such devices, where Triton is installed and its kernels pass their check.
-
-    Args:
-        execution: How the step runs. A run on its own devices has resolved the setting before.
-        kind: Kind of the devices: `cuda` or `cpu`.
-        gpus: The GPUs, if they are known; without them kernels are as on recent ones.
-    """
+    """The execution with what `kernels = auto` would be on devices of this kind, where Triton is installed and its kernels pass their check; where the GPUs
+    are not known, as on recent ones. A run on its own devices has resolved the setting before."""
     if execution.kernels != "auto":
         return execution
     # Triton supports no GPU that is older than those that compute in bf16.

@@ -38,11 +38,10 @@ from ditkit_core.training.train_step import StepContext, accumulate_gradients, u
 def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = None) -> Profile:
     """Run the step of a reduced model on fake tensors, and measure the memory of each stage.
 
-    The step runs twice: with all stages on one device, and with each on its own, which shows what a split there costs and frees. If
-    blocks have different policies, there is a step for each policy, in which all blocks have it.
+    The step runs twice: with all stages on one device, and with each on its own, which shows what a split there costs and frees. If blocks have different
+    policies, there is a step for each policy, in which all blocks have it. Policies name no devices.
 
     Args:
-        job: The step; its policies name no devices.
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
         like: A profile of the same step, optimizer included, under another policy, or with another format of the frozen weights. What depends on neither is
             taken from it, so that updates, and the backward with each stage on its own, need not be run again.
@@ -129,11 +128,8 @@ def measure(
 ) -> MeasuredStep:
     """Run the second step of a training on fake tensors, for a first and a later micro-batch, and record every boundary.
 
-    Args:
-        model: On `meta`; its parameters get new, fake memory, and keep it.
-        stage_devices: Device of each stage, counted from 0.
-        updates: Whether the optimizer runs; without it, peaks lack its state.
-        backward: Whether the backward is run; without it, only the boundaries of the first forward are recorded.
+    The model is on `meta`; its parameters get new, fake memory on the device of their stage, and keep it. Without `updates`, peaks lack the optimizer's
+    state; without `backward`, only the boundaries of the first forward are recorded.
     """
     with fake_tensors(job.kind) as meter:
         measuring = _Measuring(job, model, meter, stage_devices, updates=updates, backward=backward)

@@ -81,11 +81,8 @@ class ReducedModel:
 
 
 def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
-    """Build a step's model on `meta`, choose its blocks, and make those trainable as configured.
-
-    Args:
-        of_each: Number of blocks of a kind to run, at least 3: the first, the last, and some in between; None runs all.
-    """
+    """Build a step's model on `meta`, choose its blocks, and make those trainable as configured. `of_each` blocks of a kind are run, at least 3: the first,
+    the last, and some in between; None runs all."""
     spec, adapter = job.spec, job.adapter
     model = build_on_meta(spec, job.arch, job.precision)
     check_quantize(job.quantize, adapter.method)
@@ -147,14 +144,7 @@ def _choose(kinds: Sequence[tuple[Any, ...]], of_each: int | None) -> tuple[tupl
 
 
 def materialise(stage: nn.Module, name: str, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate fake memory for a stage, with the dtypes of loading.
-
-    Args:
-        stage: The stage.
-        name: Its name in the model; empty for the model itself.
-        spec: Decides which parameters stay in fp32.
-        dtype: Dtype of the other base parameters.
-    """
+    """Allocate fake memory for a stage, called `name` in its model, with the dtypes of loading: `dtype` for base parameters that do not stay in fp32."""
 
     def loaded(owner: nn.Module, prefix: str, leaf: str, parameter: nn.Parameter) -> torch.dtype:
         full = canonical_name(f"{prefix}.{leaf}".lstrip("."))
@@ -175,12 +165,8 @@ def give_memory(
 ) -> None:
     """Under `FakeTensorMode`, replace parameters and buffers on `meta` by ones on a device; shared tensors stay shared.
 
-    `Module.to` cannot do this: it would swap tensors that other modules refer to.
-
-    Args:
-        device: Its device.
-        name: Its name in its model.
-        dtype_of: Dtype of a parameter, from its module, the module's name, its own name and itself.
+    `Module.to` cannot do this: it would swap tensors that other modules refer to. A parameter's dtype is decided by its module, the module's name in its
+    model, its own name and itself.
     """
     replacements: dict[int, Tensor] = {}
     for prefix, owner in module.named_modules(prefix=name):

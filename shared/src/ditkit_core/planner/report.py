@@ -161,12 +161,8 @@ def _orders_json(orders: Comparison) -> dict[str, Any]:
 
 
 def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: Sequence[int] = ()) -> None:
-    """Print planned and measured memory of a run.
-
-    Args:
-        allocated: Peak bytes in tensors on each device; for a CPU one figure, of the whole process.
-        reserved: Peak bytes that torch's allocator took from each GPU.
-    """
+    """Print the planned memory of a run, and measured peaks of each device: bytes in tensors (for a CPU one figure, of the process), and what torch's
+    allocator took from each GPU."""
     _headline(report)
     rows = _rows(report)
     row_index = next(i for i, row in enumerate(rows) if row[0] == "peak") + 1
@@ -179,11 +175,7 @@ def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: 
 
 
 def print_plan(report: PlanReport, remedy: str = "") -> None:
-    """Print the plan.
-
-    Args:
-        remedy: A command that may find settings with which the training fits; empty for none.
-    """
+    """Print the plan; `remedy` is a command that may find settings with which the training fits."""
     _headline(report)
     _show_devices(report, _rows(report))
     if report.auxiliary:

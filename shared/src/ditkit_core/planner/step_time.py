@@ -112,13 +112,7 @@ def compare_orders(stages: Sequence[StageTime], num_micro_batches: int) -> Compa
 
 
 def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> PipelineSchedule:
-    """Launch all work of a step in order; each piece begins when its device is free.
-
-    Args:
-        stages: The devices' parts, in seconds.
-        num_micro_batches: In the step.
-        pipelined: Whether all forwards come first, then all backwards.
-    """
+    """Launch all work of a step in order; each piece begins when its device is free. With `pipelined` all forwards come first, then all backwards."""
     # Per device, when it is free again and how long it computed.
     free, busy = [0.0] * len(stages), [0.0] * len(stages)
     # Autograd's queues run the devices in parallel, but each device gets its work in the same order as from one backward after the
@@ -139,13 +133,7 @@ def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: 
 
 
 def step_seconds(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> float:
-    """Estimate the seconds of a training step.
-
-    Args:
-        division: Device of each block.
-        gpus: The devices, as many as the division has.
-        work: Micro-batches and formats of the step.
-    """
+    """Estimate the seconds of a training step on as many GPUs as the division has devices."""
     return step_time(_spans(profile, division, gpus, work), work) / 1e9
 
 
@@ -250,14 +238,9 @@ def _taken(kernels: KernelCounts, gpu: GPU, work: Workload) -> int:
 
 
 def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
-    """Nanoseconds of stages that run one after the other while the weights of later ones are copied.
-
-    A copy begins when the one before it is done and a buffer is free: when the block that had it has run.
-
-    Args:
-        stages: (arithmetic, copying) of each; copying is 0 for resident weights.
-        ahead: Whether the buffers are filled before the first stage begins.
-    """
+    """Nanoseconds of stages that run one after the other while the weights of later ones are copied: of each the arithmetic and the copying, which is 0 for
+    resident weights. A copy begins when the one before it is done and a buffer is free: when the block that had it has run. With `ahead` the buffers are
+    filled before the first stage begins."""
     now, copied, ends = 0, 0, list[int]()
     for compute, copying in stages:
         if copying and not (ahead and len(ends) < BUFFERS):

@@ -51,13 +51,8 @@ class Utilisation:
 
 
 def utilisation_of(job: StepJob, items: Iterable[Mapping[str, Tensor]], gpus: Sequence[GPU]) -> Utilisation:
-    """The utilisation of steps of such a job.
-
-    Args:
-        job: The step; its batch and policies do not count.
-        items: Training items on `meta`, of all sizes of the data, at least one.
-        gpus: All GPUs that share the step.
-    """
+    """The utilisation of steps of a job, whose batch and policies do not count, by items on `meta` of all sizes of the data, at least one, and all GPUs that
+    share the step."""
     rates = [gpu.fp32_flops if job.precision.matmul == torch.float32 else gpu.bf16_flops for gpu in gpus]
     num_tokens = job.spec.training.num_tokens
     utilisation = Utilisation(_sizes(items, num_tokens), lambda item: flops_of(job, item), num_tokens, sum(rates))

@@ -131,11 +131,7 @@ def _check_adapter_files(run: RunContext) -> None:
 
 
 def check_training(run: RunContext, *, here: bool = True) -> None:
-    """Refuse a configuration that cannot be trained, and warn of settings that have no effect.
-
-    Args:
-        here: Whether the run trains on the devices of this machine; False plans for other ones.
-    """
+    """Refuse a configuration that cannot be trained, on the devices of this machine if it is `here`, and warn of settings that have no effect."""
     train, base = run.config.train, run.config.base
     if train.pipelined and train.accumulation == 1 and not run.config.prior.wanted:
         raise UserError(
@@ -330,23 +326,14 @@ def check_preview_device(run: RunContext) -> None:
 
 
 def check_beginning(job: TrainingJob, *, is_started: bool) -> None:
-    """Refuse other data than a job was trained on, and a run that it cannot start from. Reads the dataset.
-
-    Args:
-        is_started: Whether the job has a save, so that it starts from nothing else.
-    """
+    """Refuse other data than a job was trained on, and a run that it cannot start from, unless it has a save and starts from nothing else. Reads the dataset."""
     check_listed(job.folder, job.run.data)
     if not is_started:
         check_start(job.init_from, job.folder)
 
 
 def check_listed(folder: RunFolder, data: RunData) -> None:
-    """Refuse a dataset that lacks a sample of the run. `check_samples` would, too, but only after everything is encoded.
-
-    Args:
-        folder: The run's folder.
-        data: Its data; the dataset is read.
-    """
+    """Refuse a dataset, which is read, that lacks a sample of the run. `check_samples` would, too, but only after everything is encoded."""
     ids = {sample.id for sample in data.dataset.samples}  # read before the record: its own mistakes come first
     recorded = (read_record(folder) or {}).keys() - NO_SAMPLES - ids
     _refuse_data(folder, {id for id in recorded if not id.startswith(PRIOR_MARK)})
@@ -386,13 +373,7 @@ def check_start(run: str, folder: RunFolder) -> None:
 
 
 def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started: bool) -> None:
-    """Refuse what only the architecture shows.
-
-    Args:
-        job: With its architecture.
-        unloaded: Its model.
-        is_started: As for `check_beginning`.
-    """
+    """Refuse what only the architecture shows. `is_started` as for `check_beginning`."""
     if job.init_from and not is_started:
         check_same_adapter(
             unloaded.origin.adapter, RunFolder(local_path(job.init_from)), merge_key=unloaded.origin.merge_key
@@ -405,14 +386,8 @@ def check_model(job: TrainingJob, unloaded: Model, num_ranks: int, *, is_started
 def check_same_adapter(
     adapter: AdapterConfig, folder: RunFolder, theirs: AdapterConfig | None = None, merge_key: str = "base.merge"
 ) -> None:
-    """Refuse a run whose weights do not fit this one's adapter.
-
-    Args:
-        adapter: This run's section, with what an `adapter.init` file decided.
-        folder: The run whose weights are to be loaded.
-        theirs: Its section; None reads it.
-        merge_key: The key that names what is merged into the transformer.
-    """
+    """Refuse a run whose weights do not fit this one's adapter, which has what an `adapter.init` file decided. `theirs` is read where it is None; `merge_key`
+    names what is merged into the transformer."""
     theirs = resolve(RunConfig, stored=folder.path).adapter if theirs is None else theirs
     of_layers = [
         (section.method, section.rank_pattern, section.alpha_pattern, section.decompose_factor, section.decompose_both)
@@ -432,11 +407,7 @@ def check_same_adapter(
 
 
 def check_encoding(run: RunContext, ranks: Ranks, *, num_class_images: int) -> None:
-    """Refuse what encoding and sampling will need and is not there; all ranks call it.
-
-    Args:
-        num_class_images: Class images that are still to be generated.
-    """
+    """Refuse what encoding, sampling and the generation of missing class images will need and is not there; all ranks call it."""
     data = run.data
     check_components(run, data.dataset.samples, sampling=num_class_images > 0)
     if num_class_images:
@@ -446,12 +417,8 @@ def check_encoding(run: RunContext, ranks: Ranks, *, num_class_images: int) -> N
 
 
 def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bool = False) -> None:
-    """Find every model that the run will need and read its description, before the first of them works for hours.
-
-    Args:
-        samples: The samples that it trains on; [sample] may take captions from them.
-        sampling: Whether images are generated even if [sample] asks for none.
-    """
+    """Find every model that the run will need and read its description, before the first of them works for hours. [sample] may take captions from the samples;
+    `sampling` is for images that are generated even if it asks for none."""
     # Asking for each is the check: making one finds its files and its libraries, and loads no weights.
     assert run.auxiliary.encoders
     _check_adapter_files(run)  # the architecture may have been unknown before
@@ -467,11 +434,7 @@ def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bo
 
 
 def check_prompts(data: RunData, prompts: Sequence[SamplePrompt]) -> None:
-    """Read the conditions of the samples that will be generated.
-
-    Args:
-        prompts: Prompts with their conditions.
-    """
+    """Read the conditions of the samples that will be generated."""
     for prompt in prompts:
         if data.auxiliary.readers is not None:
             data.auxiliary.readers.check(prompt.controls(data.fps))
@@ -515,13 +478,8 @@ def check_samples(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
 
 
 def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, steps: BaseSteps | None = None) -> None:
-    """Record the samples that a run trains on, and refuse to resume it with others: data order and held-out clips depend on them.
-
-    Args:
-        encoded: The samples, class images included.
-        base: Fingerprint of the base's weights.
-        steps: `base_steps` of the run.
-    """
+    """Record the samples that a run trains on, class images included, and refuse to resume it with others, or with another base: data order and held-out clips
+    depend on them."""
     now = keys_of(encoded)
     # The base is part of the record: a resumed adapter would otherwise continue on other weights.
     now[BASE_WEIGHTS] = [base, ""]

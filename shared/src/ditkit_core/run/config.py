@@ -35,13 +35,7 @@ class ExpertsConfig:
     """train.steps of the high-noise and the low-noise expert. One number is for both; empty means train.steps."""
 
     def of(self, name: str, index: int, otherwise: Number) -> Number:
-        """One expert's `rank`, `lr` or `steps`.
-
-        Args:
-            name: Which of them.
-            index: Index of the expert.
-            otherwise: The value if the section sets none.
-        """
+        """The `rank`, `lr` or `steps` of an expert, by its index; `otherwise` if the section sets none."""
         values: tuple[Number, ...] = getattr(self, name)
         return values[index if len(values) > 1 else 0] if values else otherwise
 
@@ -81,12 +75,8 @@ class RunConfig:
         return RunFolder(local_path(self.run.folder))
 
     def on_device(self, device: str, streamed: int = 0) -> "RunConfig":
-        """The configuration for running the model on one device, which need not be one that it trains on.
-
-        Args:
-            device: The device, also to encode prompts on that the cache has lost meanwhile.
-            streamed: Number of blocks whose weights stay in host memory.
-        """
+        """The configuration for running the model on one device, which need not be one that it trains on, and which also encodes prompts that the cache has
+        lost meanwhile; the weights of `streamed` blocks stay in host memory."""
         train = replace(
             self.train,
             device=device,

@@ -182,13 +182,8 @@ class RunContext:
 
 
 def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None, *, fetch: bool = False) -> RunContext:
-    """Complete a configuration once with the values that the model decides.
-
-    Args:
-        config: The configuration of the user.
-        arch: The architecture; None reads it from local files, without loading any weights.
-        fetch: Whether a missing description of the architecture is downloaded; weights never are.
-    """
+    """Complete a configuration once with the values that the model decides. Its architecture is read from local files, without loading any weights; with
+    `fetch`, a missing description is downloaded."""
     request, model = RunRequest(spec, config), config.model
     if arch is None:
         # Raised again where the model is built: some commands need no architecture.

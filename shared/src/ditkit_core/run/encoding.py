@@ -28,11 +28,8 @@ class Encoded(NamedTuple):
 
 
 def encode_all(data: RunData, *, with_class_prompt: bool = False) -> Encoded:
-    """Encode every sample, and the texts and references of the samples to generate, into the cache.
-
-    Args:
-        with_class_prompt: Whether class images are still to be generated, which needs their prompt.
-    """
+    """Encode every sample, and the texts and references of the samples to generate, into the cache; and the prompt of class images, if some are still to be
+    generated."""
     dataset, config = data.dataset, data.config
     # Called for its check alone: fails now, not after hours of encoding, if nothing would be left to train on.
     split_held_out([sample.id for sample in dataset.samples], config.held_out.clips, files_of(dataset.samples))

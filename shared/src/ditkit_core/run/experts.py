@@ -28,12 +28,7 @@ _SHOUTED = re.compile(r"(?<![A-Za-z])(HIGH|LOW)(?![A-Za-z])")
 
 
 def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: ModelPaths, having: Sequence[str]) -> None:
-    """Refuse settings of [experts] and [model] that do not fit the architecture.
-
-    Args:
-        model: Paths of its files.
-        having: Names of the presets that have experts.
-    """
+    """Refuse settings of [experts] and [model] that do not fit the architecture. `having` are the presets that have experts."""
     if not experts:
         presets = f"set model.preset to one of {', '.join(having)}" if having else "no preset of this model has any"
         settings = [
@@ -77,11 +72,8 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
 
 
 def check_merges(base: BaseConfig, experts: Sequence[Expert], *, trains: Expert | None) -> None:
-    """Refuse files of `base.merge` and `base.merge_low` that are missing, of the other expert, or do not say which expert they are for.
-
-    Args:
-        trains: The expert that is trained; None for all of them.
-    """
+    """Refuse files of `base.merge` and `base.merge_low` that are missing, of the other expert, or do not say which expert they are for. `trains` is the expert
+    that is trained; None for all of them."""
     if base.merge_low and not experts:
         raise UserError(
             "base.merge_low is for the second of two experts, and this model has one transformer; add its files to base.merge"

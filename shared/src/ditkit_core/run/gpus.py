@@ -21,11 +21,7 @@ _BF16 = 8, 0
 
 
 def check_capability(execution: Execution, devices: Collection[torch.device]) -> None:
-    """Refuse GPUs of this machine that are too old, or too new, for how a model runs.
-
-    Args:
-        devices: The devices that hold the model. Only GPUs are checked.
-    """
+    """Refuse GPUs of this machine, of the devices that hold the model, that are too old, or too new, for how it runs."""
     capabilities = {device: torch.cuda.get_device_capability(device) for device in devices if device.type == "cuda"}
     for device, capability in capabilities.items():
         _check_build(device, capability)
@@ -76,12 +72,8 @@ def _check_mix(name: str, capabilities: Mapping[torch.device, tuple[int, int]]) 
 
 
 def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:
-    """The configuration with the implementation that `train.kernels` means here, so that all that reads it sees what runs.
-
-    Args:
-        config: The configuration of the user.
-        ranks: The processes that train together; None for this one alone.
-    """
+    """The configuration with the implementation that `train.kernels` means here, and on the processes that train together, so that all that reads it sees what
+    runs."""
     train = config.train
     if train.kernels == "torch":
         return config

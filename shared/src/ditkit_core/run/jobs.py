@@ -56,11 +56,7 @@ class TrainingJob:
         return step if step is not None and step >= self.run.config.train.steps else None
 
     def saved_step(self, passed_over: Callable[[str], None] = warn) -> int | None:
-        """The step of the latest save, after checking all its files; None without a save.
-
-        Args:
-            passed_over: Called with one line for each save that is damaged.
-        """
+        """The step of the latest save, after checking all its files; None without a save. `passed_over` gets a line for each damaged one."""
         save = latest(self.folder.state, passed_over)
         return None if save is None else int(save.name.removeprefix("step-"))
 
@@ -108,11 +104,7 @@ class Jobs:
 
 
 def jobs_of(run: RunContext, init_from: str = "") -> Jobs:
-    """The jobs of a run.
-
-    Args:
-        init_from: The run whose trained weights it starts from; empty for none.
-    """
+    """The jobs of a run, which may start from the trained weights of another."""
     if not run.trains_several:
         alone = run if run.expert is None else with_config(run, config_of(run, run.expert))
         return Jobs(run=alone, all=(TrainingJob(run=alone, init_from=init_from),))

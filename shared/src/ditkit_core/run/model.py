@@ -30,13 +30,8 @@ from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
 def load_model(unloaded: Model, placement: Placement, seed: int, ranks: Ranks | None = None) -> Model:
-    """Load the weights onto their devices.
-
-    Args:
-        placement: Which device runs what, as the planner's `placement_of` and `plan_placement` decide.
-        seed: The run's seed, for the adapters' first values.
-        ranks: Those that train; where they divide the weights, each loads its rows. None for this process alone.
-    """
+    """Load the weights onto the devices of a placement, with the adapters' first values by the run's seed. Where ranks divide the weights, each loads its
+    rows."""
     if ranks is not None and ranks.shard > 1:
         return load_divided(unloaded, placement, ranks, placement.embed, seed=seed)
     if placement.split_points:
@@ -60,12 +55,7 @@ def build_model(run: RunContext) -> Model:
 
 
 def fingerprints_of(config: RunConfig, component: str, base: SafetensorsSource) -> dict[str, str]:
-    """Of the base, and of each adapter file that is merged into it, stays next to it or starts what is trained: by key.
-
-    Args:
-        component: The one that is trained.
-        base: Its weights.
-    """
+    """Of the weights of the base, and of each adapter file that is merged into it, stays next to it or starts what is trained: by key."""
     named = enumerate(config.base.files(component))
     paths = {f"{key}[{index}]": parse_merge(entry, key)[0] for index, (key, entry) in named}
     if config.adapter.init:

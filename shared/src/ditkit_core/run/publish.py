@@ -20,14 +20,9 @@ _README = "README.md"
 
 
 def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | None = None) -> None:
-    """Make the model card of exported files, and upload both if asked.
+    """Make the model card of exported files, adapters or folders of whole transformers, and upload both if asked.
 
-    Nothing else is uploaded than these files, the card, and the run's newest samples.
-
-    Args:
-        paths: Adapter files, or folders of whole transformers.
-        hub: Where to, and how.
-        run: The folder of the run; None looks whether the first file is in the exports of one.
+    Nothing else is uploaded than these files, the card, and the newest samples of their run; without one, the first file may be in the exports of one.
     """
     check_hub(hub)
     around = RunFolder(paths[0].absolute().parent.parent)

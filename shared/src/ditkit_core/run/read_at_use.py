@@ -29,14 +29,8 @@ _PROCESS_BYTES = 900 * 2**20
 def read_at_use(
     spec: ModelSpec, components: ModelPaths, adapter: AdapterConfig, base: BaseConfig, *, component: str = "transformer"
 ) -> Model:
-    """Build a model whose matrices stay in their files; everything else, a few percent of it, is read now.
-
-    Args:
-        components: Path of the transformer, and its preset.
-        adapter: The adapter to put on it, whose values are zeros; `full` for none.
-        base: What is merged into the base, but for an assistant. Nothing is quantized.
-        component: The one to load, where a model has several transformers.
-    """
+    """Build a model whose matrices stay in their files; everything else, a few percent of it, is read now. Its adapter has zeros for values; of the base's
+    settings what is merged counts, but for an assistant, and nothing is quantized."""
     # Without an assistant: an export is for the base without it.
     base = replace(base, quantize="none", compute="dtype", assistant="", assistant_low="")
     precision = Precision(matmul=torch.float32)
@@ -59,11 +53,7 @@ def read_at_use(
 
 
 def bytes_at_use(spec: ModelSpec, arch: Any, adapter_bytes: int) -> int:
-    """Host memory of a process of its own that runs a model so, next to another program's: with a base in 16 bits.
-
-    Args:
-        adapter_bytes: Size of its adapter in fp32.
-    """
+    """Host memory of a process of its own that runs a model so, next to another program's: with a base in 16 bits, and an adapter of this size in fp32."""
     model = build_on_meta(spec, arch, Precision())
     matrices = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)]
     others = sum(parameter.numel() for parameter in model.parameters()) - sum(matrices)

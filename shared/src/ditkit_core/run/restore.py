@@ -24,15 +24,8 @@ from ditkit_core.training.train_state import TrainState, saved_weights
 def load_trained(
     prepared: Model, folder: RunFolder, step: int | Literal["best"] | None = None, *, verified: Path | None = None
 ) -> int:
-    """Load the weights of a run's save (the averaged ones, if it has any) into the model.
-
-    Args:
-        step: The save; `best` for the one with the lowest validation loss, None for the latest.
-        verified: The save instead, whose files are known to be intact.
-
-    Returns:
-        The save's step.
-    """
+    """Load the weights of a run's save (the averaged ones, if it has any) into the model: of a step, of the lowest validation loss, or of the latest; or of a
+    save whose files are known to be intact. Returns the save's step."""
     path = verified or _save(folder, step)
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)

@@ -139,11 +139,7 @@ class SampleAdapters:
                 )
 
     def recorded_digests(self, folder: RunFolder, warn: Callable[[str], None]) -> dict[str, dict[str, str]]:
-        """Digests of the files, for the run's `about.json`; warns of a file that has changed since the record that is there.
-
-        Args:
-            warn: Called with one line for each such file.
-        """
+        """Digests of the files, for the run's `about.json`; warns of a file that has changed since the record that is there."""
         now: dict[str, str] = {}
         before = json_part(folder.about, "model", RECORD)
         assistants = [key for key, _ in self.config.base.assistants]

@@ -32,12 +32,7 @@ class SplitSamples(NamedTuple):
 
 
 def split_samples(num_held_out: int, dataset: Dataset, encoded: Encoded) -> SplitSamples:
-    """Split off the samples that are held out.
-
-    Args:
-        num_held_out: How many, at least; windows of a file stay together.
-        dataset: What was encoded.
-    """
+    """Split off the samples of what was encoded that are held out, `num_held_out` at least; windows of a file stay together."""
     files, by_id = files_of(dataset.samples), {sample.id: sample for sample in encoded.samples}
     kept, held_out = split_held_out(list(by_id), num_held_out, files)
     named = [files.get(id, id) for id in held_out]
@@ -67,12 +62,7 @@ def load_for_training(job: TrainingJob, unloaded: Model, placement: Placement) -
 def trainer_of(
     job: TrainingJob, model: Model, samples: SplitSamples, validator: Validator | None, callbacks: Sequence[Callback]
 ) -> Trainer:
-    """The trainer of a job.
-
-    Args:
-        model: Loaded, with the engine that trains it.
-        callbacks: As of `Trainer`.
-    """
+    """The trainer of a job, whose model is loaded and has the engine that trains it."""
     run, config = job.run, job.run.config
     sections = TrainerConfig(
         train=config.train,

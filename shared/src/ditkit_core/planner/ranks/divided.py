@@ -17,12 +17,7 @@ from ditkit_core.planner.workload import RankGradients, Round, Workload
 
 
 def profile_of_rank(undivided: Profile, layout: RankLayout, reduction: torch.dtype = torch.float32) -> Profile:
-    """The costs of one rank's stages.
-
-    Args:
-        undivided: The profile of a rank with the whole model.
-        reduction: Dtype in which gradients are added up over ranks.
-    """
+    """The costs of one rank's stages, from those of the whole model; gradients are added up over ranks in the dtype `reduction`."""
     if layout.shard == 1:
         return undivided
     ratio = reduction.itemsize / torch.float32.itemsize
@@ -32,11 +27,7 @@ def profile_of_rank(undivided: Profile, layout: RankLayout, reduction: torch.dty
 
 
 def work_of_rank(work: Workload, layout: RankLayout, *, adapts: bool) -> Workload:
-    """The part of a step that the fullest rank does.
-
-    Args:
-        adapts: Whether adapters are trained.
-    """
+    """The part of a step that the fullest rank does."""
     micro_batches = layout.micro_batches(work.micro_batches)
     if layout.shard > 1:
         gradients = gradients_of_rank(micro_batches, adapts=adapts)

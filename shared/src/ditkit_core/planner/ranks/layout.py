@@ -69,14 +69,7 @@ class RankLayout:
 def layout_of(
     ranks: RanksConfig, num_gpus: int, launch: PlannedLaunch, *, devices: Sequence[str] = ()
 ) -> RankLayout | None:
-    """The ranks of a plan; None for a process alone.
-
-    Args:
-        ranks: How many divide the weights, and the tokens of a sample.
-        num_gpus: GPUs of a machine, as `--gpus` names them or as there are here; 1 without any.
-        launch: Processes and machines.
-        devices: `train.devices`, which ranks cannot have.
-    """
+    """The ranks of a plan; None for a process alone. `num_gpus` are those of a machine, 1 without any; `devices` is `train.devices`, which ranks cannot have."""
     shard, context = ranks.shard, ranks.context
     if not launch.nproc and launch.nodes == 1 and shard == context == 1:
         if launch.link:

@@ -47,23 +47,17 @@ class Route:
         return (self.between if self.layout.nodes > 1 else self.within).name
 
     def ring(self, members: int) -> float:
-        """Bytes per second that a rank sends in an all-gather, reduce-scatter or broadcast of ranks that all begin at once.
+        """Bytes per second that a rank sends in an all-gather, reduce-scatter or broadcast of ranks that all begin at once, of which each machine has
+        `members`.
 
         A group over several machines uses all their adapters, as NCCL's rings do; groups that each have a rank on every machine share them.
-
-        Args:
-            members: Ranks of the group on each machine.
         """
         crosses = self.between.bandwidth * (1 if self.between.per_machine else self.layout.nproc)
         rate = crosses * members / self.layout.nproc
         return LINK_SHARE * (min(self.within.bandwidth, rate) if members > 1 else rate)
 
     def gathered(self, group: int) -> float:
-        """As `ring`, for groups of consecutive ranks.
-
-        Args:
-            group: Ranks of a group.
-        """
+        """As `ring`, for groups of so many consecutive ranks."""
         if group <= self.layout.nproc:
             return self.within.bandwidth * LINK_SHARE
         return self.ring(self.layout.nproc)

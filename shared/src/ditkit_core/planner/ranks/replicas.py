@@ -35,12 +35,8 @@ class ReplicaSums:
         return max(sum(move.sends for move in moves) for moves in self.moves)
 
     def seconds(self, cost: Callable[[int, int], float], broadcast: float) -> float:
-        """Time from the first exchange until all ranks have the sum, if all begin at once.
-
-        Args:
-            cost: Seconds of a set of gradients from one rank to another.
-            broadcast: Seconds of the sum from rank 0 to all.
-        """
+        """Time from the first exchange until all ranks have the sum, if all begin at once. `cost` is of a set of gradients from one rank to another,
+        `broadcast` of the sum from rank 0 to all, in seconds."""
         free = [0.0] * len(self.moves)
         left = [[move for move in moves if move.other >= 0] for moves in self.moves]
         # Two ranks meet when both have come to the exchange between them; one of any step's first moves always can.
@@ -55,14 +51,8 @@ class ReplicaSums:
 
 @cache
 def replica_sums(micro_batches: int, size: int, *, adapts: bool, context: int = 1) -> ReplicaSums:
-    """Add up a step's gradients on every rank, as `train_step.accumulate_gradients` does.
-
-    Args:
-        micro_batches: Of the step, over all ranks.
-        size: Number of ranks.
-        adapts: Whether adapters are trained; else each rank first adds up its own.
-        context: Ranks that share each sample.
-    """
+    """Add up the gradients of a step's micro-batches on every rank, as `train_step.accumulate_gradients` does; unless adapters are trained, each rank first
+    adds up its own. `context` ranks share each sample."""
     ranks = [RecordedRanks(rank, size, context=context) for rank in range(size)]
     sums_by_rank = [_of_rank(recorded, micro_batches, adapts=adapts) for recorded in ranks]
     rounds = {entry for rounds_of_rank, _, _ in sums_by_rank for entry in rounds_of_rank}

@@ -77,11 +77,7 @@ class RankStep:
         return work_of_rank(self.work, self.layout, adapts=self._adapts)
 
     def plan(self, routes: Sequence[Route], host: int = 0) -> RanksPlan:
-        """Bytes, and times over these links.
-
-        Args:
-            host: A rank's page-locked memory.
-        """
+        """Bytes, and times over these links; `host` is a rank's page-locked memory."""
         tensors = [rows.number * rows.bytes_each for stage in self.profile.stages for rows in stage.rows]
         return RanksPlan(
             layout=self.layout,

@@ -130,12 +130,8 @@ def scheduled(task: FitTask, uniform: Sequence[Candidate]) -> list[Candidate]:
 
 
 def fastest_schedule(task: FitTask, like: Candidate, share: float = 1.0) -> Candidate | None:
-    """Give each block the policy that recomputes least within the memory that a division leaves free; None if none fits.
-
-    Args:
-        like: Settings with one policy, whose division and formats are used.
-        share: Largest share of each GPU's available memory to use.
-    """
+    """Give each block the policy that recomputes least within the memory that a division leaves free, or a share of it; None if none fits. The division and
+    the formats are those of `like`, settings with one policy."""
     setting = like.setting
     gpus = tuple(task.gpus[i] for i in setting.gpus)
     budgets = [gpu.budget for gpu in gpus]
@@ -219,13 +215,9 @@ class RankFit:
 def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout, link: str) -> RankFit | int | None:
     """The fastest way to divide a step over ranks that fits; or the bytes that a GPU lacks, if none does; None if it cannot be divided at all.
 
-    For each way `fit` chooses the settings of a rank, and the time of its exchanges is added. Ranks share samples only where nothing fits
-    without that: the exchanges of tokens cost time, and fewer samples are trained at once.
-
-    Args:
-        task_of: The search problem of a rank, with the work of the whole step; None if the run cannot be divided so.
-        ranks: Processes and machines.
-        link: As for `parse_links`.
+    For each way `fit` chooses the settings of a rank, and the time of its exchanges is added. Ranks share samples only where nothing fits without that: the
+    exchanges of tokens cost time, and fewer samples are trained at once. `task_of` is the search problem of a rank, with the work of the whole step; None
+    if the run cannot be divided so.
     """
     missing: list[int] = []
     for context in _divisors(ranks.nproc):
@@ -257,13 +249,9 @@ def fit_ranks(task_of: Callable[[RankLayout], FitTask | None], ranks: RankLayout
 
 
 def fitted(step: StepPlan) -> Execution:
-    """Choose the policy, the format of the frozen weights, the GPUs to use, split points, streamed blocks and replays.
+    """Choose the policy, the format of the frozen weights, the GPUs to use, split points, streamed blocks and replays, for a step planned on GPUs.
 
-    Only the format of the weights changes results: a coarser one is chosen if the finer one makes a step slower by more than `PRICE` says, or
-    does not fit.
-
-    Args:
-        step: The plan of the step as it is, on GPUs.
+    Only the format of the weights changes results: a coarser one is chosen if the finer one makes a step slower by more than `PRICE` says, or does not fit.
     """
     job, targets = step.job, step.targets
     if not targets.gpus:

@@ -51,14 +51,7 @@ class Search:
     """Searches the splits of a task's step for one policy and one format of the weights."""
 
     def __init__(self, task: FitTask, policy: str, quantize: str, *, pipelined: bool = False, eager: bool = False):
-        """Prepare the search; nothing is evaluated yet.
-
-        Args:
-            policy: Checkpointing policy of all blocks.
-            quantize: Format of the frozen weights.
-            pipelined: Whether micro-batches overlap.
-            eager: Whether nothing is replayed as a CUDA graph.
-        """
+        """Prepare the search for splits where all blocks have this policy; nothing is evaluated yet. With `eager` nothing is replayed as a CUDA graph."""
         self._task, self._policy, self._eager = task, policy, eager
         self._profile = profile = task.profile_of(policy, quantize)
         self._work = task.work_with(quantize=quantize, pipelined=pipelined, eager=eager)
@@ -75,12 +68,8 @@ class Search:
         self._like = cache(self._signature)
 
     def fastest(self, chosen: tuple[int, ...], share: float = 1.0) -> Candidate | None:
-        """The fastest split across all chosen GPUs, in their order; None if none fits.
-
-        Args:
-            chosen: Indices of the task's GPUs, at least one.
-            share: Largest share of each GPU's available memory to use.
-        """
+        """The fastest split across all chosen GPUs (indices of the task's), in their order, within a share of the memory that is available on each; None if
+        none fits."""
         gpus = [self._task.gpus[i] for i in chosen]
         spans = self._fastest_spans(gpus, share)
         if spans is None:

@@ -111,13 +111,7 @@ def formats_of(job: StepJob) -> tuple[str, ...]:
 
 
 def task_of(job: StepJob, gpus: tuple[GPU, ...], formats: Sequence[str]) -> FitTask:
-    """The search problem of a step on these GPUs.
-
-    Args:
-        job: The step.
-        gpus: To choose among.
-        formats: Of the frozen weights, from exact to coarse; `none` is the format of the file.
-    """
+    """The search problem of a step on these GPUs, with formats of the frozen weights from exact to coarse; `none` is the format of the file."""
     profiles: list[Profile] = []
 
     @cache  # a profile takes seconds, and the search asks for the same one for every split and swap

@@ -150,13 +150,10 @@ def _encoded_sizes(bucket: Bucket) -> list[Size]:
 
 
 def to_be_generated(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
-    """The samples that a run generates during and after training, and missing class images.
+    """The samples that a run generates during and after training, and missing class images; if the dataset is not available, captions are sampled in each of
+    the shapes.
 
     Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
-
-    Args:
-        shapes: All shapes of the data; captions are sampled in each of them if the dataset is not available.
-        samples: As for `plan_auxiliary`.
     """
     asked, images = _samples(data, shapes, samples), missing_class_images(data)
     return Generated((*asked.shapes, *images.shapes), asked.num + images.num)

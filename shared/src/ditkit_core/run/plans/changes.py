@@ -111,11 +111,7 @@ class LevelFit:
 
 
 def levels(config: RunConfig, *, in_backward: bool = True) -> Iterator[Level]:
-    """The run as it is, then with one lever more each time.
-
-    Args:
-        in_backward: Whether the optimizer can step in the backward: with several ranks it cannot.
-    """
+    """The run as it is, then with one lever more each time. With several ranks the optimizer cannot step in the backward."""
     level = Level(config=config)
     yield level
     if config.adapter.method == "full" and not config.optim.kind.estimates_rate:
@@ -175,12 +171,8 @@ def accepted(tried: Iterator[Level], attempt: Callable[[RunConfig], T]) -> Itera
 
 
 def fit_levels(config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, later: bool = True) -> LevelFit:
-    """The first level with which something fits.
-
-    Args:
-        task_of: The search problem of a run with another configuration; cached.
-        later: Whether levels behind the chosen one are planned too.
-    """
+    """The first level with which something fits; `later` plans levels behind it too. `task_of` is the search problem of a run with another configuration;
+    cached."""
     tried: list[LevelFit] = []
     for level, task in accepted(levels(config), task_of):
         tried.append(LevelFit(level=level, task=task, fit=Fit(others={}) if _cannot_fit(task) else fit(task)))
@@ -260,13 +252,8 @@ class Planned:
 
 
 def levers(spec: ModelSpec, config: RunConfig, gpus: tuple[GPU, ...]) -> Iterator[list[SuggestedChange]]:
-    """Possible changes; each list is about one setting, the mildest change first.
-
-    Args:
-        spec: The model's family, whose sizes have steps.
-        config: Completed with the model's own sizes.
-        gpus: The present GPUs; empty leaves out changes of GPUs.
-    """
+    """Possible changes of a configuration that is completed with the model's own sizes; each list is about one setting, the mildest change first. Without
+    GPUs, changes of GPUs are left out."""
     for changes in (_batches(config), _frames(spec, config), _sizes(spec, config), _ranks(config)):
         yield [
             SuggestedChange(words=words, lost_share=lost, config=_with(config, section, **values), gpus=gpus)

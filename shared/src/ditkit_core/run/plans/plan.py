@@ -46,13 +46,7 @@ def report_of(
     class_images: Sequence[Sample] | None = None,
     launch: PlannedLaunch = ALONE,
 ) -> PlanReport:
-    """Plan a run that was checked already.
-
-    Args:
-        run, gpus, host, launch: As for `make_report`.
-        samples: Its training samples, if known already; None reads the dataset.
-        class_images: The class images of prior preservation, likewise.
-    """
+    """Plan a run that was checked already, as `make_report`; its training samples and class images may be known already, else the dataset is read."""
     configured, jobs = run, jobs_of(run)
     run = jobs.largest
     execution, routes = run.execution, _routes(run, gpus, launch)
@@ -151,11 +145,7 @@ def _routes(run: RunContext, gpus: str, launch: PlannedLaunch) -> tuple[Route, .
 
 
 def check_plannable(run: RunContext, *, here: bool) -> None:
-    """Raise the errors that the run itself would, before anything is planned.
-
-    Args:
-        here: Whether the plan is for the devices of this machine.
-    """
+    """Raise the errors that the run itself would, before anything is planned; `here` for the devices of this machine."""
     if here:
         check_run(run)
     else:

@@ -81,15 +81,8 @@ class PlannedStep:
         class_images: Sequence[Sample] | None = None,
         gpus: Sequence[GPU] = (),
     ) -> "PlannedStep":
-        """The step of a run whose model is not built.
-
-        Args:
-            run: A run of one transformer.
-            kind: Kind of device: `cuda` or `cpu`.
-            samples: As for `largest_bucket`.
-            class_images: As for `largest_bucket`.
-            gpus: The GPUs, if they are known: they say what `train.kernels = auto` would be there.
-        """
+        """The step of a run whose model is not built, on a kind of device (`cuda` or `cpu`); known GPUs say what `train.kernels = auto` would be there.
+        Samples and class images as for `largest_bucket`."""
         # Where it is unknown, this raises the reason.
         arch = arch_here(run.spec, run.config.model)[1] if run.arch is None else run.arch
         adapter = _adapter(run.spec, arch, run.config.adapter, run.config.base.merge_key(run.component))
@@ -99,13 +92,8 @@ class PlannedStep:
 
 
 def place_run(run: RunContext, unloaded: Model, *, training: bool = False) -> Placement:
-    """The placement of a run's model; every command that loads a model calls it.
-
-    Args:
-        run: The run.
-        unloaded: Its model, with its adapters.
-        training: Whether it is trained, with the policies of `train.checkpointing`; in training as the run's plan says.
-    """
+    """The placement of a run's model, which has its adapters; every command that loads a model calls it. In training it is as the run's plan says, with the
+    policies of `train.checkpointing`."""
     arch, planned = unloaded.origin.arch, training and needs_profile(run.execution)
     bucket = largest_bucket(run.data, arch) if planned else None
     job = job_of(run, arch, unloaded.origin.adapter, bucket, run.devices[0].type)
@@ -113,15 +101,7 @@ def place_run(run: RunContext, unloaded: Model, *, training: bool = False) -> Pl
 
 
 def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket | None, kind: str) -> StepJob:
-    """A run's step.
-
-    Args:
-        run: A run of one transformer.
-        arch: Its architecture.
-        adapter: With the settings that an `adapter.init` file decides.
-        bucket: Its micro-batch; None where nothing is profiled.
-        kind: Kind of the devices: `cuda` or `cpu`.
-    """
+    """The step of a run of one transformer, whose adapter has the settings that an `adapter.init` file decides. Without a bucket nothing is profiled."""
     config = run.config
     if run.stored_formats:  # matrices that stay as their file has them cannot be trained
         check_scaled(str(config.model.here(run.component)), config.adapter.method)
@@ -176,14 +156,10 @@ def _adapter(spec: ModelSpec, arch: Any, adapter: AdapterConfig, merge_key: str)
 def largest_bucket(
     data: RunData, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
 ) -> Bucket:
-    """The micro-batch with the most tokens: from the dataset if it is available, else with the configured size.
+    """The micro-batch with the most tokens: from the dataset if it is available, or known already, else with the configured size.
 
-    Each micro-batch of the data is followed by as many class images, and class images of one shape go through the model together. The
-    largest of all is planned.
-
-    Args:
-        samples: The samples of the dataset, if known already.
-        class_images: The class images of prior preservation, if known already.
+    Each micro-batch of the data is followed by as many class images, and class images of one shape go through the model together. The largest of all is
+    planned.
     """
     config, spec = data.config, data.spec
     if samples is None and has_data(config.data):
