@@ -1,4 +1,4 @@
-"""S2V passes every check of the seam: its injectors are blocks, and speech travels in the carry."""
+"""S2V passes every check of the seam: its injectors are parts of blocks, and speech travels in the carry."""
 
 import torch
 from wan_items import SIZES
@@ -17,8 +17,8 @@ class TestSpeechToVideo(Conformance):
     arch = WanArch(
         **SIZES, in_channels=4, speech=SpeechArch(layers=(0,), features=5, states=3, tokens=2, pose_channels=3)
     )
-    last_layers = ("ffn.2", "injector.o")
-    added_as_they_are = ("injector.o",)
+    last_layers = ("WanBlock ffn.2", "audio.injector.o")
+    added_as_they_are = ("audio.injector.o",)
     idle = ("embed.speech.frame_packer.",)
 
     def items(self, count, ragged=False):

@@ -18,7 +18,7 @@ _KINDS = (
 )
 _IMAGE_KINDS = ("cross_attn.k_img", "cross_attn.v_img")
 _NOT_IN_DIFFUSERS = re.compile(
-    r"\.music\.|^audio_blocks\.|^embed\.speech\.|^embed\.(ref_conv|control_adapter|img_emb_refimage|patch_embedding_global)|^head\.head_global"
+    r"\.(music|audio)\.|^embed\.speech\.|^embed\.(ref_conv|control_adapter|img_emb_refimage|patch_embedding_global)|^head\.head_global"
 )
 """Modules of models that diffusers lacks."""
 _NO_MODEL = "has no such model; generate with a program that has it"

@@ -101,13 +101,13 @@ _CONTROLS = {
         )
     },
     **{
-        f"audio_blocks.{number}.injector.{inner}": f"audio_injector.injector.{number}.{inner}"
-        for number in range(len(SPEECH_LAYERS))
+        f"layers.{layer}.audio.injector.{inner}": f"audio_injector.injector.{number}.{inner}"
+        for number, layer in enumerate(SPEECH_LAYERS)
         for inner in ("q", "k", "v", "o", "norm_q", "norm_k")
     },
     **{
-        f"audio_blocks.{number}.adain.linear": f"audio_injector.injector_adain_layers.{number}.linear"
-        for number in range(len(SPEECH_LAYERS))
+        f"layers.{layer}.audio.adain.linear": f"audio_injector.injector_adain_layers.{number}.linear"
+        for number, layer in enumerate(SPEECH_LAYERS)
     },
 }
 

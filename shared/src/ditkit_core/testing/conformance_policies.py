@@ -32,6 +32,7 @@ from ditkit_core.testing.world import (
     Outcome,
     backward_without_autocast,
     is_attention_forward,
+    is_last,
     make_model,
     outcome,
 )
@@ -168,7 +169,7 @@ class PolicyChecks(ModelChecks):
         if adapter in ("lora", "lokr", "loha", "full"):
             return self.last_layers if adapter != "full" else ()
         adapted = adapter_layers(model)
-        return [last for last in self.last_layers if not any(name.endswith(last) for name in adapted)]
+        return [last for last in self.last_layers if not any(name.endswith(last.split()[-1]) for name in adapted)]
 
     @pytest.mark.parametrize("adapter", ["full", "lora"])
     def test_what_a_full_recompute_leaves_out(self, adapter: str) -> None:
@@ -274,7 +275,7 @@ def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection
     def returned(layer: nn.Module, args: Any, out: Any) -> None:
         work.last += count.flops.total() - before.pop()
 
-    ends = [layer for name, layer in block.named_modules() if name in last_layers]
+    ends = [layer for name, layer in block.named_modules() if is_last(name, block, last_layers)]
     hooks = [hook for x in ends for hook in (x.register_forward_pre_hook(entered), x.register_forward_hook(returned))]
     settings = BlockSettings(backend=backend, keep=())
     with pytest.MonkeyPatch.context() as patch, Arithmetic() as count, block_settings(settings):

@@ -34,6 +34,7 @@ from ditkit_core.testing.world import (
     ModelChecks,
     add_adapter,
     differing,
+    is_last,
     make_model,
     outcome,
     train_shortly,
@@ -210,7 +211,9 @@ class QuantizedChecks(ModelChecks):
     def _num_last_matmuls(self, model: Any) -> int:
         """In how many blocks a quantized matmul comes after everything that a backward needs: one of `last_layers`."""
         return sum(
-            any(name in self.last_layers and _is_quantized(layer) for name, layer in block.named_modules())
+            any(
+                is_last(name, block, self.last_layers) and _is_quantized(layer) for name, layer in block.named_modules()
+            )
             for block in model.blocks()
         )
 

@@ -1,7 +1,7 @@
 """Small worlds for the conformance checks: a model with seeded weights, one training step, and what it did."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -288,6 +288,11 @@ def is_attention_forward(func: Any) -> bool:
     return "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
 
 
+def is_last(layer: str, block: nn.Module, last_layers: Collection[str]) -> bool:
+    """Whether `ModelChecks.last_layers` have a layer, by its name inside of a block."""
+    return layer in last_layers or f"{type(block).__name__} {layer}" in last_layers
+
+
 class ModelChecks:
     """Base of the checks of a model: inherit, set `spec` and `arch`, define `items`."""
 
@@ -296,7 +301,7 @@ class ModelChecks:
     last_layers: ClassVar[tuple[str, ...]] = ()
     """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
     repeats them; nor does `full` the last of a block, but for its adapter's product with A. None where something behind them saves
-    their result (a norm, a dropout)."""
+    their result (a norm, a dropout). `Block ffn.2` is the layer of blocks of this class alone, where it does not end another's."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that some items do not use, or whose result nothing reads: layers of the last block's text."""
 

@@ -47,13 +47,17 @@ class WanCrossAttention(nn.Module):
         return self.o(self.attended(h, text, image))
 
     def attended(
-        self, h: Tensor, text: Float[Tensor, "batch text dim"], image: Float[Tensor, "batch image dim"] | None
+        self,
+        h: Tensor,
+        text: Float[Tensor, "batch text dim"],
+        image: Float[Tensor, "batch image dim"] | None,
+        name: str = "cross",
     ) -> Float[Tensor, "batch tokens dim"]:
-        """The input of the last layer."""
+        """The input of the last layer; `name` is that of the call of `attend`."""
         q = normalised_heads(self.q(h), self.norm_q, self.heads, self.precision)
         k = normalised_heads(self.k(text), self.norm_k, self.heads, self.precision)
         v = self.v(text).unflatten(-1, (self.heads, -1)).to(self.precision.attention)
-        out = attend(q, k, v, name="cross")
+        out = attend(q, k, v, name=name)
         if image is not None:
             k = normalised_heads(self.k_img(image), self.norm_k_img, self.heads, self.precision)
             v = self.v_img(image).unflatten(-1, (self.heads, -1)).to(self.precision.attention)
@@ -78,8 +82,16 @@ class WanBlock(nn.Module):
     def forward(self, carry: WanCarry) -> WanCarry:
         return carry._replace(tokens=self.advanced(carry.tokens, carry))
 
-    def advanced(self, x: Float[Tensor, "batch tokens dim"], carry: WanCarry) -> Float[Tensor, "batch tokens dim"]:
-        """A residual stream after this block, given the rest of the carry; VACE advances a second stream by it."""
+    def advanced(
+        self, x: Float[Tensor, "batch tokens dim"], carry: WanCarry, *, is_end: bool = True
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """A residual stream after this block, given the rest of the carry; VACE advances a second stream by it.
+
+        Args:
+            x: The stream.
+            carry: The rest of the carry.
+            is_end: False where a part of the block follows whose recompute needs the stream.
+        """
         precision = self.precision
         matmul, norms = precision.matmul, precision.norms
         modulation = self.modulation.to(precision.modulation) + carry.modulation
@@ -91,6 +103,7 @@ class WanBlock(nn.Module):
         x = plain_sum(self.cross_attn(affine_norm(self.norm3, x, norms, matmul), carry.text, carry.image), x)
         scale_ffn, shift_ffn = per_token(scale_ffn, late), per_token(shift_ffn, late)
         h = modulated_norm(x, scale_ffn, shift_ffn, self.eps, norms, matmul)
+        h = self.ffn[1](self.ffn[0](h))
         # A recompute of the block can stop in front of this matmul: its input and gate are all that the backward needs.
-        y = recompute_boundary(self.ffn[2], self.ffn[1](self.ffn[0](h)), gate_ffn)
+        y = recompute_boundary(self.ffn[2], h, gate_ffn) if is_end else self.ffn[2](h)
         return gated_sum(y, x, gate_ffn, late)

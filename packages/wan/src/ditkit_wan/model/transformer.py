@@ -14,7 +14,7 @@ from ditkit_wan.model.embed import WanEmbed
 from ditkit_wan.model.head import WanHead
 from ditkit_wan.model.inputs import WanInputs
 from ditkit_wan.model.variants.dance import MusicBlock, SkippedBlock
-from ditkit_wan.model.variants.speech import AudioBlock
+from ditkit_wan.model.variants.speech import SpeechBlock
 from ditkit_wan.model.variants.vace import VaceBlock
 from ditkit_wan.presets import WanArch
 
@@ -28,17 +28,15 @@ class WanTransformer(nn.Module):
         kinds: dict[int, type[WanBlock]] = {}
         if arch.music:
             kinds = {arch.music.skipped: SkippedBlock} | dict.fromkeys(arch.music.layers, MusicBlock)
+        if arch.speech:
+            kinds = dict.fromkeys(arch.speech.layers, SpeechBlock)
         self.layers = nn.ModuleList(kinds.get(index, WanBlock)(arch, precision) for index in range(arch.layers))
         self.vace_blocks = nn.ModuleList(VaceBlock(arch, precision) for _ in arch.vace_layers)
-        audio_layers = arch.speech.layers if arch.speech else ()
-        self.audio_blocks = nn.ModuleList(AudioBlock(arch, precision) for _ in audio_layers)
         self.head = WanHead(arch, precision)
 
     def blocks(self) -> list[nn.Module]:
         # VACE's blocks run right after the blocks that they add their hints to; `VaceBlock` says why that changes no number.
-        arch = self.embed.arch
-        after = dict(zip(arch.vace_layers, self.vace_blocks, strict=True))
-        after |= dict(zip(arch.speech.layers if arch.speech else (), self.audio_blocks, strict=True))
+        after = dict(zip(self.embed.arch.vace_layers, self.vace_blocks, strict=True))
         blocks: list[nn.Module] = []
         for index, layer in enumerate(self.layers):
             blocks += [layer, after[index]] if index in after else [layer]

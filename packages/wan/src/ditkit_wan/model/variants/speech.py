@@ -1,8 +1,8 @@
 """S2V: speech, a reference image, poses and the frames before the clip. Source: Wan-Video/Wan2.2, wan/modules/s2v.
 
 The clip's tokens come first; those of the reference image and of the frames before follow, with t = 0. Speech is encoded once, and injectors add
-it to the tokens of each latent frame after some blocks. Each injector is a block of its own: it needs the tokens, so it cannot run before its
-block, and as a block it is placed, streamed and checkpointed like the others.
+it to the tokens of each latent frame at the end of some blocks. An injector is a part of its block: as a block of its own, a checkpoint would
+keep the tokens between both.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import modulated_norm, plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.remat import recompute_boundary
-from ditkit_wan.model.block import WanCrossAttention
+from ditkit_wan.model.block import WanBlock, WanCrossAttention
 from ditkit_wan.model.carry import SpeechCarry, WanCarry
 from ditkit_wan.model.patches import PatchEmbedding
 from ditkit_wan.model.rope import angles_at
@@ -207,8 +207,8 @@ class _Adain(nn.Module):
         self.linear = nn.Linear(dim, 2 * dim)
 
 
-class AudioBlock(nn.Module):
-    """Adds speech to the tokens of every latent frame, by attention to the frame's audio after a norm that the frame's style modulates."""
+class SpeechInjector(nn.Module):
+    """The term that speech adds to the tokens of every latent frame, by attention to the frame's audio after a norm that the frame's style modulates."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -216,17 +216,29 @@ class AudioBlock(nn.Module):
         self.injector = WanCrossAttention(replace(arch, image_dim=0), precision)
         self.adain = _Adain(arch.dim)
 
-    def forward(self, carry: WanCarry) -> WanCarry:
+    def forward(self, tokens: Float[Tensor, "batch tokens dim"], carry: WanCarry) -> Float[Tensor, "batch tokens dim"]:
         assert carry.speech is not None, "embed makes it"
         precision, grids = self.precision, carry.grids
         frames = [f for f, _, _ in grids]
         rows, style = (_unpadded(side, frames) for side in carry.speech)
         modulation = self.adain.linear(F.silu(style).to(precision.matmul)).to(precision.modulation)
         shift, scale = modulation[:, None].chunk(2, -1)
-        x = _by_frame(carry.tokens, grids)
+        x = _by_frame(tokens, grids)
         h = modulated_norm(x, scale, shift, _EPS, precision.norms, precision.matmul)
-        speech = recompute_boundary(self.injector.o, self.injector.attended(h, rows, None))
-        return carry._replace(tokens=plain_sum(_by_sample(speech, grids, carry.tokens.shape[1]), carry.tokens))
+        speech = recompute_boundary(self.injector.o, self.injector.attended(h, rows, None, "speech"))
+        return _by_sample(speech, grids, tokens.shape[1])
+
+
+class SpeechBlock(WanBlock):
+    """A block followed by an injector of speech."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__(arch, precision)
+        self.audio = SpeechInjector(arch, precision)
+
+    def forward(self, carry: WanCarry) -> WanCarry:
+        tokens = self.advanced(carry.tokens, carry, is_end=False)
+        return carry._replace(tokens=plain_sum(self.audio(tokens, carry), tokens))
 
 
 def _unpadded(rows: Tensor, frames: Sequence[int]) -> Tensor:
