@@ -145,13 +145,9 @@ def _weight_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def added(model: nn.Module, adapters: Sequence[AddedAdapter], dtype_of: Callable[[str], torch.dtype]) -> Iterator[None]:
-    """Add adapters to a model as long as the context is open; only forwards without gradients may run meanwhile.
+    """Add adapters that fit a model as long as the context is open; only forwards without gradients may run meanwhile.
 
-    Args:
-        model: The `StagedModel` with its weights, perhaps with adapters of its own.
-        adapters: Files that fit the model.
-        dtype_of: The dtype of a base parameter that is not quantized, by name; the products are made in it.
-    """
+    `dtype_of` gives the dtype of a base parameter that is not quantized, by name: the products are made in it."""
     modules = dict.fromkeys(module for adapter in adapters for module in adapter.file.modules)
     before: list[tuple[nn.Module, str, nn.Module]] = []
     try:
@@ -237,13 +233,7 @@ def added_bytes(
     dtype_of: Callable[[str], torch.dtype],
     within: Collection[str],
 ) -> int:
-    """Bytes that adapters take on a device while they are added.
-
-    Args:
-        shapes: Weight shapes [out, in] of the model's Linear layers.
-        dtype_of: As for `added`.
-        within: Names of the modules on the device.
-    """
+    """Bytes that adapters take while they are added: on the modules of the device (`within`), by their weights' shapes [out, in]."""
     stored, changes = 0, [0]
     for adapter in adapters:
         file = adapter.file

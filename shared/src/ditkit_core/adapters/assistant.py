@@ -19,13 +19,7 @@ from ditkit_core.nn.lora import ASSISTANT
 
 
 def ranks_next_to_dora(file: AdapterFile, doras: Collection[str], key: str) -> dict[str, int]:
-    """The rank of an assistant's LoRA of each module whose DoRA is trained.
-
-    Args:
-        file: The assistant.
-        doras: Those modules.
-        key: The setting that names it.
-    """
+    """The rank of an assistant's LoRA of each module whose DoRA is trained (`doras`); `key` is the setting that names the assistant."""
     both = {module: file_module for module, file_module in file.modules.items() if module in doras}
     for module, file_module in both.items():
         if file_module.method != "lora" or file_module.use_dora:
@@ -51,13 +45,7 @@ def put_next_to_doras(
 ) -> tuple[AdapterFile, float] | None:
     """Give layers with a DoRA, on `meta`, the last of the files to merge as their assistant; it is merged into the other layers alone.
 
-    Args:
-        merged: The files that are merged into the base, and their strengths.
-        key: The setting that names the assistant; empty for none.
-
-    Returns:
-        The assistant, and its strength.
-    """
+    `key` is the setting that names the assistant; empty for none. Returns the assistant and its strength."""
     if not key:
         return None
     (file, strength), doras = merged[-1], adapter_layers(model)
@@ -74,13 +62,7 @@ def load_assistant(
     device_of: Callable[[str], torch.device],
     put: Callable[[nn.Module, str, Tensor], None] | None,
 ) -> None:
-    """Give assistants their values, in fp32, with scale and strength in B.
-
-    Args:
-        assistant: The assistant and its strength; None if there is none.
-        device_of: The device of a module's frozen parameters, by the module's name.
-        put: Sets a parameter whose rows are divided among the ranks; None if this rank has all.
-    """
+    """Give assistants their values, in fp32, with scale and strength in B; `put` sets a parameter whose rows ranks divide."""
     if assistant is None:
         return
     file, strength = assistant

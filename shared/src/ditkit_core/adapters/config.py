@@ -60,11 +60,9 @@ class BaseConfig:
         return key if entry else ""
 
     def files(self, component: str) -> list[tuple[str, str]]:
-        """The files that are merged into a transformer, each after the key that names it; its assistant is the last.
+        """The files that are merged into a transformer (`transformer`, or `transformer_2` for the second of two), each after the key that names it.
 
-        Args:
-            component: Its key in `[model]`: `transformer`, or `transformer_2` for the second of two.
-        """
+        Its assistant is the last."""
         is_second = component == "transformer_2"
         (key, entries), assistant = self.merges[is_second], self.assistants[is_second]
         return [*((key, entry) for entry in entries), *[assistant] * bool(assistant[1])]

@@ -39,15 +39,9 @@ class _Rows(NamedTuple):
 
 
 def load_whole(transformer: nn.Module, folder: Path, convert: Conversion | None) -> SafetensorsSource:
-    """Give another program's transformer the weights of an exported folder, in fp32; matrices of Linear layers are read at each use.
+    """Give another program's transformer, on `meta`, the weights of an exported folder, in fp32; matrices of Linear layers are read at each use.
 
-    Args:
-        transformer: The transformer, with its parameters on `meta`.
-        convert: The program's conversion of the file's tensors to its names; None if the file has them.
-
-    Returns:
-        The folder's tensors.
-    """
+    `convert` is the program's conversion of the file's tensors to its names; None if the file has them. Returns the folder's tensors."""
     source = SafetensorsSource.open(folder)
     rows_by_name = _converted(source, convert)
     wanted = {name: tuple(tensor.shape) for name, tensor in transformer.state_dict().items()}
@@ -74,15 +68,7 @@ def load_whole(transformer: nn.Module, folder: Path, convert: Conversion | None)
 def compare_whole(
     folder: Path, source: SafetensorsSource, *, ours: Callable[[], Tensor], theirs: Callable[[], Tensor]
 ) -> str:
-    """Compare the outputs of two programs' transformers with the weights of one folder.
-
-    Args:
-        ours: Computes our model's output on inputs of the caller's choice.
-        theirs: Computes the other's on the same inputs, in the same layout.
-
-    Returns:
-        One line about what was compared, and the difference.
-    """
+    """Compare the outputs of two programs' transformers with the weights of one folder, on the same inputs; returns one line with the difference."""
     with torch.no_grad():
         difference, limit = relative(theirs(), ours()), TOLERANCE[torch.float32]
     if not difference <= limit:
@@ -189,10 +175,7 @@ class DiffusersModel:
     def verify(self, adapter_file: Path, components: ModelPaths, model: StagedModel, engine: Engine) -> str:
         """Load an adapter file with diffusers and compare outputs on fixed random inputs: `AdapterSpec.verify`.
 
-        Raises:
-            UserError: If diffusers rejects the file or skips a part of it, or the outputs differ. They also differ if the adapter has an
-                effect in our model alone.
-        """
+        An error is raised if diffusers rejects the file or skips a part of it, or if outputs differ, as they do if the adapter acts in our model alone."""
         inputs, theirs = self.inputs(model), self.transformer(model)
         return compare_with_pipeline(
             adapter_file,
@@ -205,11 +188,7 @@ class DiffusersModel:
         )
 
     def verify_whole(self, folder: Path, form: str, model: StagedModel, engine: Engine) -> str:
-        """Load the folder of a whole transformer as diffusers does, and compare outputs likewise: `AdapterSpec.verify_whole`.
-
-        Raises:
-            UserError: If names or shapes do not fit diffusers' model, or the outputs differ.
-        """
+        """Load the folder of a whole transformer as diffusers does, and compare outputs likewise: `AdapterSpec.verify_whole`."""
         inputs, theirs = self.inputs(model), self.empty(model)
         source = load_whole(theirs, folder, self.convert if form == "official" else None)
         return compare_whole(
@@ -221,11 +200,8 @@ class DiffusersModel:
 
 
 def noise_item(empty: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """A training item of fixed noise for `DiffusersModel.inputs`.
+    """A training item of fixed noise for `DiffusersModel.inputs`, in the shapes of `TrainingSpec.empty_item`.
 
-    Args:
-        empty: An item that says the shapes, as `TrainingSpec.empty_item` makes it; tiny, with sides that differ, so that swapped axes show.
-        device: Where the noise goes.
-    """
+    They are tiny, with sides that differ, so that swapped axes show."""
     random = generator("verify export")
     return {name: torch.randn(tensor.shape, generator=random).to(device) for name, tensor in empty.items()}

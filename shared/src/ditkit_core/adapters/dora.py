@@ -33,13 +33,9 @@ def is_over_base(metadata: Mapping[str, str]) -> bool:
 
 
 def in_norm_of(form: str, matrices: LoraMatrices, scale: float, weight: Callable[[], Tensor]) -> LoraMatrices:
-    """An adapter whose magnitude, if it has one, is over the norm that a form has.
+    """An adapter whose magnitude, if it has one, is over the norm that a form (one of `ADAPTER_FORMS`) has.
 
-    Args:
-        form: One of `ADAPTER_FORMS`.
-        scale: The factor of B·A.
-        weight: Returns the base's weight [out, in], on any device; called only if the norm changes.
-    """
+    `scale` is the factor of B·A. `weight` returns the base's weight [out, in], on any device; it is called only if the norm changes."""
     over_base = ADAPTER_FORMS[form].dora == "base"
     if matrices.magnitude is None or matrices.over_base == over_base:
         return matrices
@@ -50,13 +46,7 @@ def in_norm_of(form: str, matrices: LoraMatrices, scale: float, weight: Callable
 
 
 def row_factors(weight: Tensor, matrices: LoraMatrices, scale: float) -> Tensor:
-    """f of each row [out] of f · (W + s·B·A), in fp32, with some rows of the weight in fp32 at a time.
-
-    Args:
-        weight: The base's weight [out, in] in any floating dtype; it is not changed.
-        matrices: The DoRA, on the weight's device.
-        scale: The factor of B·A.
-    """
+    """f of each row [out] of f · (W + s·B·A), in fp32, with some rows of the base's weight [out, in] in fp32 at a time."""
     assert matrices.magnitude is not None
     step, down, norms = max(1, AT_ONCE["cuda"] // weight.shape[1]), matrices.down.float(), []
     for rows, up in zip(weight.split(step), matrices.up.split(step), strict=True):

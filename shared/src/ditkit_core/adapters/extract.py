@@ -25,12 +25,7 @@ Approximation = Callable[[Tensor, str], tuple[Scaled[Any], float]]
 
 
 def as_lora(rank: int | None, energy: float) -> Approximation:
-    """The nearest LoRA.
-
-    Args:
-        rank: Its rank; None: the lowest, up to 256, that keeps `energy` in each module.
-        energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
-    """
+    """The nearest LoRA of a rank; without one of the lowest rank, up to 256, that keeps the share `energy` of the squared singular values of each module."""
 
     def nearest(difference: Tensor, module: str) -> tuple[Scaled[LoraMatrices], float]:
         product = low_rank(difference, rank, energy, module)
@@ -89,18 +84,12 @@ def extract(
     only: Collection[str] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Extracted:
-    """Extract adapters from the difference of two transformers, module by module.
+    """Extract adapters from the difference of two transformers of one architecture, in any forms and dtypes, module by module.
 
     Args:
-        arch: The architecture of both.
-        tuned: The changed weights, in any form and dtype.
-        base: The weights to compare them with.
         approximate: Makes an adapter of a module's difference: `as_lora` or `as_lokr`.
         only: Modules that may have an adapter; None: all Linear layers.
         advance: Called after each parameter, for progress.
-
-    Returns:
-        The adapters, and how much of the difference they represent.
     """
     # Both files are matched to the same names, so they may be in different forms and dtypes.
     shapes = parameters_of(spec.architecture.build, arch)

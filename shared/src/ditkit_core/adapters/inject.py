@@ -41,8 +41,6 @@ def inject(
     """Make the model trainable as configured: add adapters on `meta`, or mark every parameter.
 
     Args:
-        model: The model, on `meta`, without adapters.
-        config: What to train.
         named_sets: Named sets of targets, as name endings; the first is the default.
         only: Of the modules that the configuration selects, those that get an adapter; None: all.
 
@@ -154,7 +152,6 @@ def initialise(
     as its base. A DoRA magnitude is the norm of each row of the weight. In a LoKr the first factor is zero, in a LoHa the last.
 
     Args:
-        model: The model; its base is loaded, its adapters are on `meta`.
         device_of: The device of a module's adapter, by the module's name.
         start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`, or
             `dora_scale`, which is over the norm of the base's rows.

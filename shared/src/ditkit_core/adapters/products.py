@@ -50,15 +50,7 @@ def relative_difference(
     one: tuple[Float[Tensor, "rank in"], Float[Tensor, "out rank"]],
     other: tuple[Float[Tensor, "rank2 in"], Float[Tensor, "out rank2"]],
 ) -> float:
-    """Norm of the difference of two products, relative to the norm of the first.
-
-    Args:
-        one: A and B of the first product.
-        other: A and B of the second.
-
-    Returns:
-        The relative difference; infinite if only the first is zero.
-    """
+    """Norm of the difference of two products, each of A and B, relative to the norm of the first; infinite if only the first is zero."""
     # B1·A1 - B2·A2 is itself a product: [B1, -B2] times A1 above A2.
     down = torch.cat([one[0].double(), other[0].double()])
     up = torch.cat([one[1].double(), -other[1].double()], 1)
@@ -78,17 +70,9 @@ def _middle(down: Tensor, up: Tensor) -> Tensor:
 def reduce_product(
     down: Float[Tensor, "rank in"], up: Float[Tensor, "out rank"], *, rank: int | None = None, energy: float = 1.0
 ) -> LowRank:
-    """Find the product nearest to B·A of a given rank, or of the lowest rank that keeps a share of its energy.
+    """The product nearest to B·A of a rank, or of the lowest rank that keeps the share `energy` of its squared singular values.
 
-    Args:
-        down: A.
-        up: B.
-        rank: The rank; None: the lowest that keeps `energy`.
-        energy: Share of the sum of squared singular values, above 0 and at most 1.
-
-    Returns:
-        Factors of equal norm in fp32. Their rank is at least 1 and at most the rank of B·A.
-    """
+    Its factors have equal norms and are fp32; their rank is at least 1 and at most the rank of B·A."""
     (q_down, r_down), (q_up, r_up) = torch.linalg.qr(down.double().T), torch.linalg.qr(up.double())
     u, s, vh = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
     # Share of the energy that the first singular values keep, for every rank at once.
@@ -107,19 +91,15 @@ def reduce_product(
 
 
 def low_rank(matrix: Float[Tensor, "out in"], rank: int | None, energy: float, name: str) -> LowRank:
-    """Find a low-rank product near to a matrix.
+    """Find a low-rank product near to a matrix; the matrix is not changed.
 
     Small matrices get a full decomposition. For others, a range finder with power iterations gives the subspace in which the nearest
     product is searched. The share that it keeps is measured, not estimated.
 
     Args:
-        matrix: The matrix; it is not changed.
         rank: Rank of the product; None: the lowest, up to `_LARGEST`, that keeps `energy`.
         energy: Share of the sum of squared singular values, above 0 and at most 1.
         name: Seeds the random numbers: equal names and matrices give equal products.
-
-    Returns:
-        Factors in fp32, of at most the matrix's rank.
 
     Source: Halko, Martinsson, Tropp, "Finding structure with randomness", 2011, algorithm 4.4.
     """
@@ -155,16 +135,10 @@ def _range(matrix: Tensor, width: int, name: str) -> Tensor:
 def nearest_kronecker(
     matrix: Float[Tensor, "out in"], shapes: Mapping[str, tuple[int, ...]], name: str
 ) -> tuple[dict[str, Tensor], float]:
-    """Find factors of a Kronecker product near to a matrix.
+    """Find factors of a Kronecker product near to a matrix, in fp32, and the share of its energy (sum of squares) that their product keeps, 0 to 1.
 
-    Args:
-        matrix: The matrix; it is not changed.
-        shapes: Shapes of the factors: `lokr_w1`, and `lokr_w2`, or `lokr_w2_a` and `lokr_w2_b` for a second factor of a low rank.
-        name: Seeds the random numbers: equal names and matrices give equal factors.
-
-    Returns:
-        The factors in fp32, and the share of the matrix's energy (sum of squares) that their product keeps, 0 to 1. Of whole factors no
-        product keeps more.
+    `shapes` has `lokr_w1`, and `lokr_w2`, or `lokr_w2_a` and `lokr_w2_b` for a second factor of a low rank; of whole factors no product keeps
+    more. `name` seeds the random numbers: equal names and matrices give equal factors.
     """
     height, width = shapes["lokr_w1"]
     blocks = rearrange(matrix.float(), "(a b) (c d) -> (a c) (b d)", a=height, c=width)

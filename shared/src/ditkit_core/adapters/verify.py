@@ -49,9 +49,6 @@ def compare_with_pipeline(
     """Load an adapter file into a pipeline of diffusers, and compare the outputs of its transformer with ours.
 
     Args:
-        adapter_file: The file, in any form.
-        components: The model's paths, for messages.
-        model: Our model with the adapter that the file should have.
         names: The model's names, with `diffusers` among its forms.
         pipeline: A pipeline whose `transformer` has our base weights and no adapter; other components may be missing.
         ours: Computes our model's output on inputs of the caller's choice.
@@ -102,15 +99,10 @@ def _matmul_dtype(model: StagedModel) -> torch.dtype:
 def share_base(
     transformer: nn.Module, model: StagedModel, names: StateDictNames, form: str, dtype_of: Callable[[str], torch.dtype]
 ) -> None:
-    """Give another program's transformer our base without the adapter.
+    """Give another program's transformer, on `meta`, our base without the adapter, by the names that it has in a form.
 
     This takes no memory: the blocks' matrices are shared, and quantized ones, or those that our model reads at each use, are made for each
     use. So both models multiply with the same numbers, even on a device that cannot fit the base.
-
-    Args:
-        transformer: The other program's transformer, on `meta`.
-        form: The form with the other program's names.
-        dtype_of: The dtype of a parameter in the other program, by its name there.
     """
     base, state = BareBase(model), {}
     for theirs, parts in base.in_form(names, form).items():

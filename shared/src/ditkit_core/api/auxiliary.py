@@ -99,14 +99,7 @@ class Auxiliary:
     def sample_encoders(
         self, fps: float, *, mask_weight: float = 0.0, flips: bool = False, empty_captions: bool = False
     ) -> SampleEncoders:
-        """What encodes samples.
-
-        Args:
-            fps: Frames per second of the clips.
-            mask_weight: Weight of the loss where a mask is black, in [0, 1].
-            flips: Whether each sample is encoded mirrored, too.
-            empty_captions: Whether items have the empty caption too, for `FlowConfig.target_guidance`.
-        """
+        """What encodes samples; the arguments are fields of `SampleEncoders`."""
         media, text = self.encoders
         return SampleEncoders(
             media=media,

@@ -25,15 +25,7 @@ def completed(config: DataConfig, data: DataSpec) -> DataConfig:
 
 
 def read_dataset(config: DataConfig, data: DataSpec, columns: Sequence[Column], *, key: str = "data.folder") -> Dataset:
-    """The samples of a completed section; prints nothing.
-
-    Args:
-        columns: Columns that the model is conditioned on besides text.
-        key: What messages call the folder.
-
-    Raises:
-        UserError: As `scan`, and if samples cannot be mirrored.
-    """
+    """The samples of a completed section; prints nothing. `key` is what messages call the folder."""
     dataset = scan(
         config,
         frame_step=data.frame_step,

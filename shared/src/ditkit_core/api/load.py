@@ -104,11 +104,7 @@ def paths_of(path: ModelSource) -> ModelPaths:
 
 
 def execution_from(execution: Execution | None, how: Mapping[str, Any]) -> Execution:
-    """A value with some fields replaced; `dtype` is for matmuls, and `shard` is the number of ranks that divide the weights.
-
-    Raises:
-        UserError: If a dtype is unknown.
-    """
+    """A value with some fields replaced; `dtype` is for matmuls, and `shard` is the number of ranks that divide the weights."""
     fields = {name: value for name, value in how.items() if name not in ("dtype", "shard")}
     if "dtype" in how:
         fields["precision"] = Precision(matmul=parse_dtype(how["dtype"]))
@@ -135,12 +131,7 @@ def _place(unloaded: Model, execution: Execution, batch: Sequence[Mapping[str, T
 def empty_batch(
     spec: ModelSpec, arch: Any, size: tuple[int, int, int] | None = None, count: int = 1
 ) -> list[dict[str, Tensor]]:
-    """A micro-batch without values, on `meta`.
-
-    Args:
-        size: Frames, height and width of its clips; None for the model's own.
-        count: Number of samples.
-    """
+    """A micro-batch of `count` samples without values, on `meta`, of a size in frames, height and width; None for the model's own."""
     with torch.device("meta"):
         return [spec.training.empty_item(arch, size or spec.data.size, ()) for _ in range(count)]
 
@@ -155,11 +146,7 @@ def _load(unloaded: Model, placement: Placement, ranks: Ranks, device: torch.dev
 
 
 def _ranks(execution: Execution) -> Ranks:
-    """The processes that divide the weights.
-
-    Raises:
-        UserError: If there are no such ranks.
-    """
+    """The processes that divide the weights."""
     wanted, ranks = execution.ranks, world()
     if wanted.context > 1:
         raise UserError(f"{argument('ranks.context')} = {wanted.context} is for the train command; leave it out")

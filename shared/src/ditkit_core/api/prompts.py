@@ -60,12 +60,7 @@ class PromptEncoder:
     def requests(
         self, prompt: SamplePrompt, config: SampleConfig, negative: Mapping[str, Tensor] | None
     ) -> list[GenerationRequest]:
-        """The requests for one prompt.
-
-        Args:
-            config: The `[sample]` section, resolved.
-            negative: The encoded negative prompt; None if guidance does not use it.
-        """
+        """The requests for one prompt, of a resolved section; `negative` is the encoded negative prompt, None if guidance does not use it."""
         conditions = self.conditions(prompt)
         return requests_of(
             prompt,

@@ -16,17 +16,9 @@ Size = tuple[int, int]
 
 
 def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tuple[Size, ...]:
-    """The bucket sizes: for each length of one side, the other side is chosen to match the area.
+    """The sizes (height, width) of about height × width pixels, sorted: for each length of one side, the other side is chosen to match the area.
 
-    Args:
-        height: Pixels; `height * width` is the target area.
-        width: Pixels.
-        step: Both sides are multiples of this number of pixels.
-        max_aspect: Largest ratio of the longer side to the shorter, at least 1.
-
-    Returns:
-        Height and width of each bucket, sorted.
-    """
+    Sides are multiples of `step` pixels, and the longer one is at most `max_aspect` times the shorter."""
     area = height * width
     sizes: set[Size] = set()
     for side in range(step, math.isqrt(int(area * max_aspect)) + step, step):
@@ -42,15 +34,9 @@ def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tu
 
 
 def sizes_within(height: int, width: int, *, step: int, max_aspect: float) -> tuple[Size, ...]:
-    """A size, the same one on its side, and sizes of other shapes that have at most as many pixels.
+    """A size, the same one on its side, and sizes of other shapes (as of `bucket_sizes`) that have at most as many pixels.
 
-    So a step on any of them needs no more memory than on the first.
-
-    Args:
-        height: Pixels; likewise `width`.
-        step: Both sides of other sizes are multiples of this number of pixels.
-        max_aspect: Largest ratio of their longer side to the shorter, at least 1.
-    """
+    So a step on any of them needs no more memory than on the first."""
     area = height * width
     sizes: set[Size] = {(height, width), (width, height)}
     for side in range(step, math.isqrt(int(area * max_aspect)) + 1, step):
@@ -82,12 +68,7 @@ class Resolution:
 
 
 def resolutions_of(config: DataConfig, size_step: int) -> tuple[Resolution, ...]:
-    """The sizes that samples may have, by resolution, the largest first.
-
-    Args:
-        config: The `[data]` section, with its height and width.
-        size_step: Height and width are multiples of this many pixels.
-    """
+    """The sizes that samples may have, by resolution, the largest first; sides are multiples of `size_step` pixels."""
     sides = sorted(config.resolutions, reverse=True)
     return tuple(
         _resolution(size, config, config.bucket_step or 4 * size_step)
@@ -102,12 +83,7 @@ def _resolution(size: Size, config: DataConfig, step: int) -> Resolution:
 
 
 def size_of(height: int, width: int, resolutions: Sequence[Resolution]) -> Size:
-    """The size of a sample: of the largest resolution at which it is not enlarged, or of the smallest resolution.
-
-    Args:
-        height: Pixels of its file; likewise `width`.
-        resolutions: From `resolutions_of`.
-    """
+    """The size of a sample whose file has height × width pixels: of the largest resolution at which it is not enlarged, or of the smallest."""
     sizes = [resolution.of(height, width) for resolution in resolutions]
     return next((size for size in sizes if size[0] <= height and size[1] <= width), sizes[-1])
 

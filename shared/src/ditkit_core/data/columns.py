@@ -67,13 +67,10 @@ def only_column(where: str, headers: Iterable[str], accepted: tuple[str, ...], k
 def reference_columns(
     where: str, headers: Iterable[str], *, edits: bool, model_columns: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The columns that name references, in the order of the references; empty if there are none.
+    """The columns that name references, in their order, among headers that are not the model's own columns; empty if there are none.
 
     A misspelt name is refused: ignoring it would train on fewer references, without a word. A name of `OF_THE_MODEL` is refused as well if the model
     has columns of its own, because it may mean any of them.
-
-    Args:
-        headers: The headers that are present, without the model's own columns.
     """
     headers = list(headers)
     numbered = {name: number for name in headers if (number := number_of(name)) is not None}

@@ -137,12 +137,7 @@ class DataConfig:
         return tuple(sorted(self.frame_buckets, reverse=True)) or (self.frames,)
 
     def check_steps(self, frame_step: int, size_step: int) -> None:
-        """Refuse lengths and sizes that a model cannot have.
-
-        Args:
-            frame_step: Clips have 1 + k * frame_step frames; 0 if the model takes still images only.
-            size_step: Height and width are multiples of this many pixels.
-        """
+        """Refuse lengths and sizes that a model cannot have: clips have 1 + k * frame_step frames (0: still images only), sides k * size_step pixels."""
         for frames in self.lengths:
             several = f"data.frame_buckets = {list(self.frame_buckets)}: {frames}"
             length_setting = several if self.frame_buckets else f"data.frames = {frames}"

@@ -42,14 +42,12 @@ def control_headers(
 ) -> dict[str, list[str]]:
     """Map metadata headers to the model's columns; a header may stand for one column or for a list that fills several.
 
-    A misspelt header is refused: ignoring it would train without the condition, and nothing would show it.
+    A misspelt header is refused: ignoring it would train without the condition, and nothing would show it. The columns of a list include those that
+    have a header of their own, which takes precedence.
 
     Args:
         media: Headers that name the clip itself, unless another of them is present as well (`image` next to `video`).
         other: Headers that are allowed even though they are not columns of the model.
-
-    Returns:
-        By header, the names of its columns. The columns of a list include those that have a header of their own, which takes precedence.
     """
     names = {name: [column.name for column in targets] for name, targets in named_columns(columns).items()}
     headers = [header for header in headers if isinstance(header, str)]
@@ -94,13 +92,9 @@ def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -
 def control_values(
     where: str, row: Mapping[str, object], columns: Sequence[Column], headers: Mapping[str, list[str]]
 ) -> dict[str, str]:
-    """The values of one row for the model's columns, as written; empty fields are omitted.
+    """The paths or texts of one row by column, as written, in the order of `columns`; empty fields are omitted.
 
-    A list fills the columns that have no value of their own, in order.
-
-    Returns:
-        Path or text by column name, in the order of `columns`.
-    """
+    A list fills the columns that have no value of their own, in order."""
     kinds = {column.name: column.kind for column in columns}
     column_values: dict[str, str] = {}
     # Headers of one column first: a list fills only the columns that none of them has filled.
@@ -186,14 +180,9 @@ class Control(NamedTuple):
 def controls_by_name(
     folders: Mapping[str, Path], columns: Sequence[Column], ids: Collection[str], dataset: Path
 ) -> tuple[Mapping[str, Mapping[str, Control]], list[str]]:
-    """Match the files of the `data.controls` folders to samples of the same name.
+    """The files of the `data.controls` folders that have the name of a sample, by its id and column, and the files that match none.
 
-    Args:
-        folders: Folders by column; a clip in a subfolder of the dataset has its file in the same subfolder there.
-
-    Returns:
-        The file of each clip by id and column, and the files that match no clip.
-    """
+    A clip in a subfolder of the dataset has its file in the same subfolder there."""
     controls: dict[str, dict[str, Control]] = defaultdict(dict)
     left_over: list[str] = []
     samples = Names(ids)
@@ -237,14 +226,9 @@ def _only(folder: Path, column: Column, id: str, names: Sequence[str]) -> str | 
 def checked_control(
     folder: Path, name: str, column: Column, *, allow_outside: bool, fps: float, windows: Sequence[Window]
 ) -> str:
-    """Check that a condition exists, has the right kind and is long enough.
+    """The path of a condition that exists, has the right kind and is long enough; for a text column the text itself.
 
-    Args:
-        windows: Windows of the clip's file; a control video must reach to the end of the last one.
-
-    Returns:
-        The path of the file; for a text column the text itself.
-    """
+    `windows` are those of the clip's file: a control video must reach to the end of the last one."""
     if column.kind == "text":
         return name
     path, label = folder / name, f"{column.name} {folder / name}"

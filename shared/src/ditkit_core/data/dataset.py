@@ -119,15 +119,12 @@ def scan(
     columns: Sequence[Column] = (),
     key: str = "data.folder",
 ) -> Dataset:
-    """Check the folders of a dataset and list its samples.
+    """Check the folders of a dataset and list its samples, and the files that are left out.
 
     Args:
         frame_step: Clips have 1 + k * frame_step frames; 0 if the model takes still images only.
         size_step: Height and width are multiples of this many pixels.
         fps: The model's own frame rate, used if the configuration sets none.
-
-    Returns:
-        The samples and the files that were left out.
     """
     config = config.with_home()
     folders, key = (config.folders, "data.folders") if config.folders else ((config.folder,), key)

@@ -111,13 +111,10 @@ def _read_list(reader: Reader, path: Path) -> str:
 
 
 def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> list[str]:
-    """Names of the files in a dataset folder that list its clips and captions.
+    """Names of the files in a dataset folder that list its clips and captions; if there are several, `data.metadata` has to choose.
 
     Metadata takes precedence over caption files next to the clips, and those over parallel lists and a Parquet table. So a notes file
     that happens to be in the folder does not change what is read.
-
-    Returns:
-        Usually one name or none; several if `data.metadata` has to choose.
     """
     if names := [name for name in METADATA_NAMES if status(folder / name) is not None]:
         return names
@@ -285,9 +282,7 @@ def names_of(folders: Sequence[str]) -> list[str]:
 def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
     """Relative paths of media files, and of folders with the name of one; hidden ones are ignored, links followed once.
 
-    Args:
-        image_folders: Whether a subfolder that contains only numbered images is listed instead of its images.
-    """
+    With `image_folders` a subfolder that contains only numbered images is listed instead of its images."""
     for directory, folders, names in walk(folder, skip=skip):
         if image_folders and directory != Path(folder) and not folders and numbered(names):
             yield directory.relative_to(folder).as_posix()

@@ -32,12 +32,7 @@ def clip_of_mask(name: str, clips: Names) -> str | None:
 
 
 def checked_mask(mask: Path, media: Path, size: tuple[int, int]) -> Path:
-    """The mask, if it can be laid over its clip.
-
-    Args:
-        mask: A readable image or video, long enough.
-        size: Height and width of the clip's file.
-    """
+    """The mask (a readable image or video, long enough), if it can be laid over its clip, whose file has this height and width."""
     if media_kind(media) == "image" and media_kind(mask) == "video":
         raise UserError(f"mask {mask} is a video, but {media} is an image; convert the mask to an image")
     _, height, width = available(mask, 1.0, at_most=1)
@@ -65,14 +60,9 @@ def read_mask(
 def at_latent_size(
     mask: Float[Tensor, "frames height width"], grid: tuple[int, ...]
 ) -> Float[Tensor, "1 latent_frames latent_height latent_width"]:
-    """The mean of the mask over the pixels that each latent stands for.
+    """The mean of the mask over the pixels that each latent of a grid (frames, height, width) stands for.
 
-    Args:
-        mask: The mask of every frame.
-        grid: Frames, height and width of the latents.
-
-    Video VAEs encode the first frame alone and then groups of equal length, so the first latent frame has the mask of the first frame.
-    """
+    Video VAEs encode the first frame alone and then groups of equal length, so the first latent frame has the mask of the first frame."""
     frames, height, width = grid
     areas = torch.nn.functional.adaptive_avg_pool2d(mask[:, None], (height, width))[:, 0]
     if frames == 1:

@@ -16,12 +16,7 @@ _SIDES = re.compile(
 
 
 def check_flip(samples: Sequence[Sample], columns: Sequence[Column]) -> None:
-    """Refuse to mirror a dataset whose captions or conditions say left or right.
-
-    Args:
-        samples: All samples.
-        columns: The model's condition columns.
-    """
+    """Refuse to mirror a dataset whose captions or conditions (the model's `columns`) say left or right."""
     for column in columns:
         named = next((sample for sample in samples if column.name in sample.controls), None)
         if named is not None and column.kind in ("text", "table"):

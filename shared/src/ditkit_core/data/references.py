@@ -21,16 +21,10 @@ ReferenceSize = Callable[[int, int, int], tuple[int, int]]
 def references_by_name(
     config: DataConfig, ids: Collection[str]
 ) -> tuple[Mapping[str, tuple[str, ...] | UserError], list[str]]:
-    """Match the files of `data.references` to samples: by the sample's name, or by its name with `_0`, `_1`, … in order.
+    """The references of each sample that has some, as paths in `data.references`, or why they cannot be used; and the files of no sample.
 
-    A sample in a subfolder of the dataset has its references in the same subfolder there.
-
-    Args:
-        ids: Ids of the samples; a sample whose own name ends with a number takes precedence.
-
-    Returns:
-        For each sample that has references, their paths relative to the folder, or the reason why they cannot be used. Then the files
-        that match no sample.
+    A file has the sample's name, or its name with `_0`, `_1`, … in order; a sample whose own name ends with a number takes precedence. A sample in a
+    subfolder of the dataset has its references in the same subfolder there.
     """
     if not config.references:
         return {}, []

@@ -24,15 +24,9 @@ def longest_that_fits(available_frames: int, lengths: Sequence[int]) -> int:
 
 
 def windows_of(available_frames: int, config: DataConfig, name: str) -> list[Window]:
-    """The different windows of a file.
+    """The different windows of a file with so many frames at the clips' rate, enough for one window, in order of number.
 
-    Args:
-        available_frames: Number of frames of the file at the clips' frame rate; enough for one window.
-        name: Id of the file, which seeds random windows.
-
-    Returns:
-        The windows in order of number.
-    """
+    The file's `name` seeds random windows."""
     frames = longest_that_fits(available_frames, config.lengths)
     assert frames, "shorter than every length"
     if config.windows == "all":

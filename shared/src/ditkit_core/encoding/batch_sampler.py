@@ -37,12 +37,7 @@ class Epochs:
     """
 
     def __init__(self, ids: Sequence[str], seed: int, repeats: Sequence[float] = ()) -> None:
-        """Prepare the epochs.
-
-        Args:
-            ids: Sample ids, all different.
-            repeats: Average uses of each sample per epoch, above 0; empty means 1 each.
-        """
+        """Prepare the epochs; `repeats` are average uses of each sample per epoch, above 0 (empty: 1 each), and ids are all different."""
         assert ids and all(repeat > 0 for repeat in repeats) and len(repeats) in (0, len(ids))
         self._ids, self._seed = ids, seed
         self._repeats = np.array(repeats or [1.0] * len(ids))
@@ -127,12 +122,7 @@ class BucketBatchSampler:
         sizes: Mapping[Any, int],
         repeats: Sequence[float] = (),
     ) -> None:
-        """Prepare the order.
-
-        Args:
-            ids: Sample ids, all different.
-            sizes: Samples per micro-batch, by group.
-        """
+        """Prepare the order; `sizes` are samples per micro-batch, by group."""
         self._ids, self._seed, self._epochs = ids, seed, Epochs(ids, seed, repeats)
         members: dict[Hashable, list[int]] = defaultdict(list)
         for i, group in enumerate(groups):

@@ -171,11 +171,7 @@ class Cache:
     def read_encoded(
         self, read: Read[Taken], kind: str, key: str, name: str, encode_again: Callable[[], object] = lambda: None
     ) -> dict[str, Taken]:
-        """Read an entry that was encoded before, with `get` or `shapes`.
-
-        Args:
-            encode_again: Called if the entry was damaged, to store it again.
-        """
+        """Read an entry that was encoded before, with `get` or `shapes`; `encode_again` stores it again if it was damaged."""
         taken = read(kind, key)
         if taken is None and self.path(kind, key) in self._removed and not _ahead.get():
             encode_again()
@@ -185,14 +181,7 @@ class Cache:
         return taken
 
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write an entry atomically.
-
-        Args:
-            kind: `media` or `text`.
-            key: The result of `key` for everything that the entry depends on.
-            tensors: Tensors by name; copied to the CPU.
-            metadata: Information for people who inspect the file; not read back.
-        """
+        """Write an entry atomically; `metadata` is for people who inspect the file, and not read back."""
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with atomic_write(self.path(kind, key)) as temporary:
             try:
@@ -279,10 +268,8 @@ class MediaHashes:
     def of(self, path: Path, *, as_stored: bool = False) -> str:
         """The content hash of a file, or of a folder's files and their names.
 
-        If the content is read otherwise than by earlier versions (`changes_since_first`), that is part of it: entries of other files stay valid.
-
-        Args:
-            as_stored: Whether an image's colours are not converted when it is read, as for a mask.
+        If the content is read otherwise than by earlier versions (`changes_since_first`), that is part of it: entries of other files stay valid. With
+        `as_stored` an image's colours are not converted when it is read, as for a mask.
         """
         try:
             if path.is_dir():

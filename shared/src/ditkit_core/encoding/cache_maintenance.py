@@ -33,11 +33,7 @@ class Verified:
 
 
 def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> Verified:
-    """Compare every entry with its stored digest; damaged entries are removed, and encoded again when they are needed.
-
-    Args:
-        advance: Called with 1.0 after each entry.
-    """
+    """Compare every entry with its stored digest; damaged entries are removed, and encoded again when they are needed."""
     checked, without, damaged = 0, 0, []
     for path in cache.entries():
         try:
@@ -58,14 +54,9 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
 
 
 def changed_sources(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> list[Path]:
-    """Read every file whose content hash a cache remembers, and forget the hashes that do not fit the content.
+    """Read every file whose content hash a cache remembers, and forget the hashes of other contents.
 
-    Args:
-        advance: Called with 1.0 after each file.
-
-    Returns:
-        The files whose content is another although their sizes, times and samples are as they were.
-    """
+    Returns the files whose content is another although their sizes, times and samples are as they were."""
     remembered, changed = MediaHashes(cache.folder), []  # not inside: other processes would wait for hours
     for path in remembered.files():
         if remembered.has_changed_unseen(path):
@@ -115,12 +106,7 @@ def parse_rule(text: str) -> Rule:
 def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | None = None) -> Pruned:
     """Remove entries by a rule. Entries used within the last hour always stay, because another run may be in progress.
 
-    Args:
-        now: Current time in seconds since the epoch; None reads the clock.
-
-    Returns:
-        What was removed and what is left.
-    """
+    `now` is the time in seconds since the epoch; None reads the clock."""
     now = time.time() if now is None else now
     for leftover in cache.folder.glob("**/.*.tmp"):  # of a process that was killed while it wrote
         with suppress(FileNotFoundError):

@@ -128,11 +128,7 @@ def encode(
 def _mask_conditioning(
     masked: Mapping[str, ClipInputs], keys: Mapping[str, str], media_identity: str, cache: Cache
 ) -> "Conditioning":
-    """The conditioner of loss masks, at the sizes of their clips' latents; none without masks.
-
-    Args:
-        masked: The clips with masks, by name, and in `keys` the keys of their latents.
-    """
+    """The conditioner of loss masks, at the sizes of their clips' latents, whose `keys` are by the clips' names; none without masks."""
     grids = {
         (inputs.frames, inputs.height, inputs.width): cache.read_encoded(
             cache.shapes, "media", keys[name], str(inputs.clip)
@@ -168,15 +164,7 @@ def encode_references(
     reference_size: ReferenceSize,
     progress: Progress = NullProgress,
 ) -> list[Tensor]:
-    """The latents of the references of one sample, computed as for training; encoded if the cache lacks them.
-
-    Args:
-        paths: The images, in order.
-        media_encoder: From pixels to `latents`; loaded only if an image is missing in the cache.
-
-    Returns:
-        The latents of each image, in order.
-    """
+    """The latents of the references of one sample, in order, computed as for training; encoded if the cache lacks them."""
     clips = _reference_clips(paths, reference_size)
     keys = _media_keys(clips, cache, media_encoder, progress)
     fill = partial(_fill_media, cache, keys, media_encoder, progress, keep_going=False)
@@ -206,15 +194,11 @@ class Conditioning:
         *,
         keep_going: bool = False,
     ) -> dict[str, tuple[Condition, ...]]:
-        """Encode the conditions that the cache lacks.
+        """Encode the conditions of clips (by any name) that the cache lacks; the entries of all by name, including those that failed.
 
         Args:
-            inputs: The clips, by any name.
             all_used: The result of `used` for these clips; it may contain more.
             failures: Receives, by cache key, the reason why a condition could not be encoded; stays empty unless `keep_going`.
-
-        Returns:
-            By name, the conditions' cache entries, including those that failed.
         """
         conditions_by_name: dict[str, list[Condition]] = {name: [] for name in inputs}
         tasks: list[EncodeTask[ClipInputs]] = []

@@ -86,9 +86,7 @@ class EncodedSample:
     def load(self, *, caption: int = 0, drop_caption: bool = False, drop_controls: bool = False) -> dict[str, Tensor]:
         """Read the sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
 
-        Args:
-            drop_caption: Use the empty caption instead of the sample's own.
-            drop_controls: Leave out optional conditions.
+        `drop_caption` takes the empty caption instead of the sample's own, `drop_controls` leaves out optional conditions.
 
         Raises:
             UserError: If an entry was removed after it was encoded, or is damaged and cannot be encoded again.

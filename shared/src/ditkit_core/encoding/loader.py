@@ -68,17 +68,10 @@ def files_of(samples: Iterable[Sample]) -> dict[str, str]:
 def split_held_out(
     ids: Sequence[str], count: int, files: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """Split off validation samples, which are never trained on.
+    """Split off at least `count` validation samples, which are never trained on: ids to train on and held-out ids, in order.
 
-    A hash of the files' names chooses them, so that adding n clips changes at most n of them. All windows of a file stay together,
+    A hash of the files' names chooses them, so that adding n clips changes at most n of them. All windows of a file (`files_of`) stay together,
     because windows of one file look alike; so there may be more held-out samples than requested.
-
-    Args:
-        count: Minimum number of held-out samples.
-        files: The result of `files_of`; a sample that is not in it counts as a file of its own.
-
-    Returns:
-        Ids to train on and held-out ids, each in the given order.
     """
     held_out: set[str] = set()
     windows: dict[str, list[str]] = defaultdict(list)
@@ -134,21 +127,12 @@ class CaptionSampler:
     """Samples the caption for each use of a sample, whether its conditions are dropped, and whether it is mirrored."""
 
     def __init__(self, seed: int, dropout: float, control_dropout: float = 0.0) -> None:
-        """Set the probabilities.
-
-        Args:
-            dropout: Probability in [0, 1] of the empty caption.
-            control_dropout: Probability in [0, 1] that optional conditions are dropped.
-        """
+        """Set the probabilities, in [0, 1], of the empty caption and that optional conditions are dropped."""
         assert 0 <= dropout <= 1 and 0 <= control_dropout <= 1
         self._seed, self._dropout, self._control_dropout = seed, dropout, control_dropout
 
     def item(self, sample: EncodedSample, index: int, copy: int = 0) -> dict[str, Tensor]:
-        """Read a sample for the micro-batch of this index, which may contain it several times.
-
-        Args:
-            copy: Number of earlier uses of the sample in the micro-batch.
-        """
+        """Read a sample for the micro-batch of this index, which may contain it several times: `copy` counts its earlier uses there."""
         # The first copy has the seed of a sample that occurs once, so that repeats do not change its caption.
         names = (sample.id, copy) if copy else (sample.id,)
         uniform = torch.rand((), generator=generator(self._seed, "caption", index, *names))
@@ -180,7 +164,6 @@ class TrainDataLoader:
         """Prepare the order of the samples; this reads only headers from the cache.
 
         Args:
-            samples: The samples to train on, at least one.
             caption_dropout: Probability in [0, 1] that a sample gets the empty caption.
             control_dropout: Probability in [0, 1] that a sample is used without its optional conditions.
             base_steps: The steps whose target is the base's own prediction; None for none.

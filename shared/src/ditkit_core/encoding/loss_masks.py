@@ -19,12 +19,7 @@ class MaskEncoder(ClipConditioner):
     kind = MASK.name
 
     def __init__(self, media_identity: str, grids: Mapping[tuple[int, int, int], tuple[int, ...]]):
-        """Encode for one VAE.
-
-        Args:
-            media_identity: Identity of the VAE, which decides the size of latents.
-            grids: Frames, height and width of latents by the frames, height and width of their clip.
-        """
+        """Encode for the VAE of this identity, whose latents have these grids by the frames, height and width of their clip."""
         self.identity, self._grids = media_identity, grids
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:

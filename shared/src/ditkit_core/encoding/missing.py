@@ -64,10 +64,8 @@ def encode_missing(
     """Encode the items that the cache lacks; the encoder is loaded for the first item that can be read.
 
     Several processes, ranks of a run among them, may do this for one cache at the same time: each item is claimed by one of them, and all
-    return when the last entry is there. What a dead process has claimed, another one encodes.
-
-    Returns:
-        By cache key, the reason why an item could not be read; empty unless `keep_going`.
+    return when the last entry is there. What a dead process has claimed, another one encodes. With `keep_going` the result says, by cache key, why
+    items could not be read.
     """
     missing = [key for key in jobs.wanted if not cache.has(jobs.kind, key)]
     if not missing:

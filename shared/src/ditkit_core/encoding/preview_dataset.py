@@ -25,13 +25,8 @@ def dump(
     """Write each sample as it is encoded: a clip as .mp4, a still image as .png, captions as .txt with empty lines between them.
 
     Control videos and masks are cropped and trimmed like their clip and written next to it as `NAME.COLUMN.mp4`, references as
-    `NAME.reference_0.png`. A png has exactly the encoded pixels, rounded to 8 bits; an mp4 is compressed with H.264.
-
-    Args:
-        advance: Called with 1.0 after each sample.
-
-    Returns:
-        The files of the clips and images, without captions, controls and references.
+    `NAME.reference_0.png`. A png has exactly the encoded pixels, rounded to 8 bits; an mp4 is compressed with H.264. Only the files of clips and images
+    are returned.
     """
     kinds = {column.name: column.kind for column in columns}
     written = []

@@ -59,10 +59,9 @@ class PriorDataLoader:
         caption_dropout: float = 0.0,
         control_dropout: float = 0.0,
     ) -> None:
-        """Combine the instance's data with class images.
+        """Combine the instance's data with class images, at least one.
 
         Args:
-            samples: The class images, at least one.
             batch_size: Limit on the class images of one shape in a micro-batch.
             caption_dropout: Probability in [0, 1] that a class image gets the empty caption.
             control_dropout: Probability in [0, 1] that a class image is used without its optional conditions.

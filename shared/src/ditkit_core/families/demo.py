@@ -39,10 +39,7 @@ CAPTIONS = tuple(f"a {colour} {shape} on a {background} background" for backgrou
 def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]] = ((SIDE, SIDE),)) -> None:
     """Write 24 captioned images of a shape, or clips in which it moves to the right, and the metadata.jsonl that has their captions.
 
-    Args:
-        frame_step: `DataSpec.frame_step`: 0 for images; otherwise clips have one frame more than twice the step.
-        sizes: (height, width) of the images or clips, in turn.
-    """
+    Clips have one frame more than twice `DataSpec.frame_step` (0: images); their sizes are taken in turn."""
     from PIL import Image
 
     lines, count = [], 2 * frame_step + 1
@@ -66,11 +63,7 @@ def write_shapes(folder: Path, frame_step: int, sizes: Sequence[tuple[int, int]]
 
 
 def write_text_model(folder: Path, captions: Sequence[str], *, width: int) -> None:
-    """Write `tokenizer/` and `text_encoder/` of a Qwen3 with three layers of random weights, for these captions.
-
-    Args:
-        width: Width of the hidden states; a multiple of 32.
-    """
+    """Write `tokenizer/` and `text_encoder/` of a Qwen3 with three layers of random weights, for these captions; its width is a multiple of 32."""
     tokenizer = word_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
     config = resolve_name("transformers:Qwen3Config")(
@@ -86,12 +79,8 @@ def write_text_model(folder: Path, captions: Sequence[str], *, width: int) -> No
 def word_tokenizer(captions: Sequence[str], chat_template: str = CHAT_TEMPLATE, markers: Sequence[str] = ()) -> Any:
     """A byte-level tokenizer like Qwen's, in which every word of the captions that follows a space is one token.
 
-    The merges build a word letter by letter from its space on. No other merge applies on the way, so the order of words is free.
-
-    Args:
-        captions: Texts that have every word.
-        chat_template: The template that is saved with it.
-        markers: More tokens of the template, which are no special tokens.
+    The merges build a word letter by letter from its space on. No other merge applies on the way, so the order of words is free. `markers` are more
+    tokens of the template, which are no special tokens.
     """
     from tokenizers import AddedToken, pre_tokenizers
 

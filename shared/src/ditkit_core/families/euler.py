@@ -15,13 +15,9 @@ from ditkit_core.models.spec import SampleDefaults
 
 
 def shifted_levels(steps: int, shift: float) -> Float64[Tensor, "levels"]:
-    """Noise levels in equal steps from 1 to 0, moved towards noise: level s becomes shift * s / (1 + (shift - 1) * s).
+    """Noise levels in equal steps from 1 to 0, moved towards noise: level s becomes shift * s / (1 + (shift - 1) * s). fp64, one more than steps.
 
-    As diffusers' `FlowMatchEulerDiscreteScheduler` with a constant shift has them, if it is given the levels 1, 1 - 1/steps, …, 1/steps.
-
-    Returns:
-        fp64, one level more than steps.
-    """
+    As diffusers' `FlowMatchEulerDiscreteScheduler` with a constant shift has them, if it is given the levels 1, 1 - 1/steps, …, 1/steps."""
     levels = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return shift * levels / (1 + (shift - 1) * levels)
 
@@ -47,7 +43,6 @@ class EulerSampler:
         """Prepare; nothing is loaded.
 
         Args:
-            decoder: The VAE.
             device: Device of latents.
             make_inputs: As `TrainingSpec.make_inputs`.
             sample_defaults: As `AuxiliarySpec.sample_defaults`: says how guidance works.
@@ -59,19 +54,11 @@ class EulerSampler:
         self._levels, self._guide = levels, guide
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
-        """Generate one sample.
+        """Generate one sample, fp32 [channels, frames, height, width] on the sampler's device; as of the protocol.
 
-        Noise levels are fp64 and latents are fp32 throughout. Noise is sampled on the CPU, so that a seed gives the same noise on any device.
-
-        Args:
-            job: What to generate; a shift of 0 takes the authors'. The guidance is passed to every model. A model
-                that is guided by a negative prompt runs a second time with it, if the job has one and the guidance is above 1.
-
-        Yields:
-            The noise level of each step; the caller sends back the denoiser for it.
-
-        Returns:
-            fp32 [channels, frames, height, width] on the sampler's device.
+        Noise levels are fp64 and latents are fp32 throughout. Noise is sampled on the CPU, so that a seed gives the same noise on any device. A shift of 0
+        takes the authors'. The guidance is passed to every model; one that is guided by a negative prompt runs a second time with it, if the request has one
+        and the guidance is above 1.
         """
         frames_per_latent, pixels = self.decoder.strides
         assert (job.frames - 1) % frames_per_latent == 0, f"{job.frames} frames"

@@ -32,14 +32,7 @@ class Prompter:
         self._tokenizer: Any = None
 
     def load(self, vocabulary_size: int) -> None:
-        """Build the tokenizer.
-
-        Args:
-            vocabulary_size: Number of tokens that the encoder has embeddings for.
-
-        Raises:
-            UserError: If the tokenizer has more tokens.
-        """
+        """Build the tokenizer; UserError if it has more tokens than the encoder has embeddings for."""
         from tokenizers import Tokenizer
 
         with given_to_library(

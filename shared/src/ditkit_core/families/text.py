@@ -52,15 +52,7 @@ class LanguageModelEncoder:
         dtype: torch.dtype,
         streaming: Streaming = "auto",
     ):
-        """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
-
-        Args:
-            encoding: The language models that it may be, and what is read of them.
-            components: Where the model's files are.
-            device: Device of the features' computation.
-            dtype: Dtype of weights and features.
-            streaming: Whether layers are read one by one.
-        """
+        """Find weights and tokenizer, and read the weights' headers; nothing is loaded."""
         self.encoding = encoding
         self._source = open_weights(components.locate("text_encoder"))
         self.family, self._config = describe(encoding, self._source)
@@ -119,11 +111,7 @@ class LanguageModelEncoder:
         return captions_at_once(self.encoding, self.width, self._config["hidden_size"], self._dtype)
 
     def load(self) -> None:
-        """Read the weights onto the device; when streamed, only look up where each is.
-
-        Raises:
-            UserError: If the weights are incomplete, or tokenizer and encoder do not fit together.
-        """
+        """Read the weights onto the device; when streamed, only look up where each is."""
         if self._mapping:
             return
         mapping = self._located
@@ -168,16 +156,10 @@ class LanguageModelEncoder:
     def encode(
         self, items: Sequence[str], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
-        """Features of captions.
+        """Features of captions, at most `items_at_once`, which may be empty.
 
-        Args:
-            items: At most `items_at_once` captions, which may be empty.
-            advance: Called after each layer of a caption, with the fraction of the caption's work.
-
-        Returns:
-            For each, `text` [tokens, width] in the encoder's dtype, on the CPU: the concatenated hidden states after the
-            family's layers. A row for each token of the caption and its template except for the `dropped` ones, or with padding, where a
-            transformer attends to that.
+        For each, `text` [tokens, width] in the encoder's dtype, on the CPU: the concatenated hidden states after the family's layers. A row for each token of
+        the caption and its template except for the `dropped` ones, or with padding, where a transformer attends to that.
         """
         tokens = [self._tokens(item) for item in items]
         ids = [caption_ids.to(self._device) for caption_ids, _ in tokens]
@@ -214,18 +196,14 @@ def features(
     passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Float[Tensor, "tokens width"]]:
-    """Run captions through the layers, one layer after the other.
+    """Run captions through the layers, one layer after the other: the concatenated hidden states after the family's layers, on the CPU.
 
     Args:
-        family: Says after which layers hidden states are taken.
         rotary: Computes the rotary tables.
         ids: Tokens of each caption, equally many, on the device of the weights.
         masks: What each caption's tokens attend to, on the same device.
         passing: Makes a context that loads one layer at a time; each call makes another one with its own memory.
         advance: Called after each layer of a caption, with the fraction of the caption's work.
-
-    Returns:
-        The concatenated hidden states after the family's layers, on the CPU.
     """
     with passing()("embed_tokens") as embedding:
         hidden = torch.stack([embedding(caption_ids[None]) for caption_ids in ids])

@@ -193,16 +193,7 @@ class DiffusersVae(FrozenVae):
     ):
         """Find the weights and read their headers; nothing is loaded.
 
-        Args:
-            family: Which VAE it is, and how its latents are made.
-            components: Where the model's files are.
-            device: Device of the VAE.
-            mode: How it encodes. bf16 and tiles take less memory and give other results.
-            decodings: The ways to decode; the first that memory has room for is taken. Empty: as it encodes.
-
-        Raises:
-            UserError: If there are none, a file is damaged, or they belong to another VAE.
-        """
+        `decodings` are the ways to decode, of which the first that memory has room for is taken; empty: as it encodes (`mode`)."""
         read = family.config_of_file or partial(config_of_kl_file, family)
         remedy, safe_names = family.remedy, family.safe_names
         source, config = find_weights(components, "vae", read, kind=family.kind, remedy=remedy, safe_names=safe_names)
@@ -259,11 +250,7 @@ def _recipe(family: VaeFamily, config: Mapping[str, Any]) -> str:
 
 
 def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str, Any]:
-    """The configuration of a KL autoencoder in a single file: as published, with the widths that the shapes have.
-
-    Raises:
-        UserError: If it is none.
-    """
+    """The configuration of a KL autoencoder in a single file: as published, with the widths that the shapes have."""
     shapes = {diffusers_name(name): stored.shape for name, stored in source.tensors.items()}
     try:
         latent_channels = shapes["decoder.conv_in.weight"][1]
@@ -284,12 +271,7 @@ def config_of_kl_file(family: VaeFamily, source: SafetensorsSource) -> dict[str,
 def vae_models(family: VaeFamily, components: ModelPaths, *, channels: int) -> tuple[AuxiliaryModel, AuxiliaryModel]:
     """The VAE as plans count it while encoding and while sampling, in the sizes of the local files or the published ones.
 
-    Args:
-        channels: Channels of the transformer's latents.
-
-    Raises:
-        UserError: If local files are damaged, or belong to another model.
-    """
+    `channels` are those of the transformer's latents."""
     config = family.published
     if components.here("vae"):
         config = DiffusersVae(family, components, torch.device("cpu")).config

@@ -67,14 +67,7 @@ class AdapterForm:
         return {part: stem + ending for part, ending in parts.items()}
 
     def layout(self, form: str, bare: str, *, use_dora: bool, method: str = "lora") -> AdapterLayout:
-        """The layout of a file in this form.
-
-        Args:
-            form: Name of this form.
-            bare: Form of the module names in the family's files without a prefix.
-            use_dora: Whether the adapter is a DoRA.
-            method: `lora`, `lokr` or `loha`.
-        """
+        """The layout of a file in this form, whose name is `form`; `bare` is the form of names in the family's files without a prefix."""
         return AdapterLayout(
             form=form,
             naming=self.naming or bare,
@@ -155,10 +148,8 @@ def readers_by_program(
 ) -> Readers:
     """What is wrong with a family's files, by program (`AdapterRules.readers`).
 
-    Args:
-        diffusers: (layout, adapted modules) to what diffusers ignores or misreads; empty text if it loads all.
-        comfyui: The same for ComfyUI, which knows every module.
-        diffsynth: Form of the module names that DiffSynth has for the family.
+    `diffusers` and `comfyui` say what these ignore or misread, empty if they load all; ComfyUI knows every module. `diffsynth` is the form of the module
+    names that DiffSynth has for the family.
     """
 
     def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:

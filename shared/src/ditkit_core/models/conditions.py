@@ -46,12 +46,7 @@ def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
 
 
 def alternatives_of(columns: Sequence[Column], names: Collection[str]) -> set[str]:
-    """The columns that give the same conditions as some given columns, in another form (`Column.alternative_to`, in both directions).
-
-    Args:
-        columns: The model's columns.
-        names: Names of some of them.
-    """
+    """The columns that give the same conditions as some named ones, in another form (`Column.alternative_to`, in both directions)."""
     pairs = [(column.name, other) for column in columns for other in column.alternative_to]
     return {other for name, other in pairs if name in names} | {name for name, other in pairs if other in names}
 

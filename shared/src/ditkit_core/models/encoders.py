@@ -41,10 +41,7 @@ VaeModeLabel = Literal["whole", "in bf16", "in tiles", "in bf16 tiles"]
 def decodings_of(dtype: str, *, tiled: bool) -> tuple[VaeMode, ...]:
     """The ways to decode that a configuration allows, the most exact first: the first one that memory has room for is taken.
 
-    Args:
-        dtype: `fp32`, `bf16`, or `auto` for either.
-        tiled: Whether always tile by tile; otherwise that is the last way.
-    """
+    `tiled` allows tiles alone; otherwise they are the last way."""
     dtypes = {"fp32": (torch.float32,), "bf16": (torch.bfloat16,), "auto": (torch.float32, torch.bfloat16)}[dtype]
     # bf16 before tiles: its difference is small everywhere, and tiles may show seams.
     untiled = [] if tiled else [VaeMode(vae_dtype) for vae_dtype in dtypes]
@@ -111,13 +108,7 @@ class Denoiser:
     """
 
     def __init__(self, model: StagedModel, engine: Engine, guidance: float):
-        """Use a model.
-
-        Args:
-            model: The transformer, in eval mode.
-            engine: The engine that runs it.
-            guidance: Its guidance strength.
-        """
+        """Use a transformer in eval mode."""
         self._current: tuple[StagedModel, Engine] | None = (model, engine)
         self.guidance = guidance
 

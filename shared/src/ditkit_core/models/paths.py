@@ -64,11 +64,7 @@ def not_there(key: str, value: str, *, folders: Iterable[Path] = ()) -> UserErro
 
 
 def check_preset(preset: str, presets: Iterable[str]) -> None:
-    """Refuse an unknown `model.preset`.
-
-    Raises:
-        UserError: If a preset is set and is not one of the known ones.
-    """
+    """Refuse an unknown `model.preset`."""
     if preset and preset not in (names := tuple(presets)):
         # As other programs write them: `wan_t2v_14B`, `flux2-klein-4b`.
         short = re.sub(r"^(wan|flux)[\d.]*[_-]", "", preset.lower().replace("_", "-"))
@@ -151,11 +147,7 @@ class ModelPaths:
         return getattr(self, part) if part in _WITH_PATHS else ""
 
     def fetched_description(self, part: str) -> Path | None:
-        """The folder with the `config.json` of a component whose path is a hub id, downloaded without weights; None if there is none.
-
-        Raises:
-            UserError: If the download fails.
-        """
+        """The folder with the `config.json` of a component whose path is a hub id, downloaded without weights; None if there is none."""
         own_path = self._own_path(part)
         # is_elsewhere first: a local folder whose name looks like a hub id is not on the hub.
         match = _HUB_ID.fullmatch(own_path or self.base) if self.is_elsewhere(part) else None

@@ -25,11 +25,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 
 def parse_dtype(name: str) -> "torch.dtype":
-    """The torch dtype of a short name (`bf16`, `fp16`, `fp32`, `fp64`).
-
-    Raises:
-        UserError: If the name is unknown.
-    """
+    """The torch dtype of a short name (`bf16`, `fp16`, `fp32`, `fp64`)."""
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
     import torch
@@ -111,11 +107,7 @@ class Precision:
     ) -> str:
         """What each place runs in: `timestep fp64, rotary tables fp32, …, matmul bf16`.
 
-        Args:
-            base_compute: `base.compute`.
-            averages_in_8_bits: Whether the optimizer of `optim.name` keeps its averages in 8 bits.
-            fused_backward: Whether a step has one micro-batch whose gradients are applied as they come: nothing is accumulated then.
-        """
+        With `fused_backward` a step has one micro-batch whose gradients are applied as they come: nothing is accumulated then."""
         groups = [group for group in (*PLACES[1:], "matmul") if not (fused_backward and group == "accumulation")]
         names = {group: dtype_name(getattr(self, group)) for group in groups}
         if averages_in_8_bits:
@@ -173,15 +165,10 @@ class PrecisionConfig:
     """Gradients while they are summed over ranks."""
 
     def precision(self, matmul: "torch.dtype", reference: Mapping[str, str]) -> Precision:
-        """The dtypes of a run.
+        """The dtypes of a run whose matmuls have this dtype.
 
-        Args:
-            matmul: Dtype of matmuls (`model.dtype`).
-            reference: The family's preset `reference`: from a place to the name of a dtype, or to `matmul` for the dtype of matmuls.
-                If matmuls are wider than a named dtype, the place gets their dtype.
-
-        Raises:
-            UserError: If a place cannot run in fp16.
+        `reference` is the family's preset: from a place to the name of a dtype, or to `matmul`. If matmuls are wider than a named dtype,
+        the place gets theirs.
         """
         import torch
 
@@ -210,15 +197,7 @@ class PrecisionConfig:
     ) -> None:
         """Refuse a dtype that a place of the training would not have.
 
-        Args:
-            optimizer: `optim.name`.
-            in_8_bits: Names of the optimizers that keep their averages in 8 bits, at least one.
-            fused_backward: Whether `optim.fused_backward` applies the gradients of a single micro-batch.
-            sharded: Whether ranks divide the weights.
-
-        Raises:
-            UserError: If a setting would have no effect; the message names the place and the remedy.
-        """
+        `in_8_bits` names the optimizers that keep their averages so. With `fused_backward` gradients of a single micro-batch are applied as they come."""
         if self.optimizer is not None and optimizer in in_8_bits:
             raise UserError(
                 f"{argument('precision.optimizer')} = {self.optimizer}: {argument('optim.name')} = {optimizer} stores its moments in 8 bits; remove this "

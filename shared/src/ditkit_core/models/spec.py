@@ -20,11 +20,9 @@ from ditkit_core.models.token_streams import TokenStreams
 
 
 def lazy(import_path: str) -> Callable[..., Any]:
-    """A function or class that is imported when it is called: encoders and samplers need diffusers and transformers, which take seconds.
+    """A function or class (`module:name`, or `module:object.method`) that is imported when it is called.
 
-    Args:
-        import_path: `module:name`, or `module:object.method`.
-    """
+    Encoders and samplers need diffusers and transformers, which take seconds."""
     return lambda *args, **kwargs: resolve_name(import_path)(*args, **kwargs)
 
 

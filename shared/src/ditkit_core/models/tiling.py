@@ -38,17 +38,11 @@ def in_tiles(
     pixels: int,
     scale: Fraction,
 ) -> Float[Tensor, "channels length height width"]:
-    """Apply `work` to a clip tile by tile.
+    """Apply `work` to a clip, in pixels or in latents, tile by tile; the result is on the CPU, bitwise `work(clip)` if one tile covers the clip.
 
     Args:
         work: From a part of the clip to its result, which is `scale` times as high and wide.
-        clip: The clip, in pixels or in latents.
-        tiles: Size and overlap of the tiles.
         pixels: Side of one element of `clip` in pixels: 1 for pixels, the VAE's stride for latents.
-        scale: Height of the result divided by the height of the input.
-
-    Returns:
-        The result on the CPU; bitwise identical to `work(whole)` if one tile covers the clip.
     """
     side, overlap = tiles.side // pixels, tiles.overlap // pixels
     rows, columns = (_starts(length, side, overlap) for length in clip.shape[-2:])

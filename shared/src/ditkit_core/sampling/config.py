@@ -97,13 +97,7 @@ class SampleConfig:
             raise UserError(f"{argument('sample.seed')} = {self.seed} is too large, 2**62 or more; set 0")
 
     def check(self, *, frame_step: int, size_step: int, takes_references: bool) -> None:
-        """Refuse settings that the model cannot sample with.
-
-        Args:
-            frame_step: Frames per latent frame of the model; 0 if it only generates images.
-            size_step: The model's step of height and width, in pixels.
-            takes_references: Whether the model edits images.
-        """
+        """Refuse settings that the model cannot sample with; it has `frame_step` frames per latent frame, 0 if it only generates images."""
         if not frame_step and self.frames > 1:
             raise UserError(f"{argument('sample.frames')} = {self.frames}: this model generates images; set 1, or 0")
         if frame_step and self.frames and (self.frames - 1) % frame_step:
@@ -120,12 +114,7 @@ class SampleConfig:
             raise UserError(f"{argument('sample.references')}: this model takes no reference images; leave it empty")
 
     def resolved(self, defaults: "SampleDefaults", warn: Callable[[str], None]) -> "SampleConfig":
-        """The section with the model's defaults for unset values.
-
-        Args:
-            defaults: The settings of the model's authors.
-            warn: Called with one line for each setting that this model does not use.
-        """
+        """The section with the model's defaults for unset values; `warn` gets one line for each setting that this model does not use."""
         guidance = self.guidance or defaults.guidance
         if defaults.guided_by == "nothing" and guidance != defaults.guidance:
             warn(

@@ -40,16 +40,13 @@ def generate(
     stages: Sequence[DenoiserStage],
     on_step: Callable[[], bool | None] = lambda: None,
 ) -> Generator[Tensor, None, None]:
-    """Generate samples; whoever stops before the last one closes this, which frees the memory.
+    """Generate samples: pixels [3, frames, height, width] in [0, 1] on the CPU; whoever stops before the last one closes this, which frees memory.
 
     Args:
         sampler: The family's sampler; its decoder's weights are freed at the end.
         jobs: The samples to generate. With a single stage the next request is taken when the sample before it is done.
         stages: The transformers, the one of the highest noise levels first; each is put into eval mode and back.
         on_step: Called after each step of each sample; generation ends there if it returns True.
-
-    Yields:
-        Pixels [3, frames, height, width] in [0, 1] on the CPU, in the order of the requests.
     """
     # A generator, so that one transformer has one sample in memory at a time; several stages need all of them started.
     waiting: Iterable[_Sample] = (_Sample(sampler, job) for job in jobs)

@@ -44,10 +44,7 @@ class SamplePrompt:
     def fitted(self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None) -> "SamplePrompt":
         """This prompt, shortened to the clip's trained length if the clip or a condition video has too few frames for the sample.
 
-        Args:
-            fps: Frames per second of clips.
-            warn: Called with one line if the prompt is shortened.
-        """
+        `warn` is called with one line then."""
         if self.clip is None or self.frames <= self.own_frames:
             return self
         last = round(self.start_seconds * fps) + self.frames
@@ -119,7 +116,6 @@ def choose_prompts(
     Args:
         samples: The dataset's samples; only read if there are no prompts.
         size: Frames, height and width of training, used for those that the section leaves at 0.
-        size_step: The model's step of height and width, in pixels.
         columns: The model's condition columns. With any, samples that share a caption count as different, and each keeps its own
             number of frames unless `frames` is set.
     """
@@ -167,11 +163,7 @@ Shape = tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]
 
 
 def shape_of(clip: Sample | SamplePrompt, columns: Sequence[Column], reference_size: ReferenceSize | None) -> Shape:
-    """The shape of a clip that is trained or sampled. A condition that is a latent frame in front of it counts as a reference.
-
-    Args:
-        reference_size: As in `ModelSpec`.
-    """
+    """The shape of a clip that is trained or sampled. A condition that is a latent frame in front of it counts as a reference."""
     sizes: list[tuple[int, int]] = []
     if clip.references:
         assert reference_size is not None, "checked"
@@ -192,7 +184,6 @@ def requests_of(
     """The requests for one prompt: `sample.images` of them, with consecutive seeds.
 
     Args:
-        config: The `[sample]` section, resolved.
         conditions: The encoded tensors of its text and of the model's other conditions.
         negative: The same with the negative prompt; None if guidance does not use it.
         references: Latents of its reference images.

@@ -64,11 +64,7 @@ def render_samples(
 
     Args:
         stages: The transformers that take the steps, with the weights to sample with.
-        sampler: The family's sampler.
-        requests: What to generate, prompt by prompt.
-        to: Where to write the samples.
         on_step: Called after each step of each sample; True ends all of them there, on all ranks.
-        shares: Which ranks generate which of them.
 
     Returns:
         The files, in the order of the requests, the contact sheet or the grid last; on ranks other than the first, the files of their own. Empty if
@@ -141,15 +137,7 @@ SHEET_SIDE = 320
 
 
 def grid(images: Sequence[Float[Tensor, "3 _ _"]], *, columns: int = 0) -> Float[Tensor, "3 height width"]:
-    """Arrange images row by row, each centred in a cell of the size of the largest one.
-
-    Args:
-        images: At least one, values in [0, 1].
-        columns: Images per row; 0 makes the grid about square.
-
-    Returns:
-        The grid on a white background, values in [0, 1].
-    """
+    """Arrange images (at least one) row by row on white, each centred in a cell of the size of the largest one; 0 columns: about square."""
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     # Cells of one size: prompts may have different aspect ratios, and columns should still line up.
@@ -170,14 +158,7 @@ def evenly_spaced(clip: Float[Tensor, "3 frames height width"]) -> Float[Tensor,
 
 
 def contact_sheet(clips: Sequence[Float[Tensor, "3 _ _ _"]]) -> Float[Tensor, "3 height width"]:
-    """Arrange clips as rows with their frames side by side; large frames are scaled down.
-
-    Args:
-        clips: At least one, each of at most `SHEET_FRAMES` frames, values in [0, 1].
-
-    Returns:
-        The sheet on a white background, values in [0, 1].
-    """
+    """Arrange clips, each of at most `SHEET_FRAMES` frames, as rows on white with their frames side by side; large frames are scaled down."""
     columns = max(clip.shape[1] for clip in clips)
     cells: list[Tensor] = []
     for clip in clips:

@@ -93,16 +93,9 @@ def num_scaled(source: SafetensorsSource) -> int:
 def in_scaled_8_bits(
     shapes: Mapping[str, About], tensor_of: Callable[[str], Tensor], scaled: Collection[str]
 ) -> tuple[dict[str, About], Callable[[str], Tensor]]:
-    """Change the arguments of `write_safetensors` so that some matrices are written as codes with one scale each.
+    """Change the arguments of `write_safetensors` so that some matrices (`scaled`, each `X.weight`) are written as codes with one scale each.
 
-    Args:
-        shapes: Shape and dtype by name.
-        tensor_of: The tensor of a name; the matrices to scale in fp32.
-        scaled: Names of these matrices, each `X.weight`.
-
-    Returns:
-        Shapes and tensors of the file: the mark first, and each scale after its matrix.
-    """
+    `tensor_of` has these matrices in fp32. The file has the mark first, and each scale after its matrix."""
     scales: dict[str, Tensor] = {}
     # Two elements ask for products in the full dtype. In products of 8-bit numbers, inputs would be clipped at 448.
     about: dict[str, About] = {MARK: ((2,), torch.float8_e4m3fn)}

@@ -56,18 +56,10 @@ def find_weights(
     """Find a component's weights and its configuration. Headers are read, but no weights.
 
     Args:
-        components: Paths of the model's components.
         part: The component, as for `ModelPaths.locate`.
         config_of_file: Reads a configuration off a single file's shapes, in place of a folder's `config.json`.
         kind: The library's class that the configuration must name, if it names one; empty for any.
         remedy: What the user can do about another class.
-        safe_names: As for `ModelPaths.locate`.
-
-    Returns:
-        The weights' headers, and the configuration.
-
-    Raises:
-        UserError: If there are no weights, a file is damaged, or the weights belong to another model.
     """
     source = open_weights(components.locate(part, safe_names=safe_names))
     config = read_config(source.path) if source.path.is_dir() else config_of_file(source)
@@ -77,11 +69,7 @@ def find_weights(
 
 
 def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:
-    """Build a library's module on `meta` from its configuration.
-
-    Raises:
-        UserError: If the configuration is not valid for it, or describes far more parameters than the files have tensors.
-    """
+    """Build a library's module on `meta` from its configuration, which must not describe far more parameters than the files have tensors."""
     failure, remedy = f"{source.path}: no model can be built from its configuration", "fetch its config.json again"
     with given_to_library(failure, remedy), at_most_parameters(4 * len(source.tensors) + 1000), torch.device("meta"):
         return make(config)
@@ -89,11 +77,7 @@ def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], sourc
 
 @contextmanager
 def at_most_parameters(number: int) -> Iterator[None]:
-    """Stop a module's constructor at this number of parameters: a damaged depth would take hours and all memory, on `meta` too.
-
-    Raises:
-        ValueError: If it makes more.
-    """
+    """Stop a module's constructor at this number of parameters: a damaged depth would take hours and all memory, on `meta` too."""
     counter = itertools.count(1)
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -119,14 +103,10 @@ def locate_frozen(
     """Where the files store each parameter of a module on `meta`.
 
     Args:
-        source: The file or folder.
         names: Maps names of the file to the module's.
         key: The setting that names the component, for messages.
         tied: Modules that share the weight of another, by name: left out, as files may or may not contain them.
         ignore: Names in the file that may be left over.
-
-    Raises:
-        UserError: If a tensor is missing, unexpected or mis-shaped.
     """
     skipped = {f"{name}.weight" for name in tied or ()}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
@@ -151,16 +131,10 @@ def load_frozen(
     tied: Mapping[str, str] | None = None,
     ignore: frozenset[str] = frozenset(),
 ) -> None:
-    """Load every parameter of a module on `meta`, and freeze it. Matrices in 8 or 4 bits stay so.
+    """Load every parameter of a module on `meta`, freeze it, and put it into eval mode. Matrices in 8 or 4 bits stay so.
 
-    Args:
-        model: The module; in eval mode afterwards.
-        device: The device to load to.
-        dtype_of: The dtype of a parameter there.
-        source, names, key, tied, ignore: As for `locate_frozen`; the weights of tied modules are set to the others'.
-
-    Raises:
-        UserError: If a tensor is missing, unexpected or mis-shaped, or the file is damaged.
+    `dtype_of` gives the dtype of a parameter on the device. Other arguments are as for `locate_frozen`; the weights of tied modules are set to
+    the others'.
     """
     tied = tied or {}
     mapping = locate_frozen(model, source, names, key=key, tied=tied, ignore=ignore)
@@ -200,11 +174,7 @@ class FrozenModule:
     _loaded_as: tuple[torch.device, torch.dtype] | None = field(default=None, init=False)
 
     def load(self) -> None:
-        """Load the weights to the device, unless they are there.
-
-        Raises:
-            UserError: If the weights do not fit the configuration, or a file is damaged.
-        """
+        """Load the weights to the device, unless they are there."""
         self.load_as(self.device, self.dtype)
 
     def load_as(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -235,17 +205,11 @@ class FrozenModule:
 
 
 def fingerprint(path: Path, *settings: object) -> str:
-    """Digest of a component's files and settings, without loading it.
+    """Digest of a component's files and of all settings that change its results, without loading it.
 
-    Of a large weight file, only the size and 64 MiB spread over it, the header included, are read. Two sets of weights differ nearly
-    everywhere, and reading 11 GB at each start would take longer than everything else if the cache is complete.
-
-    Args:
-        path: File or folder; in a folder, weights, configurations and tokenizer files count.
-        settings: Everything else that changes the component's results.
-
-    Returns:
-        Hexadecimal digits.
+    In a folder, weights, configurations and tokenizer files count. Of a large weight file, only the size and 64 MiB spread over it, the header
+    included, are read. Two sets of weights differ nearly everywhere, and reading 11 GB at each start would take longer than everything else if the
+    cache is complete.
     """
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     with readable(path):

@@ -60,15 +60,9 @@ class FrozenVae(FrozenModule, ABC):
         items: Sequence[Float[Tensor, "3 frames height width"]],
         advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
-        """Latents of one clip.
+        """Latents [channels, f, h, w] of one clip, fp32, on the CPU, of about unit variance.
 
-        Args:
-            items: One clip: pixels in [-1, 1]; `strides` divide its sides and all frames but the first, because a VAE silently drops the rest.
-            advance: Called with 1 when the clip is done.
-
-        Returns:
-            `latents` [channels, f, h, w], fp32, on the CPU; about unit variance.
-        """
+        The clip has pixels in [-1, 1]; `strides` divide its sides and all frames but the first, because a VAE silently drops the rest."""
         (clip,) = items
         (_, length, height, width), (frames, pixels) = clip.shape, self.strides
         assert (length - 1) % frames == height % pixels == width % pixels == 0, f"{length} frames of {height} x {width}"
@@ -79,12 +73,10 @@ class FrozenVae(FrozenModule, ABC):
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
-        """Load the VAE and decode latents in the first way that memory has room for; if there is no room for any, on the host.
+        """Load the VAE and decode latents to pixels in [0, 1], fp32, on the CPU.
 
-        A way that failed is not tried again until the weights are freed.
-
-        Returns:
-            Pixels in [0, 1], fp32, on the CPU.
+        The first way that memory has room for is taken; if there is no room for any, the host's. A way that failed is not tried again until the weights
+        are freed.
         """
         decodings, pixels = self.decodings or (self.mode,), self.strides[1]
         host = VaeMode(torch.float32, decodings[-1].tiled)

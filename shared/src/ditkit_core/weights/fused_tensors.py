@@ -22,14 +22,9 @@ class FusedTensors:
         self._parts: dict[str, list[TensorSlice | None]] = {}
 
     def add(self, name: str, parts: Sequence[TensorSlice]) -> bool:
-        """Record that the rows of a tensor are these parts of the other side's tensors, in order.
+        """Record that the rows of a tensor are these parts of the other side's tensors, from the first row on.
 
-        Args:
-            parts: The parts, from its first row on.
-
-        Returns:
-            False if one of these parts was found before, or a tensor was split into another number of parts; nothing is recorded then.
-        """
+        False, with nothing recorded, if one of these parts was found before, or a tensor was split into another number of parts."""
         # All or nothing: half a tensor that was added would hide the parts of a better match.
         if not all(self._is_free(part) for part in parts):
             return False
@@ -139,13 +134,12 @@ def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
 
 
 def columns_of_owners(up: Tensor, owners: Sequence[str]) -> dict[str, Tensor]:
-    """Find the columns of a stacked B that belong to each owner of rows: the inverse of `join`.
+    """Find the columns of a stacked B [out, rank] that belong to each owner of rows: the inverse of `join`.
 
     Blocks of equal rank are recognised even if they contain columns of zeros. In any other B, an owner gets the columns that are not zero
     in its rows. In both cases nothing is lost, because all that is left out is zero.
 
     Args:
-        up: B [out, rank].
         owners: The owner of each part of the rows, from the first row on, all of equal size.
 
     Returns:

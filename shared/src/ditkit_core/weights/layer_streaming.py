@@ -30,29 +30,15 @@ class LayerStreamer:
     """
 
     def __init__(self, source: SafetensorsSource, *, device: torch.device, dtype: torch.dtype):
-        """Prepare without reading or allocating.
-
-        Args:
-            device: The device to load to.
-            dtype: The dtype of the weights there.
-        """
+        """Prepare without reading or allocating."""
         self._reader, self._device, self._dtype = ParameterReader(source), device, dtype
         self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
 
     @contextmanager
     def holding(self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> Iterator[Module]:
-        """Give a module its weights inside the `with` block: read now, overwritten by the next module's.
+        """Give a module on `meta` its weights inside the `with` block: read now, overwritten by the next module's.
 
-        Args:
-            module: On `meta` before and after; in eval mode and frozen in between.
-            mapping: Parts of the file's tensors, by the module's own names.
-
-        Yields:
-            The module.
-
-        Raises:
-            UserError: If a file ends before its tensor does.
-        """
+        `mapping` has the parts of the file's tensors, by the module's own names."""
         state = module.state_dict()
         for name in sorted(mapping, key=lambda name: file_position(self._reader.source, mapping[name][0])):
             owner, _, leaf = name.rpartition(".")
@@ -96,15 +82,9 @@ def below(prefix: str, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> dict[s
 
 
 def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tuple[bool, str]:
-    """Decide whether weights are streamed layer by layer.
+    """Decide whether weights of so many bytes are streamed layer by layer, and say why in a few words.
 
-    Args:
-        streaming: `auto` streams weights that would leave less than `MARGIN_BYTES` free.
-        needed_bytes: Bytes of all weights on the device.
-
-    Returns:
-        The decision, and its reason in a few words.
-    """
+    `auto` streams weights that would leave less than `MARGIN_BYTES` free."""
     if streaming != "auto":
         return streaming == "always", f"encode.streaming = {streaming}"
     free = free_memory_bytes(device)

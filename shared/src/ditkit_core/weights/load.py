@@ -44,13 +44,11 @@ def match(
     ignore: Callable[[str], bool] = lambda name: False,
     advice: Advice | None = None,
 ) -> dict[str, tuple[TensorSlice, ...]]:
-    """Find each of the model's parameters in a file, in whatever form the file names and fuses them.
+    """Find each of the model's parameters (`wanted`: shapes by our name) in a file, in whatever form the file names and fuses them.
 
     Trailing ones of a shape are ignored: the weight [C, C, 1, 1] of a convolution matches the matrix [C, C].
 
     Args:
-        names: The model's names in all forms.
-        wanted: Shapes by our name.
         ignore: Whether a tensor of the file may be left over, by its name there.
         advice: Words for the user; by default those for a transformer that a preset describes.
 
@@ -188,8 +186,7 @@ def load_into(
     Args:
         model: The model, built on `meta`; each loaded parameter keeps its `requires_grad`.
         mapping: Parts of the file's tensors by our name, from `match`.
-        device_of: The device of a parameter, by our name.
-        dtype_of: Its dtype there, if it is not quantized.
+        dtype_of: The dtype of a parameter on its device, if it is not quantized.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
         division: Of the rows over ranks: only this rank's are read, except where an edit needs all.
     """
@@ -383,12 +380,7 @@ class ParameterReader:
     ) -> None:
         """Fill a tensor, on any device and in any dtype, with the values of a file's parts; with `codes`, without applying scales.
 
-        Args:
-            parts: What makes up the parameter.
-            codes: Whether scales are left out.
-            rows: The parameter's rows that the tensor has; None for all.
-            num_rows: Rows of the whole parameter, if the tensor has some.
-        """
+        If it has only some `rows` of the parameter, the whole parameter has `num_rows`."""
         for part, values, some in _spans(tensor, parts, rows, num_rows):
             stored, where = self.source.tensors[part.name], {"index": part.index, "of": part.of}
             # Read straight into the parameter: no copy in between.

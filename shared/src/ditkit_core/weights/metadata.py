@@ -21,14 +21,7 @@ _BASE, _CONFIG = "ditkit.base", "ditkit.config"
 
 
 def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce each path in a configuration to its last part, and what is private to nothing; ids of a hub stay complete.
-
-    Args:
-        values: Values by dotted key; unknown keys stay as they are.
-
-    Returns:
-        The redacted values.
-    """
+    """The values by dotted key with each path reduced to its last part, and what is private to nothing; ids of a hub stay complete."""
     fields = config_fields(tree)
 
     def shown(key: str, value: Any) -> Any:
@@ -51,14 +44,7 @@ def redact_path(value: str) -> str:
 
 
 def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
-    """Redact the header of another file for a file that is made from it: an older version may have written complete paths.
-
-    Args:
-        header: The other file's header.
-
-    Returns:
-        The header to write.
-    """
+    """The header of another file for a file that is made from it, redacted: an older version may have written complete paths."""
     redacted = dict(header)
     if _BASE in redacted:
         redacted[_BASE] = redact_path(redacted[_BASE])

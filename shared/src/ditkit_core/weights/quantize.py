@@ -28,12 +28,7 @@ class Converted(NamedTuple):
 
 
 def check_quantize(kind: str, method: str) -> None:
-    """Refuse a method that cannot train on a quantized base.
-
-    Args:
-        kind: `base.quantize`.
-        method: `adapter.method`.
-    """
+    """Refuse an `adapter.method` that cannot train on a base of this `base.quantize`."""
     if kind != "none" and method == "full":
         raise UserError(
             f"{argument('base.quantize')} = {kind} stores the base in a form without gradients, and {argument('adapter.method')} = full trains the base; "
@@ -42,12 +37,7 @@ def check_quantize(kind: str, method: str) -> None:
 
 
 def check_scaled(file: str, method: str) -> None:
-    """Refuse to train weights that are 8-bit codes.
-
-    Args:
-        file: The base's file.
-        method: `adapter.method`.
-    """
+    """Refuse to train the weights of a base's file that are 8-bit codes."""
     if method == "full":
         raise UserError(
             f"{file} contains quantized weights, and {argument('adapter.method')} = full trains the base; "
@@ -56,13 +46,7 @@ def check_scaled(file: str, method: str) -> None:
 
 
 def check_compute(compute: str, stored: str, method: str) -> None:
-    """Refuse products in 8 bits of matrices that are not stored so.
-
-    Args:
-        compute: `base.compute`.
-        stored: `base.quantize`, or the format of the base's file where that is `none`.
-        method: `adapter.method`.
-    """
+    """Refuse `base.compute` in 8 bits of matrices that are not `stored` so: by `base.quantize`, or by the base's file where that is `none`."""
     if compute == "dtype":
         return
     if method == "full":
@@ -84,12 +68,7 @@ _ARCHITECTURES = {"int8": "Turing", "fp8": "Ada"}
 
 
 def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
-    """Refuse GPUs that cannot multiply in 8 bits.
-
-    Args:
-        compute: `base.compute`.
-        devices: The devices of the blocks.
-    """
+    """Refuse GPUs, of the blocks' devices, that cannot multiply in the 8 bits of `base.compute`."""
     for device in devices if compute in _CAPABILITY else ():
         if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY[compute]:
             other = ", or base.quantize and base.compute to int8" if (7, 5) <= capability else ""
@@ -100,15 +79,7 @@ def check_compute_on(compute: str, devices: Collection[torch.device]) -> None:
 
 
 def compute_in_8_bits(model: StagedModel, kind: str) -> str:
-    """Have the blocks' matrices of a format multiplied in it.
-
-    Args:
-        model: The staged model, with its quantized layers.
-        kind: `base.compute`, other than `dtype`.
-
-    Returns:
-        One line for the log: how many are, and which are not.
-    """
+    """Have the blocks' matrices of a format multiplied in it; one line for the log says how many are, and which are not."""
     layers = {
         name.removesuffix(".weight"): layer
         for name, layer in quantized_weights(model).items()
@@ -124,18 +95,9 @@ def compute_in_8_bits(model: StagedModel, kind: str) -> str:
 
 
 def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> Converted:
-    """Replace the blocks' Linear layers by quantized ones.
+    """Replace the blocks' Linear layers of a model on `meta`, without adapters, by quantized ones of a format of `nn/quantized_layouts.py`.
 
-    Embedding and head stay as they are. So does everything that is added later: adapters are never quantized.
-
-    Args:
-        model: The staged model, on `meta`, without adapters.
-        kind: A format of `nn/quantized_layouts.py`.
-        keep_fp32: Whether a parameter stays in fp32, by its name.
-
-    Returns:
-        The layers that were quantized, and those that do not fit.
-    """
+    Embedding and head stay as they are. So does everything that is added later: adapters are never quantized."""
     layout, converted = quantized_layout(kind), Converted([], [])
     for name in linears_of_blocks(model):
         if keep_fp32(f"{name}.weight"):
@@ -158,11 +120,7 @@ def linears_of_blocks(model: StagedModel) -> list[str]:
 
 
 def hold_as_stored(model: nn.Module | StagedModel, formats: Mapping[str, str]) -> None:
-    """Replace Linear layers, on `meta`, by quantized ones, which will take a file's codes as they are.
-
-    Args:
-        formats: The layers' formats by name, from `stored_formats`.
-    """
+    """Replace Linear layers, on `meta`, by quantized ones (of `stored_formats`), which will take a file's codes as they are."""
     for name, kind in formats.items():
         replace_layer(model, name, kind)
 
@@ -174,13 +132,7 @@ def stored_formats(
     *,
     layers: Collection[str] | None = None,
 ) -> dict[str, str]:
-    """Formats in which plain Linear layers can hold their matrices as a file has them, by the layer's name.
-
-    Args:
-        model: The model, on `meta`.
-        mapping: Parts of the file's tensors by our name, from `match`.
-        layers: Names of the layers to look at; by default all.
-    """
+    """Formats in which plain Linear layers can hold their matrices as a file has them, by name; of all layers, unless some are named."""
     linears = {
         name
         for name, module in model.named_modules()
@@ -195,13 +147,7 @@ def stored_formats(
 
 
 def stored_bytes(tensors: Mapping[str, Tensor], formats: Mapping[str, str], dtype: torch.dtype) -> int:
-    """Bytes of tensors in a dtype, where matrices of some layers are held as they are stored.
-
-    Args:
-        tensors: By name, of any dtype; they may be on `meta`.
-        formats: The layers' formats by name, from `stored_formats`.
-        dtype: Of all others.
-    """
+    """Bytes of tensors in a dtype, where matrices of some layers are held as they are stored (`stored_formats`)."""
     total = 0
     for name, tensor in tensors.items():
         kind = formats.get(name.removesuffix(".weight"))
@@ -231,15 +177,7 @@ def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:
 
 
 def num_bytes(model: nn.Module | StagedModel, dtype_of: Callable[[str], torch.dtype]) -> int:
-    """Bytes of a model without adapters once it is loaded.
-
-    Args:
-        model: The model; it may be on `meta`.
-        dtype_of: The dtype of a parameter that is not quantized, by its name.
-
-    Returns:
-        Bytes of all parameters.
-    """
+    """Bytes of a model without adapters once it is loaded; `dtype_of` gives the dtype of a parameter that is not quantized."""
     total = 0
     for prefix, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
@@ -249,18 +187,7 @@ def num_bytes(model: nn.Module | StagedModel, dtype_of: Callable[[str], torch.dt
 
 
 def describe_quantized(kind: str, converted: Converted, num_blocks: int, before: int, after: int) -> str:
-    """One line for the log: what was quantized, and the size of the base now.
-
-    Args:
-        kind: `base.quantize`.
-        converted: The result of `convert`.
-        num_blocks: Number of blocks of the model.
-        before: Bytes of the base without quantization.
-        after: Bytes now.
-
-    Returns:
-        The line.
-    """
+    """One line for the log: what was quantized, and the bytes of the base before and after."""
     line = (
         f"base.quantize = {kind}: {len(converted.quantized)} matrices of {num_blocks} blocks; "
         f"the base takes {quantized_bytes(after)} instead of {quantized_bytes(before)}"

@@ -11,16 +11,9 @@ _REMEDY = "fetch it again, or set model.tokenizer"
 
 
 def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tuple[str, ...] = ()) -> Path:
-    """Find the tokenizer's folder.
+    """Find the tokenizer's folder, which must be complete.
 
-    Args:
-        components: Paths of the model's components.
-        or_vocabulary: A file with the vocabulary, accepted in place of `tokenizer.json`.
-        also: Other JSON files that the folder must have.
-
-    Raises:
-        UserError: If there is no folder, or a file in it is missing, unreadable or of the wrong content.
-    """
+    It has `tokenizer.json`, or a file with the vocabulary (`or_vocabulary`), and the JSON files `also`."""
     # `locate` would ask for model.base, which a run with separate files does not have.
     if not components.tokenizer and not components.base:
         raise UserError(

@@ -85,15 +85,11 @@ def _tensors(adapter: Scaled[Any]) -> Sequence[Tensor]:
 def reduce_rank(
     adapters: Mapping[str, LoraAdapter], rank: int | None, energy: float, path: Path
 ) -> tuple[dict[str, LoraAdapter], dict[str, float]]:
-    """Find the nearest adapters of a lower rank, by the singular values of each module's product.
+    """The nearest adapters of a lower rank, by the singular values of each module's product, and the share of it that each module keeps.
 
     Args:
-        adapters: Adapters by our name of the module.
-        rank: The rank; modules of this rank or less stay as they are. None: the lowest rank per module that keeps `energy`.
+        rank: Modules of this rank or less stay as they are. None: the lowest rank per module that keeps `energy`.
         energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
-
-    Returns:
-        The adapters, and the share that each module keeps.
     """
     largest = max(len(adapter.matrices.down) for adapter in adapters.values())
     if rank is not None and rank >= largest:
@@ -120,13 +116,7 @@ def reduce_rank(
 def add_missing_modules(
     adapters: Mapping[str, LoraAdapter], spec: ModelSpec, form: str, layers: Shapes, path: Path
 ) -> dict[str, LoraAdapter]:
-    """Add zeros for modules without an adapter that readers of a form require.
-
-    Args:
-        adapters: Adapters by our name of the module.
-        form: One of `ADAPTER_FORMS`.
-        layers: Known shapes of layers.
-    """
+    """Add zeros for modules without an adapter that readers of a form require; `layers` has the shapes that are known of layers."""
     wanted = [name for name in spec.adapters.rules.fillers(form, list(adapters)) if name not in adapters]
     # Layers of one kind have one shape in all blocks, so an adapter of one block gives the shape for another.
     shape_by_kind = {module_kind(name): (len(a.matrices.up), a.matrices.down.shape[1]) for name, a in adapters.items()}
@@ -153,17 +143,7 @@ def write_converted(
     dtype: torch.dtype,
     metadata: Mapping[str, str],
 ) -> Written:
-    """Write adapters in a form, read the file again and compare each module.
-
-    Args:
-        adapters: Adapters by our name of the module.
-        path: The file, which does not exist yet.
-        form: One of `ADAPTER_FORMS`.
-        dtype: The dtype of the matrices.
-
-    Returns:
-        The file, with the differences that rounding made: of a LoRA's products, or of the tensors of a LoKr or LoHa.
-    """
+    """Write adapters in a form and a dtype, read the file again and compare each module: of a LoRA its product, of a LoKr or LoHa its tensors."""
     # Before anything is written: readers of this form may ignore or misread some modules.
     spec.adapters.check(form, list(adapters))
     if factored := [part for adapter in adapters.values() for part in adapter.matrices.parts if part in METHOD_OF_PART]:
@@ -226,12 +206,7 @@ def _network(adapters: Mapping[str, LoraAdapter]) -> dict[str, str]:
 
 
 def derived_metadata(source: Mapping[str, str], **origin: object) -> dict[str, str]:
-    """The header of a file that is made from another: whatever is still true of the other's header, and how the file was made.
-
-    Args:
-        source: The other file's header.
-        origin: What was done, for `made_from`.
-    """
+    """The header of a file that is made from another: what is still true of the other's header, and how it was made (`origin`, for `made_from`)."""
     stale = [key for key in source if key in ("format", DIFFUSERS_METADATA, VERIFIED) or _HASHES.match(key)]
     remaining = {key: value for key, value in source.items() if key not in stale}
     return {**remaining, "made_from": json.dumps(origin, sort_keys=True)}

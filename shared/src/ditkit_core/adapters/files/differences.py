@@ -58,13 +58,7 @@ def find_differences(
     parameters: Mapping[str, tuple[int, ...]],
     scale_of: Callable[[str], float],
 ) -> dict[str, tuple[Difference, ...]]:
-    """The differences by our parameter.
-
-    Args:
-        keys: Their keys, from `split_differences`.
-        parameters: Shapes of the model's parameters, by our name.
-        scale_of: From our name of a module to the scale of its LoRA.
-    """
+    """The differences by our parameter, from their keys in a file; `scale_of` gives the scale of a module's LoRA."""
     by_parameter: dict[str, list[Difference]] = {}
     aliases = _underscored(names, parameters)
     unmatched = []

@@ -60,8 +60,9 @@ def _dtype_of(config: ExportConfig) -> torch.dtype:
 
 
 def with_forms_of(config: ExportConfig, adapter: AdapterConfig, spec: ModelSpec) -> ExportConfig:
-    """The section, in place of the default with what the trained adapter needs: a DoRA a file for ComfyUI and one for diffusers, because no
-    file is for both, and a LoKr or LoHa the form that has a name for each layer."""
+    """The section, in place of the default with what the trained adapter needs.
+
+    A DoRA needs a file for ComfyUI and one for diffusers, because no file is for both; a LoKr or LoHa the form that has a name for each layer."""
     if config.forms != ExportConfig().forms or adapter.method == "full":
         return config
     if adapter.method != "lora":
@@ -104,12 +105,7 @@ def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
 
 
 def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> None:
-    """Refuse, before training, an adapter that a form's readers would ignore or misread.
-
-    Args:
-        config: The forms.
-        model: The model with its adapter, if it has one.
-    """
+    """Refuse, before training, an adapter of a model that the readers of a configured form would ignore or misread."""
     layers = adapter_layers(model)
     method, use_dora = method_of_all(layers), has_magnitudes(layers)
     for form in config.forms if layers else ():
@@ -138,13 +134,9 @@ def readers_of(
 def why_unverified(
     spec: ModelSpec, config: ExportConfig, form: str, model: StagedModel, *, complete: bool = False
 ) -> str:
-    """Why diffusers cannot compare an export with ours, as the predicate of a sentence about it; empty if it can.
+    """Why diffusers cannot compare an export in a form with ours, as the predicate of a sentence about it; empty if it can.
 
-    Args:
-        form: The form of the export.
-        model: The model, with its adapter if it has one.
-        complete: Whether it is a whole transformer.
-    """
+    `complete` means a whole transformer; otherwise it is the model's adapter."""
     if complete:
         if spec.adapters.verify_whole is None:
             return "has no such model"
@@ -178,19 +170,13 @@ def export_adapter(
     exact: bool = False,
     whole_in: Callable[[nn.Module], AbstractContextManager[None]] = lambda module: nullcontext(),
 ) -> list[Path]:
-    """Write the adapter in each form.
+    """Write a model's adapter in each form; each file is read back and compared before it gets its name.
 
     Args:
-        model: The model with its adapter.
-        folder: The folder to write to.
         stem: First part of the file names, as for `adapter_file`.
-        config: Forms and dtype.
         metadata: Strings for the headers: base, data hash, config, versions.
-        exact: Append nothing, because there is only one form.
+        exact: Append nothing to the stem, because there is only one form.
         whole_in: Opens a block in which the base's weights of one layer can be read: a DoRA's magnitudes may be over their norm.
-
-    Returns:
-        The files, in the order of the forms. Each was read back and compared before it got its name.
     """
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
@@ -238,17 +224,11 @@ def export_merged(
     nearer to what was learnt than weights that are rounded twice.
 
     Args:
-        model: The model; it is not changed.
-        spec: The model's family; its fp32 parameters stay fp32 in the file.
-        folder: Afterwards contains one folder `transformer_<form>` per form.
-        config: Forms and dtype.
+        folder: Afterwards contains one folder `transformer_<form>` per form; one with several files and no index was never finished.
         original: From a name to a base parameter's values before it was quantized; by default the model's own approximation is written. For a
             model on `meta` it gives every parameter, one after the other.
         config_json: The base's config.json, copied next to the diffusers form, whose readers need it.
         shard_bytes: Maximum bytes per file; None for the limit of the form.
-
-    Returns:
-        The folders, in the order of the forms. A folder with more than one file and no index was never finished.
     """
     folders = []
     for form in whole_forms(spec, config):
@@ -373,17 +353,9 @@ def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
-    """The fp32 weight of an adapted layer with the adapter merged in.
+    """The fp32 weight of an adapted layer with the adapter merged in: part `index` of `of` equal parts of its rows.
 
-    Args:
-        layer: The layer.
-        base: Its weight without the adapter.
-        index: Index of the part of its rows.
-        of: Number of equal parts.
-
-    Returns:
-        These rows of the merged weight.
-    """
+    `base` is the weight without the adapter."""
     weight = rows_of(base.detach(), index, of).float()
     if (method := method_of(layer)) != "lora":
         parts = {part: tensor.detach().to(weight.device).float() for part, tensor in parts_of(layer, method).items()}

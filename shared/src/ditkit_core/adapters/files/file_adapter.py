@@ -59,10 +59,9 @@ class FileAdapter:
         header: AlphaHeader,
         names: Sequence[str],
     ) -> "FileAdapter":
-        """Understand the keys of one module of a file; of its tensors only alpha is read.
+        """Understand the keys of one module of a file (`FileAdapter.keys`); of its tensors only alpha is read.
 
         Args:
-            keys: The file's key by part, as in `FileAdapter.keys`.
             parts: Its rows, as parts of our modules.
             modules: Weight shapes [out, in] of our modules.
             header: For a file without keys of alpha.
@@ -85,12 +84,7 @@ class FileAdapter:
         return cls(names[0], keys, parts, rank, scale)
 
     def lora(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> LoraMatrices:
-        """Read the LoRA of one of its parts.
-
-        Args:
-            index: The part.
-            columns: Indices of the columns of B, and rows of A, to read; None for all.
-        """
+        """Read the LoRA of one of its parts; of the rank only `columns` (of B, and rows of A) unless they are None."""
 
         def read(part: str) -> Tensor:
             return source.read(self.keys[part], index=index, of=len(self.parts)).float()

@@ -93,10 +93,7 @@ def adapter_in(
 ) -> FoundAdapter:
     """Understand an adapter file by its names alone.
 
-    Args:
-        part: The expert to choose in a file with an adapter for each; None if the file has one adapter.
-        layers: Linear layers of an architecture that is not a preset, whose names are known too.
-    """
+    `part` is the expert to choose in a file with an adapter for each. `layers` are those of an architecture that is no preset, whose names count too."""
     complete, path = part_of(container, part), container.path
     source, differences = split_differences(complete)
     # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.

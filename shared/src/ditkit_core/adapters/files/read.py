@@ -127,10 +127,7 @@ class AdapterFile:
         weight.addmm_(read.up * (strength * scale * factors)[:, None], read.down)
 
     def change_of(self, module: str) -> Tensor:
-        """The change of a module's weight by a LoKr or LoHa, with its scale.
-
-        A tensor of the file may be several modules of ours, or some rows of one.
-        """
+        """The change of a module's weight by a LoKr or LoHa, with its scale. A tensor of the file may be several modules of ours, or some rows of one."""
         changes = [matrices.change() * scale for matrices, scale in self.factored(module)]
         return torch.cat(changes) if len(changes) > 1 else changes[0]
 
@@ -212,12 +209,7 @@ def with_differences(
 def understand_adapter(
     source: SafetensorsSource, known_names: KnownNames, modules: Mapping[str, tuple[int, ...]]
 ) -> AdapterFile:
-    """`open_adapter` for a file that is open.
-
-    Args:
-        known_names: Names of these Linear layers, and perhaps of others.
-        modules: Weight shapes [out, in], by our name, of all layers that the file adapts.
-    """
+    """`open_adapter` for a file that is open; `known_names` may be of more layers than those that the file adapts, `modules`."""
     path = source.path
     if not source.tensors:
         raise UserError(f"{path} is empty; name a LoRA file")

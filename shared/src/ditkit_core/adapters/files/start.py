@@ -23,18 +23,9 @@ class MixedAdapter(UserError):
 def config_from_file(
     config: AdapterConfig, file: AdapterFile, merge_key: str = "base.merge"
 ) -> tuple[AdapterConfig, str]:
-    """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from.
+    """Take ranks, alphas, DoRA and (if none are configured) targets from the file that training starts from; also one line about that.
 
-    Args:
-        file: The adapter to start from.
-        merge_key: As `BaseConfig.merge_key`, for errors.
-
-    Returns:
-        The new configuration, and one line about the values from the file.
-
-    Raises:
-        MixedAdapter: If only some of the file's modules are DoRA.
-    """
+    `merge_key` is as `BaseConfig.merge_key`, for errors. Raises MixedAdapter if only some of the file's modules are DoRA."""
     path, modules = file.source.path, file.modules
     if config.rank_pattern or config.alpha_pattern:
         raise UserError(
@@ -165,12 +156,7 @@ def _mixed_adapter(path: Path | str, merge_key: str, why: str) -> MixedAdapter:
 
 
 def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
-    """A `start` for `inject.initialise` that reads a file. Modules that the file lacks start like new ones.
-
-    Args:
-        file: The adapter to start from.
-        adapted: Names of the modules with an adapter.
-    """
+    """A `start` for `inject.initialise` that reads a file. Modules that it lacks start like new ones; one that is not `adapted` is refused."""
     if dropped := [module for module in file.modules if module not in adapted]:
         raise UserError(
             f"{argument('adapter.init')} = {file.source.path} has modules that {argument('adapter.targets')} leaves out: {first_ten(dropped)}; "

@@ -79,13 +79,7 @@ def write_adapter(
 
     In a form without alpha the scale is folded into B. Then alpha = rank, which every reader assumes for a file without alpha. A form with
     alpha keeps B as it is, unless modules that it fuses into one tensor differ in scale: then all scales are folded. Of a LoKr or LoHa the
-    scale is in the first factor in any form.
-
-    Args:
-        adapters: Adapters by our name of the module.
-        form: One of `ADAPTER_FORMS`.
-        dtype: The dtype of the tensors in the file.
-        check: Checks the written file before it gets its name; it may raise.
+    scale is in the first factor in any form. `check` is called with the written file before it gets its name; it may raise.
     """
     is_lora = all(isinstance(adapter.matrices, LoraMatrices) for adapter in adapters.values())
     magnitudes = [adapter.matrices for adapter in adapters.values() if "magnitude" in adapter.matrices.parts]
@@ -135,8 +129,7 @@ def _naming(form: str, names: StateDictNames) -> str:
 def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     """Refuse a form that cannot represent the adapter: before training, and again when it is written.
 
-    DoRA is written in the forms of diffusers and ComfyUI, whose norms are known (`dora.py`).
-    """
+    DoRA is written in the forms of diffusers and ComfyUI, whose norms are known (`dora.py`)."""
     forms = forms_of(names)
     if form not in forms:
         hint = f"; did you mean {nearest_form(form)}?" if nearest_form(form) in forms else ""
@@ -249,8 +242,7 @@ def _diffusers_metadata(fused: Mapping[str, LoraAdapter], *, use_dora: bool) -> 
 def _compare(path: Path, adapters: Mapping[str, Scaled[Any]], names: StateDictNames, form: str) -> AdapterFile:
     """Compare a file, as our own reader sees it, with the adapters.
 
-    Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module.
-    """
+    Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module."""
     file = open_adapter(path, names, _layer_shapes(adapters, names, form))
     for module, expected in adapters.items():
         file_module = file.modules.get(module)

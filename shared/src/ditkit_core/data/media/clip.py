@@ -126,14 +126,7 @@ class Available(NamedTuple):
 
 
 def available(path: Path, fps: float, *, at_most: int | None = None) -> Available:
-    """Number and size of the frames that a file has at a frame rate.
-
-    Args:
-        at_most: Stop reading when this many frames are found; None reads the whole file.
-
-    Raises:
-        UserError: As `probe`.
-    """
+    """Number and size of the frames that a file has at a frame rate; `at_most` stops reading when so many are found. Errors as of `probe`."""
     if _checked(path) == "image":
         return Available(1, *still.image_size(path))
     if path.is_dir():
@@ -161,8 +154,7 @@ def read_clip(
 
     Args:
         frames: Number of frames; 1 for an image.
-        height: Pixels.
-        width: Pixels.
+        height: Pixels; likewise `width`.
         start_seconds: Time of the first frame, counted from the file's first frame.
         as_stored: Do not convert an image's colours to sRGB: the values mean something else, as in a mask.
         is_mirrored: Exchange left and right in the end.
@@ -218,13 +210,9 @@ def colours_of(path: Path) -> Colours | None:
 
 
 def changes_since_first(path: Path) -> str:
-    """What is read from this content otherwise than the first versions with this `TRANSFORM_VERSION` did; "" for nothing.
+    """What is read from this content otherwise than the first versions with this `TRANSFORM_VERSION` did; "" for nothing, or an unreadable file.
 
-    Part of the cache key, so that files which were always read right keep their entries.
-
-    Args:
-        path: A file of any kind; one that cannot be read gives "".
-    """
+    Part of the cache key, so that files which were always read right keep their entries."""
     if not called_like_media(path):
         return ""
     try:
@@ -278,11 +266,9 @@ def _without_far_ends(image: RgbImage, height: int, width: int) -> RgbImage:
 
 
 def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps: float) -> None:
-    """Write an mp4 (H.264, yuv420p) atomically; for an odd size the last row or column is repeated, because yuv420p needs even sizes.
+    """Write pixels in [0, 1] as an mp4 (H.264, yuv420p) atomically.
 
-    Args:
-        pixels: Values in [0, 1]; values outside are clamped.
-    """
+    Values outside are clamped. For an odd size the last row or column is repeated, because yuv420p needs even sizes."""
     height, width = pixels.shape[2:]
     images: list[RgbImage] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
     even = [np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for image in images]
@@ -290,11 +276,7 @@ def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps:
 
 
 def write_image(path: Path, pixels: Float[Tensor, "3 height width"]) -> None:
-    """Write a png atomically.
-
-    Args:
-        pixels: Values in [0, 1]; values outside are clamped.
-    """
+    """Write pixels in [0, 1] as a png atomically; values outside are clamped."""
     from PIL import Image
 
     with atomic_write(path) as temporary:

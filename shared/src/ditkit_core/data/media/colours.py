@@ -78,11 +78,7 @@ class StoredColours(NamedTuple):
 
 
 def stored_colours(image: "Image", path: Path) -> StoredColours | None:
-    """How an open image stores its colours; None for sRGB.
-
-    Args:
-        path: Its file.
-    """
+    """How an open image stores its colours; None for sRGB."""
     if (
         "icc_profile" in image.info and not image.info["icc_profile"]
     ):  # how Pillow hands on a profile that cannot be unpacked
@@ -107,11 +103,7 @@ class WidePrimaries(NamedTuple):
 
 
 def wide_primaries(primaries: int, transfer: int) -> WidePrimaries | None:
-    """The conversion of frames; None for sRGB's primaries and the like, and for HDR, which is tone mapped.
-
-    Args:
-        primaries: Number of H.273; likewise `transfer`.
-    """
+    """The conversion of frames, by numbers of H.273; None for sRGB's primaries and the like, and for HDR, which is tone mapped."""
     if primaries not in _PRIMARIES or transfer not in _SRGB_TRANSFERS:
         return None
     name, chromaticities = _PRIMARIES[primaries]

@@ -39,11 +39,7 @@ def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
 
 
 def refuse_foreign(path: Path, kind: str) -> None:
-    """Raise an error of its own if a file that cannot be read is recognised as something else.
-
-    Args:
-        kind: What its ending says: `image` or `video`.
-    """
+    """Raise an error of its own if a file that cannot be read as its `kind`, `image` or `video`, is recognised as something else."""
     mark = mark_of(head_of(path), path.name)
     other = {"image": "is a video", "video": "is an image"}[kind]
     if mark == other:
@@ -124,13 +120,7 @@ def _cannot_list(error: OSError) -> None:
 def read_dataset_text(
     folder: Path, name: str, *, allow_outside: bool = False, most_bytes: int = MOST_TEXT_BYTES
 ) -> str:
-    """Read a UTF-8 text file of a dataset.
-
-    Args:
-        folder: The folder that the file must be in.
-        name: Its path, relative to the folder or absolute.
-        most_bytes: Largest size that is read.
-    """
+    """Read a UTF-8 text file that must be in a dataset's folder: its path is relative to that, or absolute."""
     path = folder / name
     inside(folder, name, allow_outside=allow_outside)
     if not is_regular(path):

@@ -150,9 +150,7 @@ def image_colours(path: Path) -> StoredColours | None:
 def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
     """An upright image in sRGB, height × width × RGB; transparency is composited on white.
 
-    Args:
-        as_stored: Do not convert colours to sRGB: the values mean something else, as in a mask.
-    """
+    With `as_stored` colours are not converted to sRGB: the values mean something else, as in a mask."""
     from PIL import Image, ImageOps
 
     with _opened(path) as image:
@@ -169,11 +167,7 @@ def read_image(path: Path, *, as_stored: bool = False) -> RgbImage:
 
 
 def _in_8_bits(image: "Image", *, is_negative: bool) -> "Image":
-    """A grey image of 16 bits with 8 bits.
-
-    Args:
-        is_negative: Whether 0 is white, which Pillow inverts in images of 8 bits only.
-    """
+    """A grey image of 16 bits with 8 bits; in a negative one 0 is white, which Pillow inverts in images of 8 bits only."""
     from PIL import Image
 
     levels = np.asarray(image).astype(np.uint32)

@@ -44,13 +44,7 @@ class ImageFolder:
         return max(1, math.ceil(len(self.files) * fps / (self.fps or fps) - _ROUNDING))
 
     def at(self, times: Sequence[float], fps: float, *, as_stored: bool = False) -> Iterator[still.RgbImage]:
-        """The image on screen at each time.
-
-        Args:
-            times: Seconds since the first image.
-            fps: The clip's frames per second; the folder's own rate takes precedence.
-            as_stored: As for `read_image`.
-        """
+        """The image on screen at each time, in seconds since the first image. The folder's own rate takes precedence over the clip's, `fps`."""
         for time in times:
             position = time * (self.fps or fps)
             if position >= len(self.files):
@@ -62,16 +56,9 @@ class ImageFolder:
 
 
 def numbered(names: Sequence[str]) -> dict[int, str]:
-    """The images among the names of a folder by number, in order, if the folder is one clip.
+    """The images among the names of a folder by number, in order, if the folder is one clip; empty if it is not.
 
-    A folder is a clip if all its images have the same prefix and a number, and there is no other file but `fps.txt`.
-
-    Args:
-        names: Names of the files in the folder; hidden files are ignored.
-
-    Returns:
-        At least two; empty if the folder is not a clip.
-    """
+    A folder is a clip if it has at least two images, all with the same prefix and a number, and no other file but `fps.txt` and hidden ones."""
     images: dict[tuple[str, int], str] = {}
     for name in names:
         path = Path(name)
@@ -112,11 +99,7 @@ def open_folder(folder: Path) -> ImageFolder:
 
 
 def check_inside(images: Path, folder: Path, *, allow_outside: bool) -> None:
-    """Refuse images (and `fps.txt`) that are links to files outside a folder.
-
-    Args:
-        folder: The folder that the files must be in.
-    """
+    """Refuse images (and `fps.txt`) that are links to files outside a folder."""
     for file in [*open_folder(images).files, *_rate_files(images)]:
         inside(folder, os.path.abspath(file), allow_outside=allow_outside)
 

@@ -66,13 +66,10 @@ def _has_second_stream(stream: "VideoStream") -> bool:
 
 
 def decoder(path: Path, stream: "VideoStream") -> Callable[["VideoPacket"], Sequence["VideoFrame"]]:
-    """A function that decodes the packets of one stream, in order; the empty packet at the end flushes it.
+    """A function that decodes the packets of one open stream, in order; the empty packet at the end flushes it.
 
     It is libav's own decoder, except for transparency in a second stream. Of that libav's decoders read the colours only, which are arbitrary
     where the video is transparent; libvpx reads both.
-
-    Args:
-        stream: Stream of an open container, with the options of its decoder set.
     """
     import av
 
@@ -99,15 +96,9 @@ class SeekPoint(NamedTuple):
 
 
 def find_entry(container: "InputContainer", stream: "VideoStream", seconds: float) -> SeekPoint | None:
-    """Move an open container to the last keyframe at or before a time from which decoding gives the right frames.
+    """Move an open container, of which nothing was read yet, to the last keyframe at or before a time from which decoding gives the right frames.
 
-    Args:
-        container: An open container, from which nothing was read yet.
-        seconds: Time since the first frame shown.
-
-    Returns:
-        The keyframe; None if the file must be decoded from its start, for which it must be opened again.
-    """
+    Times are seconds since the first frame shown. None means that the file must be opened again and decoded from its start."""
     import av
 
     if container.format.name not in _INDEXED or stream.time_base is None:
@@ -150,13 +141,9 @@ def _begins_afresh(packet: "VideoPacket", stream: "VideoStream") -> bool:
 
 
 def h264_units(data: bytes, extradata: bytes) -> set[int]:
-    """The types of the NAL units in one H.264 packet.
+    """The types of the NAL units in one H.264 packet; none if the stream's header (`extradata`), which gives the size of the lengths, is not avcC.
 
-    Args:
-        extradata: The stream's header, which gives the size of the length fields; a header that is not avcC gives no units.
-
-    Source: ISO 14496-15, 5.3.3.1.
-    """
+    Source: ISO 14496-15, 5.3.3.1."""
     if len(extradata) < 5 or extradata[0] != 1:
         return set()
     size, at, types = (extradata[4] & 3) + 1, 0, set()

@@ -44,15 +44,7 @@ def write_frames(path: Path, frames: Sequence[UInt8[np.ndarray, "height width 3"
 def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> None:
     """Write a demo's inputs: each part into the folder of its name.
 
-    A complete folder is left alone, but for parts that it lacks because another version wrote it; a partly written one is written again.
-
-    Args:
-        folder: Folder to write to; created if needed.
-        parts: By name, the function that writes the part into an empty folder.
-
-    Raises:
-        UserError: If a file cannot be written.
-    """
+    A complete folder is left alone, but for parts that it lacks because another version wrote it; a partly written one is written again."""
     from av import FFmpegError
     from safetensors import SafetensorError
 
@@ -80,11 +72,7 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
 
 
 def random_model(name: str, kind: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """A module of a library, in eval mode, with random weights seeded by `name`.
-
-    Args:
-        name: Seed of the weights, besides their own names.
-    """
+    """A module of a library, in eval mode, with random weights seeded by `name` and their own names."""
     # The library's own initialisation also uses the global generator; forking keeps the caller's random state as it was.
     with torch.random.fork_rng(devices=[]):
         model = kind(*arguments, **settings)
@@ -93,13 +81,9 @@ def random_model(name: str, kind: Callable[..., Any], *arguments: Any, **setting
 
 
 def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
-    """Write the configuration and weights of a text encoder of transformers.
+    """Write the configuration and weights of a text encoder of transformers, without the weight `tied` to another one.
 
-    The library's own `save_pretrained` shows a progress bar, so the weights are written here.
-
-    Args:
-        tied: Name of the weight that is tied to another one, and so not stored.
-    """
+    The library's own `save_pretrained` shows a progress bar, so the weights are written here."""
     model.config.save_pretrained(folder / "text_encoder")
     state = {name: tensor for name, tensor in model.state_dict().items() if name != tied}
     save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
@@ -137,15 +121,7 @@ def paint(
     centre: tuple[float, float],
     radius: float,
 ) -> UInt8[np.ndarray, "{height} {width} 3"]:
-    """An image of one shape.
-
-    Args:
-        shape: One of `SHAPES`; a triangle points up.
-        colour: Of the shape, one of `COLOURS`.
-        background: One of `BACKGROUNDS`.
-        centre: Row and column of the shape's centre, in pixels; may be outside the image.
-        radius: Pixels.
-    """
+    """An image of one shape (of `SHAPES`; a triangle points up) around a centre (row, column), in pixels; it may be outside the image."""
     rows, columns = np.mgrid[:height, :width].astype(np.float64)
     distance = _distance(shape, (rows - centre[0]) / radius, (columns - centre[1]) / radius)
     cover = np.clip((1 - distance) * radius + 0.5, 0, 1)[..., None]  # one pixel of soft edge

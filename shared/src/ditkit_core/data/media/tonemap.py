@@ -36,23 +36,14 @@ Light = NDArray[np.float32]
 def is_dolby_alone(entry: str, transfer: int) -> bool:
     """Whether a stream has the colours of Dolby Vision profile 5, which other decoders cannot show.
 
-    Args:
-        entry: Name of the stream's sample entry; "" outside MP4 and MOV, where profile 5 is not recognised.
-        transfer: Transfer characteristics of the stream; they are specified if it has an HDR10 base layer (profile 7).
+    `entry` is the name of the stream's sample entry; "" outside MP4 and MOV, where profile 5 is not recognised. With an HDR10 base layer (profile 7)
+    the transfer characteristics are specified.
     """
     return entry in _DOLBY and transfer == _UNSPECIFIED
 
 
 def to_sdr(image: NDArray[np.uint16], transfer: int) -> NDArray[np.uint8]:
-    """Convert an HDR image to SDR.
-
-    Args:
-        image: HDR image, [height, width, RGB] in BT.2020 with 16 bits.
-        transfer: `PQ` or `HLG`.
-
-    Returns:
-        SDR image, [height, width, RGB] in BT.709 with 8 bits.
-    """
+    """Convert an HDR image [height, width, RGB] in BT.2020 with 16 bits, of transfer `PQ` or `HLG`, to SDR in BT.709 with 8 bits."""
     light: Light = _light(transfer)[image]
     if transfer == HLG:
         light = (

@@ -114,11 +114,7 @@ class Survey(NamedTuple):
 
 
 def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
-    """Read the display times of a video's frames, and decode the first frame for its size.
-
-    Args:
-        until_seconds: Stop reading when this many seconds are found; by default the whole file is read.
-    """
+    """Read the display times of a video's frames, to its end or until so many seconds are found, and decode the first frame for its size."""
     timeline = Timeline()
     first: VideoFrame | None = None
     with _opened(path) as (container, stream):
@@ -175,13 +171,10 @@ def has_no_matrix(path: Path) -> bool:
 
 
 def frames_at(path: Path, times: Sequence[float]) -> Iterator[RgbImage]:
-    """The image on screen at each time; bitwise identical wherever the times begin.
+    """The image on screen at each time (seconds since the first frame, ascending); bitwise identical wherever the times begin.
 
     MP4 and Matroska are decoded only from the keyframe before the first time to the last time. In other containers a seek does
     not land on a known frame, so they are decoded from the start.
-
-    Args:
-        times: Seconds since the first frame; ascending, not negative.
     """
     if times and times[0] > SLACK_SECONDS:
         with _opened(path) as (container, stream):
