@@ -10,11 +10,11 @@ from bare_base import base_in_form
 from torch import nn
 
 from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.diffusers_model import compare_with_pipeline
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.files.start import initial_adapter
 from ditkit_core.adapters.files.write import trained_adapters, write_adapter
 from ditkit_core.adapters.inject import adapter_layers, initialise, inject, trainable_parameters
-from ditkit_core.adapters.verify import compare_with_pipeline
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames

@@ -7,10 +7,10 @@ import torch
 from media_files import numbered_video
 from one_line import assert_one_line
 
+from ditkit_core.api.dataset import check_flip
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.masks import read_mask
 from ditkit_core.data.media.clip import read_clip, write_image
-from ditkit_core.data.mirroring import check_flip
 from ditkit_core.models.conditions import Column
 
 

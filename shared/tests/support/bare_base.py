@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ditkit_core.adapters.verify import BareBase
+from ditkit_core.adapters.diffusers_model import BareBase
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import StateDictNames
 

@@ -41,7 +41,7 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToySampler
 from ditkit_core.testing.world import ADAPTERS, make_model
 from ditkit_core.training import checkpoint, micro_batch, trainer, validation
-from ditkit_core.weights.frozen_vae import FrozenVae
+from ditkit_core.weights.frozen import FrozenVae
 
 STEPS = 4
 

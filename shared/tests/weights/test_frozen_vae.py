@@ -12,7 +12,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import WHOLE, VaeMode
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.weights.frozen_vae import FrozenVae
+from ditkit_core.weights.frozen import FrozenVae
 
 CPU = torch.device("cpu")
 TILED = VaeMode(tiled=True)

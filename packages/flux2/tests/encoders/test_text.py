@@ -15,8 +15,7 @@ from tiny_encoders import WIDTH, write_mistral, write_qwen
 
 from ditkit_core.families import text as text_module
 from ditkit_core.families.language_models import TextFamily
-from ditkit_core.families.prompter import Prompter
-from ditkit_core.families.text import LanguageModelEncoder, attention_mask
+from ditkit_core.families.text import LanguageModelEncoder, Prompter, attention_mask
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders import MISTRAL, QWEN, TEXT
 

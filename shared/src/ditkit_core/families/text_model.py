@@ -124,12 +124,6 @@ def _without_prefix(name: str) -> str:
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
-def build(family: TextFamily, config: Mapping[str, Any], device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The language model on `meta`, and the module of its rotary tables on a device."""
-    model = build_layers(family, config)
-    return model, rotary_of(model, device)
-
-
 def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
     """The language model on `meta`, without its last norm where hidden states are taken before it."""
     make_config, make_model = (resolve_name(f"transformers:{family.kind}{part}") for part in ("Config", "Model"))

@@ -21,8 +21,7 @@ from ditkit_core.models.encoders import WHOLE, AuxiliaryModel, VaeMode
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.weights.frozen import find_weights
-from ditkit_core.weights.frozen_vae import FrozenVae
+from ditkit_core.weights.frozen import FrozenVae, find_weights
 
 _STAGES = 4
 _NORM_GROUPS = 32

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ditkit_core.models.tiling import Tiles, in_tiles
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.weights import frozen_vae
+from ditkit_core.weights import frozen
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -47,7 +47,7 @@ def check_tiles(untiled: Any, tiled: Any, clip: Float[Tensor, "channels frames h
         return [float((one - other).abs().mean()) for one, other in zip(results, (latents, pixels), strict=True)]
 
     honest = distances()
-    patch.setattr(frozen_vae, "in_tiles", _one_latent_off)
+    patch.setattr(frozen, "in_tiles", _one_latent_off)
     misplaced = distances()
     assert all(0 < one < other / 3 for one, other in zip(honest, misplaced, strict=True)), (honest, misplaced)
 

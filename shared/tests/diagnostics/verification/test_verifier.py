@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 from toy_world import World, equal
 
+from ditkit_core.adapters.diffusers_model import compare_with_pipeline, share_base
 from ditkit_core.adapters.files.read import open_adapter
 from ditkit_core.adapters.files.start import initial_adapter
-from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.diagnostics.verification.exported import Exported, Result, unverified
 from ditkit_core.diagnostics.verification.verifier import Verifier
