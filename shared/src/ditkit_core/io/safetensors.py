@@ -73,6 +73,11 @@ class StoredTensor:
     packing: Packing | None = None
     """For a tensor that is not stored as its values: `shape`, `dtype` and `num_bytes` are the values'. None if it is."""
 
+    @property
+    def packed_kind(self) -> str:
+        """Format in which a layer can hold it as it is stored; empty if there is none."""
+        return "" if self.packing is None else self.packing.kind
+
 
 @dataclass(frozen=True)
 class SafetensorsSource:

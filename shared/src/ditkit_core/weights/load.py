@@ -199,10 +199,7 @@ def load_into(
         owner, _, leaf = full_names[name].rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(module, QuantizedLinear) and leaf == "weight":
-            if division is None:
-                _quantize_into(module, reader, parts, device, edit)
-            else:
-                _quantize_rows_into(module, reader, parts, device, edit, division)
+            _quantize_into(module, reader, parts, device, edit, division)
             continue
         shape = state[full_names[name]].shape
         rows = None if division is None else division.rows(module._parameters.get(leaf))
@@ -239,7 +236,7 @@ def _stored_codes(
     parts: tuple[TensorSlice, ...],
     device: torch.device,
     edit: Callable[[Tensor], None] | None,
-    rows: range | None = None,
+    rows: range | None,
 ) -> Mapping[str, Tensor] | None:
     """Codes and scales of a layer, or of some of its rows, as the file has them; None if its values have to be quantized."""
     # A merge changes the values.
@@ -250,7 +247,7 @@ def _stored_codes(
         codes = torch.empty((num_rows, layer.in_features), device=device, dtype=torch.float8_e4m3fn)
         reader.fill(codes, parts, codes=True, rows=rows, num_rows=layer.out_features)
         return {"weight": codes, "weight_scale": reader.scales(parts, layer.out_features).to(device)}
-    if {reader.kind_of(part) for part in parts} == {layer.kind}:
+    if {reader.source.tensors[part.name].packed_kind for part in parts} == {layer.kind}:
         return {name: value.to(device) for name, value in reader.packed(parts, layer.out_features, rows).items()}
     return None
 
@@ -261,32 +258,19 @@ def _quantize_into(
     parts: tuple[TensorSlice, ...],
     device: torch.device,
     edit: Callable[[Tensor], None] | None,
+    division: RowReader | None,
 ) -> None:
-    """Give a quantized layer the codes and scales of a file's tensors."""
-    shape = torch.Size((layer.out_features, layer.in_features))
+    """Give a quantized layer the codes and scales of a file's tensors; if it is divided, bitwise the rows that a whole layer would have."""
+    shape, rows = torch.Size((layer.out_features, layer.in_features)), division and division.rows(layer.weight)
     # Unchanged if they can be: other scales would round them a second time.
-    if (codes := _stored_codes(layer, reader, parts, device, edit)) is not None:
-        layer.set_values(codes)
-    else:
-        layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
-
-
-def _part(tensor: Tensor, rows: range | None) -> Tensor:
-    return tensor if rows is None else tensor[rows.start : rows.stop]
-
-
-def _quantize_rows_into(
-    layer: QuantizedLinear,
-    reader: "ParameterReader",
-    parts: tuple[TensorSlice, ...],
-    device: torch.device,
-    edit: Callable[[Tensor], None] | None,
-    division: RowReader,
-) -> None:
-    """The same for a layer whose parameters are divided: bitwise the rows that a whole layer would have."""
-    shape, rows = torch.Size((layer.out_features, layer.in_features)), division.rows(layer.weight)
-    assert rows is not None
     values = _stored_codes(layer, reader, parts, device, edit, rows)
+    if division is None:
+        if values is None:
+            layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
+        else:
+            layer.set_values(values)
+        return
+    assert rows is not None
     if values is None:
         # A block of weights that share a scale may begin in one rank's rows and end in another's.
         needs_all_rows = layer.kind == "nf4" and division.rows_each(layer.weight) * shape[1] % BLOCK != 0
@@ -303,6 +287,10 @@ def _quantize_rows_into(
         division.put(
             layer, name, _part(value, division.rows(parameter)).clone() if len(value) == len(parameter) else value
         )
+
+
+def _part(tensor: Tensor, rows: range | None) -> Tensor:
+    return tensor if rows is None else tensor[rows.start : rows.stop]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,28 +330,22 @@ class ParameterReader:
                 rows.copy_(scale)
         return scales.view(num_rows, 1)
 
-    def kind_of(self, part: TensorSlice) -> str:
-        """Format in which a layer can hold a part of a packed tensor as it is stored; empty if there is none."""
-        packing = self.source.tensors[part.name].packing
-        return "" if packing is None else packing.kind
-
     def packed(self, parts: tuple[TensorSlice, ...], num_rows: int, rows: range | None) -> dict[str, Tensor]:
         """Codes and scales of packed parts that make up a matrix of so many rows, or of some of its rows, on the CPU."""
         rows = range(num_rows) if rows is None else rows
         pieces: list[Mapping[str, Tensor]] = []
-        for part, _, some in _spans(torch.empty(len(rows), 1, device="meta"), parts, rows, num_rows):
+        spans = [
+            (part, some) for part, _, some in _spans(torch.empty(len(rows), 1, device="meta"), parts, rows, num_rows)
+        ]
+        for part, some in spans or [(parts[0], range(0))]:  # none for a rank without rows
             stored = self.source.tensors[part.name]
             assert stored.packing is not None and stored.packing.codes is not None and some is not None
             first = part.index * (stored.shape[0] // part.of)
             pieces.append(stored.packing.codes(range(first + some.start, first + some.stop)))
-        if not pieces:  # a rank without rows
-            packing = self.source.tensors[parts[0].name].packing
-            assert packing is not None and packing.codes is not None
-            pieces.append(packing.codes(range(0)))
         if len(pieces) == 1:
             return dict(pieces[0])
         # What belongs to no row is the same in each.
-        shared = quantized_layout(self.kind_of(parts[0])).shared
+        shared = quantized_layout(self.source.tensors[parts[0].name].packed_kind).shared
         return {
             name: value if name in shared else torch.cat([piece[name] for piece in pieces])
             for name, value in pieces[0].items()

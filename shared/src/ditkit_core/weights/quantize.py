@@ -161,7 +161,7 @@ def _kind_of(parts: Sequence[StoredTensor]) -> str:
     # A tensor that is fused from codes and full-precision parts is dequantized instead.
     if any(part.scale for part in parts) and all(part.dtype == torch.float8_e4m3fn for part in parts):
         return "fp8"
-    kinds = {"" if part.packing is None else part.packing.kind for part in parts}
+    kinds = {part.packed_kind for part in parts}
     return kinds.pop() if len(kinds) == 1 else ""
 
 
