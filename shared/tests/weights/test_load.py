@@ -16,7 +16,7 @@ from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
-from ditkit_core.weights.load import Advice, load_into, match
+from ditkit_core.weights.load import Advice, ParameterReader, load_into, match
 
 CPU = torch.device("cpu")
 
@@ -437,3 +437,21 @@ def test_the_host_holds_at_most_the_model_and_one_tensor_while_loading(tmp_path)
         assert 0.9 * model < peak, "the measurement sees nothing"
         assert peak <= model + layer_bytes + 2**20, f"{peak:,} > {model:,} + {layer_bytes:,}"
     shutil.rmtree(tmp_path / "model")  # 101 MB
+
+
+def test_a_constant_may_be_in_a_file_and_a_vector_may_have_more_axes_of_one(tmp_path):
+    """As of official files of Wan's Animate: kernels of blurs, and biases of images as [1, channels, 1, 1]."""
+    bias = torch.arange(6.0)
+    save_file({"bias": bias.view(1, 6, 1, 1), "kernel": torch.ones(4, 4)}, tmp_path / "x.safetensors")
+    source = SafetensorsSource.open(tmp_path / "x.safetensors")
+    slices = {"bias": (TensorSlice("bias"),), "kernel": ()}
+    mapping = match(source, StateDictNames(prefixes=(), to_native=slices.get, from_native={}), {"bias": (6,)})
+    assert mapping == {"bias": (TensorSlice("bias"),)}
+    with pytest.raises(UserError, match="1 unexpected: kernel"):
+        match(
+            source, StateDictNames(prefixes=(), to_native={"bias": slices["bias"]}.get, from_native={}), {"bias": (6,)}
+        )
+    reader, rows, whole = ParameterReader(source), torch.empty(2), torch.empty(6)
+    reader.fill(whole, mapping["bias"])
+    reader.fill(rows, mapping["bias"], rows=range(2, 4), num_rows=6)  # a rank's part
+    assert torch.equal(whole, bias) and torch.equal(rows, bias[2:4])

@@ -184,8 +184,8 @@ def _load_factors(transformer: Any, adapter_file: Path, model: StagedModel, name
     )
     theirs = {}
     for module in layers:
-        (part,) = names.from_native["diffusers"](f"{module}.weight")
-        if part.of > 1 or module not in file.modules:
+        part, *others = names.from_native["diffusers"](f"{module}.weight")
+        if part.of > 1 or others or module not in file.modules:
             raise UserError(
                 f"{adapter_file}: {module} is not one layer of diffusers, or not in the file; export it again"
             )

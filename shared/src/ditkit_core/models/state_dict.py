@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from torch import Tensor
+
 from ditkit_core.models.other_models import OTHER_MODELS, OtherModel
 
 
@@ -28,11 +30,15 @@ class StateDictNames:
     """Prefixes that files may have before every name (`model.diffusion_model.`), longest first."""
 
     to_native: Callable[[str], tuple[TensorSlice, ...] | None]
-    """From a tensor's name in a file (in any known form, without prefix) to the slices of our parameters that its rows are, in order; None
-    if the name is unknown."""
+    """From a tensor's name in a file (in any known form, without prefix) to the slices of our parameters that its rows are, in order; none
+    for a constant, which the model makes itself; None if the name is unknown."""
 
     from_native: Mapping[str, Callable[[str], tuple[TensorSlice, ...]]]
     """By form (`official`, `diffusers`): from our parameter's name to the slices of that form's tensors that its rows are, in order."""
+
+    stored: Callable[[str, str, Tensor], Mapping[str, Tensor]] = lambda form, name, tensor: {name: tensor}
+    """From a form, a tensor's name there and its values to what a file has for it, by name: the tensor, perhaps with other axes of length 1,
+    and constants next to it."""
 
     others: tuple[OtherModel, ...] = OTHER_MODELS
     """Other models whose files are given by mistake, the likeliest first."""

@@ -46,7 +46,7 @@ def match(
 ) -> dict[str, tuple[TensorSlice, ...]]:
     """Find each of the model's parameters (`wanted`: shapes by our name) in a file, in whatever form the file names and fuses them.
 
-    Trailing ones of a shape are ignored: the weight [C, C, 1, 1] of a convolution matches the matrix [C, C].
+    Leading and trailing ones of a shape are ignored: the weight [C, C, 1, 1] of a convolution matches the matrix [C, C].
 
     Args:
         ignore: Whether a tensor of the file may be left over, by its name there.
@@ -62,6 +62,8 @@ def match(
     misshapen: list[str] = []
     for key, stored in source.tensors.items():
         parts = _native_parts(key, prefix, names)
+        if not parts and _is_constant(key, prefix, names):
+            continue
         if not parts or not all(part.name in wanted for part in parts) or not fused.add(key, parts):
             if not ignore(key):
                 unexpected.append(key)
@@ -90,6 +92,11 @@ def _native_parts(key: str, prefix: str, names: StateDictNames) -> tuple[TensorS
     return (names.to_native(key.removeprefix(prefix)) or ()) if key.startswith(prefix) else ()
 
 
+def _is_constant(key: str, prefix: str, names: StateDictNames) -> bool:
+    """Whether a file's tensor is a constant, which the model makes itself."""
+    return key.startswith(prefix) and names.to_native(key.removeprefix(prefix)) == ()
+
+
 def _shape_in_file(parts: tuple[TensorSlice, ...], wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of a file's tensor that is made up of these parts of our parameters."""
     if len(parts) == 1 and parts[0].of == 1:
@@ -101,11 +108,9 @@ def _shape_in_file(parts: tuple[TensorSlice, ...], wanted: Mapping[str, tuple[in
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its trailing ones."""
-    num_dims = len(shape)
-    while num_dims and shape[num_dims - 1] == 1:
-        num_dims -= 1
-    return tuple(shape[:num_dims])
+    """A shape without its leading and trailing ones."""
+    longer = [axis for axis, size in enumerate(shape) if size != 1]
+    return tuple(shape[longer[0] : longer[-1] + 1]) if longer else ()
 
 
 def first_ten(items: list[str]) -> str:
@@ -365,6 +370,10 @@ class ParameterReader:
         If it has only some `rows` of the parameter, the whole parameter has `num_rows`."""
         for part, values, some in _spans(tensor, parts, rows, num_rows):
             stored, where = self.source.tensors[part.name], {"index": part.index, "of": part.of}
+            if some is not None and stored.shape[0] // part.of != num_rows // len(parts):
+                # The file has an axis of one in front that the parameter has not, or the other way round: it has no such rows.
+                values.copy_(self.source.read(part.name).reshape(num_rows, -1)[some.start : some.stop].reshape(-1))
+                continue
             # Read straight into the parameter: no copy in between.
             if tensor.device == _HOST and tensor.dtype == stored.dtype:
                 self.source.read(part.name, values.view(torch.uint8), rows=some, **where)

@@ -256,7 +256,8 @@ def _transformer_in_form(
 ) -> tuple[_Tensors, Callable[[str], Tensor]]:
     """Shapes and dtypes of a file's tensors in this form, and a function that makes one: no two of them need to be in memory at once."""
     tensors, coarse, names = base_tensors(model), quantized_weights(model), spec.architecture.names
-    fused = tensors_in_form(tensors, names.from_native[names.scaled if config.scaled else form])
+    form = names.scaled if config.scaled else form
+    fused = tensors_in_form(tensors, names.from_native[form])
     natives = fused.complete
     assert len(natives) == len(fused.parts), "the form has rows that the model does not"
 
@@ -267,7 +268,12 @@ def _transformer_in_form(
         wide = any(spec.precision.keep_fp32(part.name) for part in parts)
         return _stacked_shape(pieces), torch.float32 if wide else _dtype_of(config)
 
-    shapes = {key: about(parts) for key, parts in natives.items()}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    source_of: dict[str, str] = {}  # of what the file has for a tensor, its name: constants stand next to some
+    for name, parts in natives.items():
+        shape, dtype = about(parts)
+        for key, stored in names.stored(form, name, torch.empty(shape, device="meta")).items():
+            shapes[key], source_of[key] = (tuple(stored.shape), dtype), name
     layers = adapter_layers(model)
 
     # The last one is kept: a form that splits our parameter into several tensors asks for it several times in a row.
@@ -279,7 +285,7 @@ def _transformer_in_form(
 
     def tensor_of(key: str) -> Tensor:
         pieces = []
-        for part in natives[key]:
+        for part in natives[source_of[key]]:
             module = part.name.removesuffix(".weight")
             if module in layers and module != part.name:
                 rows = merged_weight(layers[module], base_of(part.name), part.index, part.of)
@@ -287,7 +293,7 @@ def _transformer_in_form(
                 rows = rows_of(base_of(part.name), part.index, part.of)
             # Rounded once, after the merge in fp32.
             pieces.append(rows.detach().to("cpu", dtype_of(key)))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return names.stored(form, source_of[key], pieces[0] if len(pieces) == 1 else torch.cat(pieces))[key]
 
     def dtype_of(key: str) -> torch.dtype:
         return torch.float32 if key in scaled else shapes[key][1]

@@ -150,9 +150,9 @@ def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, form: str)
     # There and back: a name that several forms know maps to our parameter, but only its own form maps back to it.
     for name in source.tensors:
         theirs = name.removeprefix(prefix)
-        parts = spec.architecture.names.to_native(theirs) or ()
-        if not any(
-            part.name == theirs for ours in parts for part in spec.architecture.names.from_native[form](ours.name)
+        parts = spec.architecture.names.to_native(theirs)
+        if parts != () and not any(
+            part.name == theirs for ours in parts or () for part in spec.architecture.names.from_native[form](ours.name)
         ):
             return False
     return True
