@@ -19,6 +19,9 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 # inductor pickles by looking a name up in every imported module, and those of jsonargparse answer such a question with a deprecation.
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a subprocess that a test starts inherits it, as it does the threads
+# Containers often forbid Python to keep what it compiles: each process that a test starts would then compile torch's sources anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job, in which tests send it all the same
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,7 +16,7 @@ from new_model import KINDS, PARAMETERS, main, ruff_options, write_package
 from workspace import ROOT
 
 CHECKS = (
-    "TestZed and (test_it_builds_on_meta or test_carries or test_every_parameter or test_names_go or test_an_item_that or test_the_stream)"
+    "(TestZed or TestRedFox) and (test_it_builds_on_meta or test_carries or test_every_parameter or test_names_go or test_an_item_that or test_the_stream)"
     " or test_parameters or test_what_is_to_be"
 )
 """A few checks of each kind, for every change: the slow test runs all of them."""
@@ -28,12 +28,14 @@ def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return request.param, write_package("zed", request.param, tmp_path_factory.mktemp(request.param) / "zed")
 
 
-def run(package: Path, *arguments: str, seconds: int = 250) -> str:
-    """Run Python with the package importable, and return what it printed."""
-    variables = os.environ | {"PYTHONPATH": str(package / "src"), "OMP_NUM_THREADS": "1"}
+def run(*packages_and_arguments: Path | str, seconds: int = 250) -> str:
+    """Run Python in the first package, with all of them importable, and return what it printed."""
+    packages = [package for package in packages_and_arguments if isinstance(package, Path)]
+    arguments = packages_and_arguments[len(packages) :]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(package / "src") for package in packages)}
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=package,
+        cwd=packages[0],
         env=variables,
         capture_output=True,
         text=True,
@@ -62,10 +64,16 @@ def test_what_is_written_is_checked_as_our_own_code_is(package: tuple[str, Path]
     assert "ditkit-core[testing]~=" in text and "workspace" not in text
 
 
-def test_a_few_checks_pass_as_written(package: tuple[str, Path]) -> None:
-    _, folder = package
-    printed = run(folder, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, "tests")
-    assert " passed" in printed and "next: step 1 of the guide, src/ditkit_zed/presets.py:3" in printed
+def test_a_few_checks_pass_as_written(tmp_path: Path) -> None:
+    """Of both kinds, and of a name of one word and one of two, in one process."""
+    folders = [
+        write_package(name, kind, tmp_path / name) for name, kind in zip(("zed", "red-fox"), sorted(KINDS), strict=True)
+    ]
+    tests = [str(folder / "tests") for folder in folders]
+    printed = run(*folders, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-k", CHECKS, *tests)
+    assert f"{2 * 8} passed" in printed
+    for module in ("zed", "red_fox"):
+        assert f"next: step 1 of the guide, src/ditkit_{module}/presets.py:3" in printed
 
 
 def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]) -> None:
@@ -81,27 +89,16 @@ def test_the_marks_say_in_which_order_the_work_is_done(package: tuple[str, Path]
     assert next_step(folder) == "every place is filled in"
 
 
-@pytest.mark.parametrize("name", ["red-fox", "red_fox"])
-def test_a_name_of_several_words_is_written_as_each_place_has_it(name: str, tmp_path: Path) -> None:
-    folder = write_package(name, "image", tmp_path / "new")
+def test_a_name_of_several_words_is_written_as_each_place_has_it(tmp_path: Path) -> None:
+    folder = write_package("red-fox", "image", tmp_path / "new")
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "ditkit-red-fox" and project["scripts"]["red-fox-train"] == "ditkit_red_fox.cli:train"
     # The spec is found, and the command's name is the family's.
     program = "from ditkit_red_fox import RED_FOX; from ditkit_red_fox.cli import FAMILY; print(RED_FOX.name == FAMILY.name, RED_FOX.name)"
     assert run(folder, "-c", program) == "True red-fox\n"
-    printed = run(
-        folder,
-        "-m",
-        "pytest",
-        "-q",
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "TestRedFox and builds_on_meta or what_is_to_be",
-        "tests",
-    )
-    assert "2 passed" in printed and "src/ditkit_red_fox/presets.py:3" in printed
+    other = write_package("red_fox", "image", tmp_path / "other")
+    written = {path.relative_to(other): path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    assert written and all((folder / path).read_bytes() == text for path, text in written.items())
 
 
 @pytest.mark.parametrize("name", ["Zed", "z", "core", "a-", "a--b", "9z", "x" * 30])

@@ -135,7 +135,7 @@ def ruff_options(name: str) -> list[str]:
 
 def _format(folder: Path, name: str) -> None:
     """Sort imports and wrap lines, which the length of a name decides."""
-    for command in (["check", "--fix", "--quiet"], ["format", "--quiet"]):
+    for command in (["check", "--no-cache", "--fix", "--quiet"], ["format", "--no-cache", "--quiet"]):
         subprocess.run([sys.executable, "-m", "ruff", *command, *ruff_options(name), "."], cwd=folder, check=True)
 
 

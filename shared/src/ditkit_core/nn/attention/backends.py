@@ -44,12 +44,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
 _WITHOUT_FAULT, _HOPPER = 92600, (9, 0)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler cannot trace what asks torch for them
 def _cudnn_of(device: torch.device) -> tuple[int, tuple[int, int]]:
     """The version of cuDNN and the compute capability of a GPU; zeros elsewhere."""
     if device.type != "cuda":
         return 0, (0, 0)
     return torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(device)
+
+
+# As `torch.compiler.assume_constant_result` marks a function whose body the compiler cannot trace. That imports the compiler, which takes seconds of
+# every command, also of those that compile nothing.
+_cudnn_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _safe_for_cudnn(
