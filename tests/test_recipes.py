@@ -120,9 +120,9 @@ def test_a_recipe_fits_its_machine_and_takes_the_hours_of_its_page(recipe):
     gpus = parse_gpus(recipe.gpus)
     assert planned.hours(gpus) <= recipe.hours
     # The table's numbers are those of a plan.
-    assert planned.division == report.division and planned.host == report.host
+    assert planned.division == report.step.partition and planned.host == report.step.streamed
     assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
-    assert planned.seconds(gpus) == pytest.approx(report.seconds)
+    assert planned.seconds(gpus) == pytest.approx(report.step.seconds)
     if f"--only recipes`, torch {torch.__version__.partition('+')[0]}," in PAGE:  # others hold other amounts
         assert row(recipe).strip("| ").split(" | ") == ROWS[recipe.file]
 
@@ -173,10 +173,10 @@ def test_hours_of_a_small_run_are_those_of_its_plan():
     }
     run = create_run(TOY, resolve(RunConfig, flags=flags))
     planned, report, gpus = PlannedRun.of(run), make_report(run, "8GiB"), parse_gpus("8GiB")
-    assert planned.division == report.division and planned.host == report.host > 0
+    assert planned.division == report.step.partition and planned.host == report.step.streamed > 0
     assert [device.peak for device in planned.devices(gpus)] == [device.peak for device in report.devices]
     step, hours = planned.seconds(gpus), planned.hours(gpus)
-    assert step == pytest.approx(report.seconds) and 1000 * step / 3600 < hours < 1300 * step / 3600
+    assert step == pytest.approx(report.step.seconds) and 1000 * step / 3600 < hours < 1300 * step / 3600
 
 
 OF_THE_DEMO = ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.bucket_step")

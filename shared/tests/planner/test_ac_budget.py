@@ -213,7 +213,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     placed = resolved(run_of("budget"))
     assert report.policy == str(placed.checkpointing) == plan_json(report)["checkpointing"]
     said = capsys.readouterr().out
-    assert report.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
+    assert report.step.solution.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
     assert report.fits and peaks[0] < report.devices[0].peak <= free
     job = planned_step(run_of("budget"), "cpu").job.with_execution(checkpointing=report.policy)
@@ -266,7 +266,7 @@ def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
 def test_gpus_with_names_have_policies_of_their_own():
     run = run_of("cuda:0=full, cuda:1=none")
     report = make_report(run, "2x24GiB")
-    last = report.division.devices.count(0) - 1
+    last = report.step.partition.devices.count(0) - 1
     assert report.policy == f"0-{last}=full, {last + 1}-7=none"
     assert (
         make_report(run_of(report.policy, **{"train.split_points": (last + 1,)}), "2x24GiB").devices == report.devices

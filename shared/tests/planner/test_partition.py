@@ -194,9 +194,9 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
     placed = place_run(run, unloaded, training=True)
     assert placed.split_points != place_run(run, unloaded).split_points
     report = make_report(run)
-    assert report.division.devices == tuple(device.index for device in placed.blocks)
-    assert report.division.streamed == placed.streamed
-    assert make_report(run, named).division == report.division
+    assert report.step.partition.devices == tuple(device.index for device in placed.blocks)
+    assert report.step.partition.streamed == placed.streamed
+    assert make_report(run, named).step.partition == report.step.partition
     assert len(jobs) == 3
     fullness = [plan.peak / (plan.budget.total - plan.budget.reserve) for plan in report.devices]
     assert max(fullness) > 0.1 and 0 < placed.split_points[0] < 9

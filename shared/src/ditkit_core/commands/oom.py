@@ -122,7 +122,7 @@ def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
         gpus.append(replace(gpu, reserve=gpu.total - max(0, available)))
     host = host_limit("", here=True)
     if host is not None and on_host:
-        host = min(host, int(UNDER_THE_PLAN * (report.host + report.host_activations)))
+        host = min(host, int(UNDER_THE_PLAN * report.step.host))
     task = replace(task_for(run, tuple(gpus)), host=host)
     names = [str(device) for device in run.devices]
     if (chosen := fit(task).chosen) is not None:

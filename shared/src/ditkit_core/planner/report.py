@@ -1,6 +1,6 @@
 """A plan as a table, and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,9 +8,9 @@ from ditkit_core.config.sizes import gib
 from ditkit_core.io.console import say
 from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.memory import DevicePlan, Partition
+from ditkit_core.planner.memory import DevicePlan
+from ditkit_core.planner.plan import StepPlan
 from ditkit_core.planner.ranks.traffic import RanksPlan
-from ditkit_core.planner.step_time import Comparison
 from ditkit_core.planner.workload import Workload
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
@@ -18,52 +18,52 @@ _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activa
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """The contents of a plan."""
+    """The plan of a run: its step on its devices, and what it does besides."""
 
+    step: StepPlan
+    """The largest step; of several ranks the part of one of them."""
     model: str
-    policy: str
-    """The checkpointing schedule, with a budget resolved."""
     bucket: str
     """The planned micro-batch."""
     tokens: int
     """Tokens of that micro-batch."""
-    work: Workload
-    devices: tuple[DevicePlan, ...]
-    division: Partition
-    host: int
-    """Bytes of weights in page-locked host memory."""
-    flops: int
-    """Floating-point operations of a step."""
-    is_cuda: bool
-    seconds: float | None = None
-    """Time of a step; None if no rate is known."""
-    num_steps: int = 0
+    num_steps: int
     """Steps of the run, of all transformers that it trains."""
-    rates: tuple[str, ...] = ()
-    """The rates that the time is estimated from, a line for each GPU."""
     auxiliary: tuple[AuxiliaryRow, ...] = ()
     """Memory of encoding and sampling."""
     previews: bool = False
     """Whether previews are generated on the training devices."""
-    host_limit: int | None = None
-    """Bytes of host memory for streamed weights; None if unknown."""
     verifying: int = 0
     """Bytes of host memory of the process that verifies exports; 0 if there is none."""
-    orders: Comparison | None = None
-    """Utilisation of the devices with and without train.pipelined; None if nothing can overlap, or no rate is known."""
     notes: tuple[str, ...] = ()
     """Differences between the plan and the configuration, line by line."""
-    chosen: str = ""
-    """The choice of a checkpointing budget, in one line."""
-    trains_all: bool = False
-    """Whether all weights are trained, so that what the purpose `adapters` counts are these."""
     ranks: RanksPlan | None = None
-    """For several ranks: what they exchange. All other figures are one rank's."""
+    """For several ranks: what they exchange."""
+
+    @property
+    def devices(self) -> tuple[DevicePlan, ...]:
+        """The memory of the step on each device."""
+        return self.step.devices
+
+    @property
+    def work(self) -> Workload:
+        """The step apart from its model."""
+        return self.step.work
+
+    @property
+    def policy(self) -> str:
+        """The checkpointing schedule, with a budget resolved."""
+        return str(self.step.placement.checkpointing)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the step is on GPUs."""
+        return self.step.targets.kind == "cuda"
 
     @property
     def hours(self) -> float | None:
         """Time of all steps, with exchanges where the link is known; None if no rate is known. Encoding, validation, samples and saves come on top."""
-        seconds = self.seconds
+        seconds = self.step.seconds
         if self.ranks is not None:
             seconds = self.ranks.times[0].step if len(self.ranks.times) == 1 else None
         return None if seconds is None else seconds * self.num_steps / 3600
@@ -71,22 +71,13 @@ class PlanReport:
     @property
     def fits(self) -> bool:
         """Whether the run fits all its devices, from encoding to the last sample."""
-        return self.training_fits and not self.lacking
-
-    @property
-    def training_fits(self) -> bool:
-        """Whether the training steps fit their devices and the host."""
-        return all(device.fits for device in self.devices) and not self.host_missing
+        return self.step.fits and not self.lacking
 
     @property
     def host_missing(self) -> int:
         """Missing bytes of host memory; 0 if there is enough or it is unknown. Of several ranks each has an equal part."""
-        return 0 if self.host_limit is None else max(0, self.host + self.host_activations - self.host_limit)
-
-    @property
-    def host_activations(self) -> int:
-        """Bytes of offloaded activations in page-locked host memory."""
-        return sum(device.host for device in self.devices)
+        limit = self.step.targets.host
+        return 0 if limit is None else max(0, self.step.host - limit)
 
     @property
     def lacking(self) -> list[AuxiliaryRow]:
@@ -96,12 +87,12 @@ class PlanReport:
 
 def plan_json(report: PlanReport) -> dict[str, Any]:
     """The plan as plain values; sizes in bytes."""
-    ranks = {} if report.ranks is None else {"ranks": asdict(report.ranks)}
+    step, orders, ranks = report.step, report.step.orders, report.ranks
     return {
         "model": report.model,
         "fits": report.fits,
         "checkpointing": report.policy,
-        "checkpointing_chosen": report.chosen or None,
+        "checkpointing_chosen": step.solution.chosen or None,
         "quantize": report.work.quantize,
         "bucket": report.bucket,
         "tokens": report.tokens,
@@ -120,43 +111,27 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
                 "missing": plan.missing,
                 "crossing": plan.crossing,
                 "blocks": list(blocks),
-                "streamed": sorted(report.division.streamed.intersection(blocks)),
+                "streamed": sorted(step.partition.streamed.intersection(blocks)),
             }
-            for plan, blocks in zip(report.devices, report.division.blocks, strict=True)
+            for plan, blocks in zip(step.devices, step.partition.blocks, strict=True)
         ],
-        "auxiliary": [_row_json(row) for row in report.auxiliary],
+        "auxiliary": [{**asdict(row), "fits": row.fits, "remedy": row.remedy or None} for row in report.auxiliary],
         "previews": report.previews,
         "host": {
-            "streamed_weights": report.host,
-            "offloaded_activations": report.host_activations,
+            "streamed_weights": step.streamed,
+            "offloaded_activations": step.host - step.streamed,
             "verifying_exports": report.verifying,
-            "available": report.host_limit,
+            "available": step.targets.host,
             "missing": report.host_missing,
         },
-        "flops_per_step": report.flops,
-        "seconds_per_step": report.seconds,
+        "flops_per_step": step.flops,
+        "seconds_per_step": step.seconds,
         "steps": report.num_steps,
         "hours": report.hours,
-        "assumed_rates": list(report.rates),
-        "pipelining": None if report.orders is None else _orders_json(report.orders),
+        "assumed_rates": list(step.rates),
+        "pipelining": orders and orders.as_json(),
         "notes": list(report.notes),
-        **ranks,
-    }
-
-
-def _row_json(row: AuxiliaryRow) -> dict[str, Any]:
-    # `remedy` is null in JSON where the row fits, not an empty text.
-    values = asdict(row)
-    remedy = values.pop("remedy")
-    return {**values, "fits": row.fits, "remedy": remedy or None}
-
-
-def _orders_json(orders: Comparison) -> dict[str, Any]:
-    both = {"accumulated": orders.accumulated, "pipelined": orders.pipelined}
-    return {
-        "source": "estimated",
-        "gain": orders.gain,
-        **{name: {"seconds": order.seconds, "utilisation": list(order.utilisation)} for name, order in both.items()},
+        **({} if ranks is None else {"ranks": asdict(ranks)}),
     }
 
 
@@ -165,12 +140,10 @@ def print_measured_plan(report: PlanReport, allocated: Sequence[int], reserved: 
     allocator took from each GPU."""
     _headline(report)
     rows = _rows(report)
-    row_index = next(i for i, row in enumerate(rows) if row[0] == "peak") + 1
+    peak = next(i for i, row in enumerate(rows) if row[0] == "peak") + 1
     names = "measured peak" if report.is_cuda else "measured peak of the process", "measured peak with gaps"
-    for peaks, name in zip((allocated, reserved), names, strict=True):
-        if peaks:
-            rows.insert(row_index, [name, *map(gib, peaks), *[""] * (len(report.devices) - len(peaks))])
-            row_index += 1
+    measured = [(name, peaks) for name, peaks in zip(names, (allocated, reserved), strict=True) if peaks]
+    rows[peak:peak] = [[name, *map(gib, peaks), *[""] * (len(report.devices) - len(peaks))] for name, peaks in measured]
     _show_devices(report, rows)
 
 
@@ -181,7 +154,7 @@ def print_plan(report: PlanReport, remedy: str = "") -> None:
     if report.auxiliary:
         say("")
         head = ["GiB", "on", "weights", "training", "peak", "available", ""]
-        Table(head=head, rows=_auxiliary_rows(report), num_left=2).show()
+        Table(head=head, rows=[_auxiliary_cells(row, report.previews) for row in report.auxiliary], num_left=2).show()
         say("")
     if report.ranks is not None:
         _show_exchanges(report.ranks)
@@ -193,11 +166,11 @@ def print_plan(report: PlanReport, remedy: str = "") -> None:
 
 
 def _headline(report: PlanReport) -> None:
-    base = "as it is" if report.work.quantize == "none" else report.work.quantize
-    computed = "" if report.work.compute == "dtype" else ", multiplied as it is stored"
+    work = report.work
+    base = "as it is" if work.quantize == "none" else work.quantize
+    computed = "" if work.compute == "dtype" else ", multiplied as it is stored"
     say(f"{report.model}, checkpointing {report.policy}, base {base}{computed}")
-    count, at_once = report.work.micro_batches, " at once" * report.work.pipelined
-    batches = f", {count} micro-batches{at_once}" if count > 1 else ""
+    batches = f", {work.micro_batches} micro-batches{' at once' * work.pipelined}" if work.micro_batches > 1 else ""
     say(f"planned for {report.bucket}: {report.tokens} tokens{batches}")
 
 
@@ -223,19 +196,14 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.1f}"
 
 
-def _auxiliary_rows(report: PlanReport) -> list[list[str]]:
-    return [
-        [
-            f"{_when(row, report.previews)}: {row.name}{_of(row)}",
-            row.device,
-            gib(row.weights),
-            gib(row.in_use),
-            gib(row.peak),
-            "?" if row.available is None else gib(row.available),
-            {True: "fits", False: f"lacks {gib(row.missing)}", None: ""}[row.fits],
-        ]
-        for row in report.auxiliary
-    ]
+def _auxiliary_cells(row: AuxiliaryRow, previews: bool) -> list[str]:
+    frames, height, width = row.size or (0, 0, 0)
+    size = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
+    mode = "" if row.mode == "whole" else f", {row.mode}"
+    sizes = map(gib, (row.weights, row.in_use, row.peak))
+    available = "?" if row.available is None else gib(row.available)
+    fits = {True: "fits", False: f"lacks {gib(row.missing)}", None: ""}[row.fits]
+    return [f"{_when(row, previews)}: {row.name}{size}{mode}", row.device, *sizes, available, fits]
 
 
 def describe_shortfall(row: AuxiliaryRow, previews: bool) -> str:
@@ -247,24 +215,20 @@ def _when(row: AuxiliaryRow, previews: bool) -> str:
     return "preview and sample" if row.stage == "sample" and previews else row.stage
 
 
-def _of(row: AuxiliaryRow) -> str:
-    """Size of the sample, and the mode unless it is `whole`."""
-    frames, height, width = row.size or (0, 0, 0)
-    size_text = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
-    return size_text if row.mode == "whole" else f"{size_text}, {row.mode}"
-
-
 def _rows(report: PlanReport) -> list[list[str]]:
-    plans, division = report.devices, report.division
+    plans, division = report.devices, report.step.partition
     rows = [[purpose, *(gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
-    if report.trains_all:
+    if report.step.job.trains_all:
         # There is no adapter, and what the other row counts next to the trained weights is mostly nothing.
         rows[1][0], rows[0][0] = "trained weights", "other weights"
         rows = rows if any(plan.purposes["weights"] for plan in plans) else rows[1:]
-    rows.append(["peak", *(gib(plan.peak) for plan in plans)])
-    rows.append(["reserve", *(gib(plan.budget.reserve) for plan in plans)])
-    rows.append(["total", *(gib(plan.budget.total) for plan in plans)])
-    rows.append(["free", *(gib(plan.free) for plan in plans)])
+    totals = {
+        "peak": [plan.peak for plan in plans],
+        "reserve": [plan.budget.reserve for plan in plans],
+        "total": [plan.budget.total for plan in plans],
+        "free": [plan.free for plan in plans],
+    }
+    rows += [[name, *map(gib, sizes)] for name, sizes in totals.items()]
     rows.append(["blocks", *(f"{blocks[0]}-{blocks[-1]}" for blocks in division.blocks)])
     if division.streamed:
         rows.append(["streamed", *(str(len(division.streamed.intersection(blocks))) for blocks in division.blocks)])
@@ -272,67 +236,59 @@ def _rows(report: PlanReport) -> list[list[str]]:
     return rows
 
 
-def _lines(report: PlanReport) -> list[str]:
-    lines, ranks = [], report.ranks
+def _lines(report: PlanReport) -> Iterator[str]:
+    step, ranks = report.step, report.ranks
     if ranks is not None:
-        lines += [
-            f"{ranks.layout}; of {ranks.micro_batches} micro-batches of a step a rank has up to {report.work.micro_batches}",
-            *(f"exchanges are an estimate: {time.rates}" for time in ranks.times),
-        ]
-        if encoders := [row.weights for row in report.auxiliary if row.stage == "encode"]:
-            lines.append(
-                f"encoders run one at a time on each rank: up to {gib(max(encoders))} GiB of weights, "
-                f"{gib(ranks.layout.nproc * max(encoders))} GiB for all {ranks.layout.nproc} of a machine"
-            )
-        if ranks.loading:
-            lines.append(
-                f"while the model loads, the host needs {gib(ranks.loading)} GiB for each rank, besides the rows that stay there; "
-                f"{gib(ranks.layout.nproc * ranks.loading)} GiB for all {ranks.layout.nproc} of a machine"
-            )
-        if ranks.saving:
-            lines.append(
-                f"while a save is written, the host has a copy of what each rank writes: {gib(ranks.saving)} GiB, "
-                f"{gib(ranks.layout.nproc * ranks.saving)} GiB for all {ranks.layout.nproc} of a machine"
-            )
+        yield from _lines_of_ranks(report, ranks)
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
-        lines.append(f"sent to the next device in each forward: {sent}")
-    if report.chosen:
-        lines.append(report.chosen)
-    held = {"streamed weights": report.host, "offloaded activations": report.host_activations}
+        yield f"sent to the next device in each forward: {sent}"
+    if step.solution.chosen:
+        yield step.solution.chosen
+    held = {"streamed weights": step.streamed, "offloaded activations": step.host - step.streamed}
     if any(held.values()):
-        available = "" if report.host_limit is None else f", of {gib(report.host_limit)} GiB available"
+        available = "" if step.targets.host is None else f", of {gib(step.targets.host)} GiB available"
         parts = ", for ".join(f"{purpose}: {gib(size)} GiB" for purpose, size in held.items() if size)
-        rank_text = (
-            ranks and f" for each rank, {gib(ranks.host_of_machine)} GiB for all {ranks.layout.nproc} of a machine"
-        )
-        lines.append(f"host memory for {parts}, page-locked{available}{rank_text or ''}")
+        of_rank = f" for each rank{_of_machine(ranks, step.host)}" if ranks else ""
+        yield f"host memory for {parts}, page-locked{available}{of_rank}"
     if report.verifying:
-        lines.append(f"host memory while an export is verified, in a process of its own: {gib(report.verifying)} GiB")
-    lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
-    if report.seconds is not None:
-        exchanges = "" if ranks is None else ", without exchanges"
-        lines.append(f"time: about {_seconds(report.seconds)} s per step{exchanges}")
+        yield f"host memory while an export is verified, in a process of its own: {gib(report.verifying)} GiB"
+    yield f"arithmetic: {step.flops / 1e12:.1f} TFLOP per step"
+    if step.seconds is not None:
+        yield f"time: about {_seconds(step.seconds)} s per step{', without exchanges' if ranks else ''}"
         if report.hours:
             duration = f"{report.hours:.1f} h" if report.hours >= 1 else f"{60 * report.hours:.0f} min"
-            lines.append(
-                f"time: about {duration} for {report.num_steps:,} steps; encoding, validation, samples and saves come on top"
-            )
-        lines += [f"the time is an estimate: {rate}" for rate in report.rates]
-    if report.orders is not None:
-        lines.append(str(report.orders))
-    lines += report.notes
+            yield f"time: about {duration} for {report.num_steps:,} steps; encoding, validation, samples and saves come on top"
+        yield from (f"the time is an estimate: {rate}" for rate in step.rates)
+    if step.orders is not None:
+        yield str(step.orders)
+    yield from report.notes
     if report.is_cuda:
-        lines.append(
+        yield (
             "total: what torch reports, for a size 0.5 GiB and 0.5 % less than a GPU is sold with; reserve: the CUDA context (0.6 GiB) and gaps "
             "between the allocator's blocks (2 %), both assumed, and train.reserve; "
             f"workspace: assumed for cuBLAS; {'a replayed' if report.work.is_replayed else 'an eager'} step is planned"
         )
-    lines += [describe_shortfall(row, report.previews) for row in report.lacking]
+    yield from (describe_shortfall(row, report.previews) for row in report.lacking)
     if any(row.stage == "encode" for row in report.lacking):
-        lines.append("encode: planned for an empty cache; cached samples are not encoded again")
+        yield "encode: planned for an empty cache; cached samples are not encoded again"
     missing = [f"{plan.budget.name} lacks {gib(plan.missing)} GiB" for plan in report.devices if not plan.fits]
     missing += [f"the host lacks {gib(report.host_missing)} GiB"] if report.host_missing else []
     missing += [f"{row.name} on {row.device} lacks {gib(row.missing)} GiB" for row in report.lacking]
-    lines.append(f"does not fit: {', '.join(missing)}" if missing else "fits")
-    return lines
+    yield f"does not fit: {', '.join(missing)}" if missing else "fits"
+
+
+def _lines_of_ranks(report: PlanReport, ranks: RanksPlan) -> Iterator[str]:
+    yield f"{ranks.layout}; of {ranks.micro_batches} micro-batches of a step a rank has up to {report.work.micro_batches}"
+    yield from (f"exchanges are an estimate: {time.rates}" for time in ranks.times)
+    if most := max((row.weights for row in report.auxiliary if row.stage == "encode"), default=0):
+        yield f"encoders run one at a time on each rank: up to {gib(most)} GiB of weights{_of_machine(ranks, most)}"
+    if loading := ranks.loading:
+        needed = f"the host needs {gib(loading)} GiB for each rank, besides the rows that stay there"
+        yield f"while the model loads, {needed}{_of_machine(ranks, loading, '; ')}"
+    if saving := ranks.saving:
+        yield f"while a save is written, the host has a copy of what each rank writes: {gib(saving)} GiB{_of_machine(ranks, saving)}"
+
+
+def _of_machine(ranks: RanksPlan, of_rank: int, begin: str = ", ") -> str:
+    return f"{begin}{gib(ranks.layout.nproc * of_rank)} GiB for all {ranks.layout.nproc} of a machine"

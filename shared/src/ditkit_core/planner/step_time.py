@@ -16,7 +16,7 @@ to launch a stage than the device to run it, the stage takes that long; steps th
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds, host_seconds, rate_of_codes, reach_of
@@ -87,6 +87,11 @@ class Comparison:
         """Speedup from pipelining; 1 for none."""
         return self.accumulated.seconds / self.pipelined.seconds
 
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        orders = {name: {"seconds": o.seconds, "utilisation": list(o.utilisation)} for name, o in vars(self).items()}
+        return {"source": "estimated", "gain": self.gain, **orders}
+
     def __str__(self) -> str:
         """One line."""
         shares = (" and ".join(f"{share:.0%}" for share in s.utilisation) for s in (self.accumulated, self.pipelined))
@@ -98,17 +103,8 @@ class Comparison:
 
 
 def compare_orders(stages: Sequence[StageTime], num_micro_batches: int) -> Comparison:
-    """Compare a step with pipelined micro-batches and without.
-
-    Args:
-        stages: The devices' parts in order, in seconds; the first has the embedding, the last the head.
-        num_micro_batches: In an optimizer step, with the micro-batches of prior preservation.
-    """
-    assert stages and num_micro_batches >= 1
-    accumulated, pipelined = (
-        simulate(stages, num_micro_batches, pipelined=is_pipelined) for is_pipelined in (False, True)
-    )
-    return Comparison(accumulated, pipelined)
+    """Compare a step with pipelined micro-batches, at least 1, and without; the devices' parts in order are in seconds."""
+    return Comparison(*(simulate(stages, num_micro_batches, pipelined=pipelined) for pipelined in (False, True)))
 
 
 def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> PipelineSchedule:

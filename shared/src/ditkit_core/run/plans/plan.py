@@ -9,10 +9,10 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
-from ditkit_core.planner.plan import StepPlan, notes_on_codes, plan_step, targets_of
+from ditkit_core.planner.plan import notes_on_codes, plan_step, targets_of
 from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of
 from ditkit_core.planner.ranks.links import Route, parse_links
-from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
+from ditkit_core.planner.ranks.traffic import RankStep
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
 from ditkit_core.run.config import RunConfig
@@ -69,53 +69,28 @@ def report_of(
         per_machine=1 if layout is None else layout.nproc,
         host=targets.host,
     )
-    sample, is_cuda = run.config.sample, targets.kind == "cuda"
-    return PlanReport(
-        model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
-        policy=str(plan.placement.checkpointing),
-        chosen=plan.solution.chosen,
-        bucket=step.bucket.described(),
-        trains_all=step.job.trains_all,
-        tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
-        work=plan.work,
-        devices=plan.devices,
-        auxiliary=auxiliary,
-        previews=bool(sample.every_steps and not sample.device),
-        division=plan.partition,
-        host=plan.streamed,
-        host_limit=targets.host,
-        verifying=_verifying(run.spec, run.config, run.arch, sum(stage.adapters for stage in plan.profile.stages))
-        if is_cuda
-        else 0,
-        flops=plan.flops,
-        is_cuda=is_cuda,
-        notes=(*notes, *_on_codes(plan)),
-        ranks=_plan_of_ranks(plan, routes),
-        seconds=plan.seconds,
-        num_steps=sum(job.run.config.train.steps for job in jobs),
-        orders=plan.orders,
-        rates=plan.rates,
-    )
-
-
-def _on_codes(plan: StepPlan) -> Iterator[str]:
+    sample, gpus_planned = run.config.sample, targets.gpus
     job = plan.job.with_execution(checkpointing=plan.placement.checkpointing or plan.job.schedule)
-    yield from notes_on_codes(job, plan.profile, plan.partition, plan.targets.gpus, plan.work)
-
-
-def _plan_of_ranks(plan: StepPlan, routes: Sequence[Route]) -> RanksPlan | None:
-    """The exchanges of the ranks of a run; None for a process alone."""
-    if not routes:
-        return None
-    gpus = plan.targets.gpus
-    step = RankStep(
-        layout=routes[0].layout,
+    of_rank = layout and RankStep(
+        layout=layout,
         profile=plan.profile,
         division=plan.partition,
         work=plan.job.work,
-        gpu=gpus[0] if gpus else None,
+        gpu=gpus_planned[0] if gpus_planned else None,
     )
-    return step.plan(routes, plan.host)
+    adapter_bytes = sum(stage.adapters for stage in plan.profile.stages)
+    return PlanReport(
+        step=plan,
+        model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
+        bucket=step.bucket.described(),
+        tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
+        num_steps=sum(job.run.config.train.steps for job in jobs),
+        auxiliary=auxiliary,
+        previews=bool(sample.every_steps and not sample.device),
+        verifying=_verifying(run.spec, run.config, run.arch, adapter_bytes) if gpus_planned else 0,
+        notes=(*notes, *notes_on_codes(job, plan.profile, plan.partition, gpus_planned, plan.work)),
+        ranks=of_rank and of_rank.plan(routes, plan.host),
+    )
 
 
 def _verifying(spec: ModelSpec, config: RunConfig, arch: Any, adapter_bytes: int) -> int:
