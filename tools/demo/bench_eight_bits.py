@@ -31,7 +31,7 @@ from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
 from ditkit_core.run.restore import load_trained
-from ditkit_core.run.train_data import training_data
+from ditkit_core.run.training import training_data
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_wan.spec import WAN
 

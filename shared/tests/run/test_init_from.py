@@ -36,7 +36,7 @@ def test_the_first_rank_alone_compares_the_save_with_its_digests(
 
     monkeypatch.setattr(checkpoint, "file_hash", counting)
     if not first:
-        monkeypatch.setattr("ditkit_core.run.init_from.current_ranks", SecondRank)
+        monkeypatch.setattr("ditkit_core.run.restore.current_ranks", SecondRank)
     assert world.train("second", 0, "--init-from", "~/first") == 0
     assert len(read) >= 2 * first and set(read.values()) == ({1} if first else set())
     assert equal(world.adapter("first"), world.adapter("second"))

@@ -29,8 +29,7 @@ from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout
-from ditkit_core.planner.ranks.links import parse_links
+from ditkit_core.planner.ranks.layout import RankLayout, parse_links
 from ditkit_core.planner.ranks.traffic import RankStep
 from ditkit_core.planner.workload import Workload
 from ditkit_core.testing.plans import step_of

@@ -21,12 +21,11 @@ from ditkit_core.run.checks import check_components, check_items, check_run, che
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.init_from import start_from
 from ditkit_core.run.jobs import jobs_of
 from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.restore import load_trained
-from ditkit_core.run.train_data import training_data
+from ditkit_core.run.restore import load_trained, start_from
+from ditkit_core.run.training import training_data
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2

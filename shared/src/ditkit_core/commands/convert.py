@@ -36,8 +36,8 @@ from ditkit_core.adapters.files.write import (
     check_one_to_one,
 )
 from ditkit_core.adapters.inject import target_modules
+from ditkit_core.commands.export import check_free, check_kind
 from ditkit_core.commands.options import ExportOptions, parse_rank
-from ditkit_core.commands.out import check_free, check_kind
 from ditkit_core.config.nearest import path_remedy
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn

@@ -19,7 +19,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.train_data import base_steps
+from ditkit_core.run.training import base_steps
 
 
 def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:

@@ -1,9 +1,10 @@
 """Exports of a run: next to each save, at the end of training, and by the export command."""
 
 import filecmp
+import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -31,14 +32,14 @@ from ditkit_core.adapters.files.export_names import (
     rename_adapters,
 )
 from ditkit_core.commands.options import ExportOptions
-from ditkit_core.commands.out import check_free, check_kind, put_into
 from ditkit_core.config.toml import read_stored_file
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.verification.verifier import Verifier
 from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
-from ditkit_core.io.files import atomic_folder, atomic_write, local_path
+from ditkit_core.io.files import atomic_folder, atomic_write, local_path, temporary_path
 from ditkit_core.io.hub import check_hub
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
@@ -290,3 +291,39 @@ def has_expert_adapters(job: TrainingJob, folder: RunFolder) -> bool:
     The copy is outdated if the expert was trained further by itself since.
     """
     return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in expert_adapters(job, folder))
+
+
+def check_kind(out: Path, *, is_transformer: bool) -> None:
+    """Refuse a path of the wrong kind: a whole transformer is written into a folder, an adapter into a file."""
+    if is_transformer and (out.is_file() or out.suffix == ".safetensors"):
+        raise UserError(f"--out {out} names a file, and a whole transformer is written into a folder; name a folder")
+    if not is_transformer and (out.is_dir() or out.suffix != ".safetensors"):
+        raise UserError(f"--out {out} is not a file name; give one that ends with .safetensors")
+
+
+def check_free(paths: Iterable[Path]) -> None:
+    """Refuse to replace a file, or a folder that is not empty: it may be somebody's only copy."""
+    for path in paths:
+        if path.is_file() or any(path.glob("*")):
+            raise UserError(f"{path} exists; name another one with --out, or remove it")
+
+
+@contextmanager
+def put_into(folder: Path) -> Iterator[Path]:
+    """A new folder next to the files of another, into which they are moved when the block ends; the same command may run again."""
+    unfinished = temporary_path(folder / "export")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        written = [path.relative_to(unfinished) for path in sorted(unfinished.rglob("*")) if path.is_file()]
+        for path in written:
+            if (folder / path).exists() and not filecmp.cmp(folder / path, unfinished / path, shallow=False):
+                raise UserError(
+                    f"{folder / path} exists with another content, such as of another dtype; name another one with --out, or remove it"
+                )
+        for path in written:
+            if not (folder / path).exists():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(unfinished / path, folder / path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

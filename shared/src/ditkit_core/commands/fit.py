@@ -23,8 +23,7 @@ from ditkit_core.planner.partition import host_limit
 from ditkit_core.planner.plan import check_formats, notes_on_codes
 from ditkit_core.planner.planned_step import with_planned_kernels
 from ditkit_core.planner.ranks.divided import profile_of_rank
-from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of
-from ditkit_core.planner.ranks.links import parse_links
+from ditkit_core.planner.ranks.layout import PlannedLaunch, RankLayout, layout_of, parse_links
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.search.fit import POLICIES, Fit, RankFit, fit, fit_ranks, least_host, least_missing
 from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, formats_of, task_of, weights_in_words

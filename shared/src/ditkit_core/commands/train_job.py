@@ -39,12 +39,11 @@ from ditkit_core.run.checks import (
 )
 from ditkit_core.run.data_record import keys_of
 from ditkit_core.run.encoding import Encoded, encode_all
-from ditkit_core.run.init_from import start_from
 from ditkit_core.run.jobs import Jobs, TrainingJob
 from ditkit_core.run.model import build_model, fingerprints_of
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.train_data import base_steps
-from ditkit_core.run.training import load_for_training, split_samples, trainer_of, validator_of
+from ditkit_core.run.restore import start_from
+from ditkit_core.run.training import base_steps, load_for_training, split_samples, trainer_of, validator_of
 from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.trainer import Callback, ProgressBar, TrainResult
 

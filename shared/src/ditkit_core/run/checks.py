@@ -14,15 +14,17 @@ What a value refuses by itself is next to it (`base.quantize` in `weights/quanti
 """
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.files.export import check_export
 from ditkit_core.adapters.files.export_names import ExportName, finished_adapters
 from ditkit_core.config.resolve import resolve
+from ditkit_core.config.schema import config_values
 from ditkit_core.config.sizes import per_device
 from ditkit_core.data.dataset import Sample
 from ditkit_core.distributed.launch import launched
@@ -33,8 +35,9 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BaseSteps, shapes_of
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK
 from ditkit_core.engine.ac_schedule import check_sizes
+from ditkit_core.engine.activation_offload import can_offload
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
-from ditkit_core.engine.devices import choose_device
+from ditkit_core.engine.devices import ALL, choose_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.files import local_path
@@ -61,8 +64,6 @@ from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.experts import check_merges
 from ditkit_core.run.gpus import check_capability
 from ditkit_core.run.jobs import Jobs, TrainingJob
-from ditkit_core.run.train_data import check_item
-from ditkit_core.run.without_effect import without_effect
 from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.optim.fused_checks import check_fused_backward, check_swap
 from ditkit_core.training.optim.optimizers import optimizers_that
@@ -468,6 +469,21 @@ def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSa
             raise UserError(f"{sample.id}: {error}") from error
 
 
+def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) -> None:
+    """Run the embedding on the shapes of a sample, on `meta`: the shapes of another model fail here, before weights are read."""
+    try:
+        with torch.no_grad():
+            # Only shapes matter here, so any noise level works.
+            sigma = torch.zeros(1, device="meta")
+            model.embed(spec.training.make_inputs([item["latents"]], sigma, [item], 1.0))
+    except RuntimeError as error:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
+        raise UserError(
+            f"the encoded samples do not fit the transformer ({shapes}: {str(error).splitlines()[0]}); "
+            "set model.vae and model.text_encoder to those that belong to it"
+        ) from error
+
+
 def check_samples(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
     """Refuse samples other than those that a run was trained on. For an expert that is complete, which `check_data` does not see again."""
     if before := read_record(folder):
@@ -495,3 +511,64 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], base: str, s
         before.setdefault(EMPTY_CAPTION, now[EMPTY_CAPTION])
         write_record(folder, before | caption)
     _refuse_data(folder, differing(now, before))
+
+
+# Settings that have no effect
+
+_WITHOUT_EFFECT: tuple[tuple[str, Callable[[RunConfig], object], str], ...] = (
+    ("optim.final_lr_fraction", lambda run: run.optim.schedule == "constant", "optim.schedule = constant has no decay"),
+    ("optim.betas", lambda run: run.optim.name == "adafactor", "optim.name = adafactor uses values of its own"),
+    ("ema.update_every", lambda run: not run.ema.decay, "ema.decay = 0 averages nothing"),
+    (
+        "held_out.sigmas held_out.every_steps save.keep_best",
+        lambda run: not run.held_out.clips,
+        "held_out.clips = 0 measures no validation loss",
+    ),
+    (
+        "flow.stratified",
+        lambda run: (run.train.accumulation, run.train.batch_size, run.train.batch_tokens) == (1, 1, 0),
+        "a step has one sample, and there is nothing to spread; set train.accumulation or train.batch_size above 1",
+    ),
+    ("data.bucket_step data.max_aspect", lambda run: not run.data.buckets, "data.buckets = false makes no buckets"),
+    (
+        "data.seed",
+        lambda run: run.data.windows != "random" and not run.data.shuffle_tags,
+        "neither windows nor tags are random",
+    ),
+    (
+        "adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.use_rslora adapter.use_dora",
+        lambda run: run.adapter.method == "full",
+        "adapter.method = full trains the weights themselves",
+    ),
+    ("adapter.rank adapter.alpha", lambda run: run.adapter.init, "the file of adapter.init has them"),
+    ("train.clip_by", lambda run: not run.train.clip_norm, "train.clip_norm = 0 clips nothing"),
+    ("sample.device", lambda run: not run.sample.every_steps, "sample.every_steps = 0 generates no previews"),
+    ("log.project", lambda run: run.log.tracker == "none", "log.tracker = none logs to no project"),
+)
+"""Keys, when they have no effect, and why."""
+
+
+def without_effect(config: RunConfig, devices: Sequence[torch.device], *, trains_bf16: bool) -> Iterator[str]:
+    """A line for each setting, as the user wrote it, that has no effect on the devices that train."""
+    defaults, values = config_values(RunConfig()), config_values(config)
+    for keys, holds, why in _WITHOUT_EFFECT:
+        for key in keys.split() if holds(config) else ():
+            if values[key] != defaults[key]:
+                yield f"{key} = {values[key]} has no effect: {why}"
+    if 0 < config.train.steps <= config.optim.warmup_steps:
+        yield (
+            f"optim.warmup_steps = {config.optim.warmup_steps} is the whole run of {config.train.steps} steps: the learning rate never "
+            "reaches optim.lr"
+        )
+    train, count = config.train, len(devices)
+    if config.optim.rounding != "nearest" and not trains_bf16:
+        yield f"optim.rounding = {config.optim.rounding} rounds trained bf16 weights, and this run has none"
+    if train.pipelined and count == 1:
+        yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
+    if any(train.reserve) and all(device.type == "cpu" for device in devices):
+        yield f"train.reserve = {list(train.reserve)} is memory of GPUs, and this run is on the CPU: it has no effect"
+    offloads = any(rule.policy.offload for rule in train.schedule.rules)
+    if offloads and not any(map(can_offload, devices)):
+        yield f"train.checkpointing = {train.checkpointing} moves activations to the host, and this run is on the host: nothing is moved"
+    if train.devices == (ALL,) and count == 1:
+        yield 'train.devices = ["all"] is one GPU here: the model is not split'

@@ -18,10 +18,10 @@ from ditkit_core.loading.architecture import arch_here
 from ditkit_core.loading.on_meta import formats_of_file
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import Expert, ModelSpec
-from ditkit_core.run.auxiliary import device_names, training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
 from ditkit_core.run.experts import restrict_to_expert
+from ditkit_core.run.gpus import device_names, training_devices
 from ditkit_core.run.sample_adapters import SampleAdapters
 from ditkit_core.weights.fp8_scaled import open_weights
 

@@ -1,20 +1,37 @@
-"""What the GPUs of a run can do, found out before anything is loaded: refusals by their compute capability, and what `train.kernels` is on them."""
+"""The devices that a run trains on, and what its GPUs can do, found out before anything is loaded: refusals by their compute capability, and what
+`train.kernels` is on them."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 
 from ditkit_core.distributed.ranks import Ranks
+from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.loading.kernels import resolve_kernels
-from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention.support import SUPPORT, capability_text
-from ditkit_core.run.auxiliary import training_devices
 from ditkit_core.run.config import RunConfig
+from ditkit_core.training.config import TrainConfig
 from ditkit_core.weights.quantize import check_compute_on
+
+
+def device_names(config: TrainConfig) -> tuple[str, ...]:
+    """The names in `train.devices`, or else the one in `train.device`."""
+    if not config.devices:
+        return (config.device,)
+    if config.device != "auto":
+        raise UserError(f"train.device = {config.device!r} and train.devices are both set; leave one of them out")
+    return config.devices
+
+
+def training_devices(config: TrainConfig) -> tuple[torch.device, ...]:
+    """The devices that `train.device` or `train.devices` names."""
+    names = device_names(config)
+    return choose_devices(names) if config.devices else (choose_device(config.device, "train.device"),)
+
 
 _BF16 = 8, 0
 """The least compute capability of GPUs that compute in bf16: Ampere."""
@@ -23,52 +40,35 @@ _BF16 = 8, 0
 def check_capability(execution: Execution, devices: Collection[torch.device]) -> None:
     """Refuse GPUs of this machine, of the devices that hold the model, that are too old, or too new, for how it runs."""
     capabilities = {device: torch.cuda.get_device_capability(device) for device in devices if device.type == "cuda"}
-    for device, capability in capabilities.items():
-        _check_build(device, capability)
-        _check_bf16(execution.precision, device, capability)
-        _check_attention(execution.attention, device, capability)
-    _check_mix(execution.attention, capabilities)
-    check_compute_on(execution.compute, devices)
-
-
-def _check_build(device: torch.device, capability: tuple[int, int]) -> None:
-    names = map(re.compile(r"sm_(\d+)[a-z]?").fullmatch, torch.cuda.get_arch_list())
-    built = [divmod(int(name[1]), 10) for name in names if name]
     # Otherwise torch says so in one warning among others, and the first operation fails for lack of a "kernel image".
-    if built and capability < min(built):
+    names = map(re.compile(r"sm_(\d+)[a-z]?").fullmatch, torch.cuda.get_arch_list() if capabilities else ())
+    oldest = min((divmod(int(name[1]), 10) for name in names if name), default=(0, 0))
+    # torch emulates bf16 on older ones. Its fast attention kernels refuse it, and what is left stores all scores: gigabytes per head.
+    dtypes = {"model.dtype": execution.precision.matmul, "precision.attention": execution.precision.attention}
+    in_bf16 = next((key for key, dtype in dtypes.items() if dtype == torch.bfloat16), "")
+    support, backend = SUPPORT[execution.attention], f"attention backend {execution.attention!r}"
+    for device, capability in capabilities.items():
+        there = f"{device} has {capability_text(capability)}"
+        if capability < oldest:
+            raise UserError(
+                f"torch {torch.__version__} is built for GPUs of compute capability {capability_text(oldest)} or later, and {there}; install a "
+                "torch for an older CUDA, or choose another device"
+            )
+        if in_bf16 and capability < _BF16:
+            raise UserError(
+                f"{in_bf16} = bf16 needs a GPU of the generation Ampere or later, compute capability {capability_text(_BF16)}, and {there}; "
+                f"set {in_bf16} = fp32, or choose another device"
+            )
+        if not support.runs_on(capability):
+            raise UserError(
+                f"{backend} needs a GPU of compute capability {support.capabilities}, and {there}; use sdpa"
+            )
+    if len(set(capabilities.values())) > 1 and not support.mixes:
+        listing = " and ".join(f"{device} has {capability_text(number)}" for device, number in capabilities.items())
         raise UserError(
-            f"torch {torch.__version__} is built for GPUs of compute capability {capability_text(min(built))} or later, and {device} has "
-            f"{capability_text(capability)}; install a torch for an older CUDA, or choose another device"
+            f"{backend} runs on GPUs of one compute capability in a process, and {listing}; use sdpa, or GPUs of one kind"
         )
-
-
-def _check_bf16(precision: Precision, device: torch.device, capability: tuple[int, int]) -> None:
-    # torch emulates bf16 there. Its fast attention kernels refuse it, and what is left stores all scores: gigabytes per head.
-    if capability < _BF16 and torch.bfloat16 in (precision.matmul, precision.attention):
-        where = "model.dtype" if precision.matmul == torch.bfloat16 else "precision.attention"
-        raise UserError(
-            f"{where} = bf16 needs a GPU of the generation Ampere or later, compute capability {capability_text(_BF16)}, and {device} has "
-            f"{capability_text(capability)}; set {where} = fp32, or choose another device"
-        )
-
-
-def _check_attention(name: str, device: torch.device, capability: tuple[int, int]) -> None:
-    support = SUPPORT[name]
-    if support.runs_on(capability):
-        return
-    raise UserError(
-        f"attention backend {name!r} needs a GPU of compute capability {support.capabilities}, and {device} has {capability_text(capability)}; use sdpa"
-    )
-
-
-def _check_mix(name: str, capabilities: Mapping[torch.device, tuple[int, int]]) -> None:
-    if len(set(capabilities.values())) > 1 and not SUPPORT[name].mixes:
-        listing = " and ".join(
-            f"{device} has {capability_text(capability)}" for device, capability in capabilities.items()
-        )
-        raise UserError(
-            f"attention backend {name!r} runs on GPUs of one compute capability in a process, and {listing}; use sdpa, or GPUs of one kind"
-        )
+    check_compute_on(execution.compute, devices)
 
 
 def with_kernels(config: RunConfig, ranks: Ranks | None = None) -> RunConfig:

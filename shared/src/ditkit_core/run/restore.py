@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.config.resolve import resolve
+from ditkit_core.distributed.torchrun import current_ranks
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import warn
+from ditkit_core.io.console import say, warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.nn.parameters import copy_values
-from ditkit_core.run.checks import check_same_adapter
+from ditkit_core.run.checks import check_same_adapter, check_start
 from ditkit_core.run.config import RunConfig
 from ditkit_core.training.checkpoint import GROUPS, State, best, check_save, latest, load_state
 from ditkit_core.training.train_state import TrainState, saved_weights
@@ -79,3 +81,20 @@ def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path:
             "none of them has a validation loss, set held_out.clips when you train, or choose a --step by its number"
         )
     raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")
+
+
+def start_from(run: str, prepared: Model, folder: RunFolder) -> None:
+    """Load the trained weights of another run, unless this run already has a save of its own."""
+    other = RunFolder(local_path(run))
+
+    def chosen() -> str:
+        if not run or latest(folder.state, warn) is not None:
+            return ""
+        check_start(run, folder)
+        save = latest(other.state, warn)
+        return "" if save is None else save.name
+
+    # The first rank compares the files with their digests, for all.
+    if name := current_ranks().on_first(chosen):
+        step = load_trained(prepared, other, verified=other.state / name)
+        say(f"starting from the weights of {run} at step {step}")

@@ -5,19 +5,56 @@ from typing import NamedTuple
 
 from ditkit_core.data.dataset import Dataset
 from ditkit_core.distributed.torchrun import current_ranks
+from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import Batch, files_of, split_held_out
+from ditkit_core.encoding.loader import BaseSteps, Batch, TrainDataLoader, files_of, split_held_out
+from ditkit_core.encoding.prior_preservation import PriorDataLoader
 from ditkit_core.engine.placement import Placement
 from ditkit_core.io.console import say, warn
 from ditkit_core.loading.model import Model
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import Encoded
 from ditkit_core.run.jobs import TrainingJob
 from ditkit_core.run.model import load_model, tracked_run
 from ditkit_core.run.plans.planned_step import utilisation_of_run
-from ditkit_core.run.train_data import training_data
+from ditkit_core.training.train_model import batch_size_of, data_loader
 from ditkit_core.training.trainer import Callback, Trainer, TrainerConfig
 from ditkit_core.training.validation import Validator
+
+
+def training_data(
+    data: RunData, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
+) -> TrainDataLoader | PriorDataLoader:
+    """The data loader of a run."""
+    config = data.config.train
+    loader = data_loader(data.spec, config, samples, base_steps(data))
+    if loader.num_shapes > 1:
+        say(
+            f"{len(samples)} samples have {loader.num_shapes} shapes: {loader.mean_size:.1f} in a micro-batch on average"
+        )
+    if not prior:
+        return loader
+    return PriorDataLoader(
+        loader,
+        prior,
+        seed=config.seed,
+        batch_size=batch_size_of(data.spec, config),
+        weight=data.config.prior.weight,
+        caption_dropout=config.caption_dropout,
+        control_dropout=config.control_dropout,
+    )
+
+
+def base_steps(data: RunData) -> BaseSteps | None:
+    """The steps whose target is the base's own prediction; None for none."""
+    prior = data.config.prior
+    if not prior.match_base:
+        return None
+    key = text_key(prior.prompt, data.auxiliary.encoders[1]) if prior.prompt else ""
+    return BaseSteps(
+        share=prior.match_base, accumulation=data.config.train.accumulation, weight=prior.weight, text_key=key
+    )
 
 
 class SplitSamples(NamedTuple):

@@ -33,7 +33,7 @@ from ditkit_core.models.protocol import run_plain
 from ditkit_core.nn.attention import attention
 from ditkit_core.nn.attention.backends import BACKENDS
 from ditkit_core.nn.context import BlockSettings, block_settings
-from ditkit_core.run.train_data import check_item
+from ditkit_core.run.checks import check_item
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.combinations import NIGHTLY_FOR_VARIANTS, ONE_IN_FOUR, every_pair, every_value
 from ditkit_core.testing.conformance_fused import FusedChecks

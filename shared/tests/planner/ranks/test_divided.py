@@ -6,8 +6,7 @@ from made_profiles import products
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import ParameterRows, Partition, Profile, StageCost
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout
-from ditkit_core.planner.ranks.links import parse_links
+from ditkit_core.planner.ranks.layout import RankLayout, parse_links
 from ditkit_core.planner.ranks.traffic import RankStep
 from ditkit_core.planner.workload import Workload
 

@@ -26,14 +26,13 @@ from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.run.checks import check_components, check_items
+from ditkit_core.run.checks import check_components, check_item, check_items
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.jobs import TrainingJob
 from ditkit_core.run.model import build_model, load_model
 from ditkit_core.run.plans.planned_step import place_run
-from ditkit_core.run.train_data import check_item
 from ditkit_core.training.checkpoint import latest, load_state, save_state
 from ditkit_core.training.config import SaveConfig
 from ditkit_core.training.losses import NonFiniteLoss

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Partition, Profile, StageCost
 from ditkit_core.planner.ranks.divided import work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout
-from ditkit_core.planner.ranks.links import Route
+from ditkit_core.planner.ranks.layout import RankLayout, Route
 from ditkit_core.planner.ranks.replicas import replica_sums
 from ditkit_core.planner.step_time import compute_time, step_seconds, streaming_time
 from ditkit_core.planner.workload import Workload

@@ -28,8 +28,7 @@ from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Partition, StageCost, compose, mixed
 from ditkit_core.planner.plan import StepPlan
 from ditkit_core.planner.ranks.divided import work_of_rank
-from ditkit_core.planner.ranks.layout import RankLayout
-from ditkit_core.planner.ranks.links import parse_links
+from ditkit_core.planner.ranks.layout import RankLayout, parse_links
 from ditkit_core.planner.ranks.traffic import RanksPlan, RankStep
 from ditkit_core.planner.search.partition_search import Search
 from ditkit_core.planner.search.task import PRICE, Candidate, FitTask, formats_of, task_of
