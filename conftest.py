@@ -16,8 +16,6 @@ import pytest
 # Set before torch starts. Workers share the cores, and results are compared bitwise, which needs a fixed thread count.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
-# inductor pickles by looking a name up in every imported module, and those of jsonargparse answer such a question with a deprecation.
-os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a subprocess that a test starts inherits it, as it does the threads
 # Containers often forbid Python to keep what it compiles: each process that a test starts would then compile torch's sources anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,24 +1,22 @@
 """Checking values from files and flags against the configuration's keys and types, with one-line messages.
 
-jsonargparse decides what a type accepts. Its messages span several lines and name Python types, so they are replaced by ours.
+Not by jsonargparse or pydantic, which were both used or tried: every message has to be replaced, because theirs span lines and name Python types,
+and every strict check of a TOML value has to be added. `_converted` is shorter than that, and imports nothing.
 """
 
-import argparse
-import functools
 import json
 import math
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from jsonargparse import ArgumentParser
-
 from ditkit_core.config.foreign_words import FOREIGN_VALUES, FOREIGN_WORDS
 from ditkit_core.config.nearest import nearest_key
-from ditkit_core.config.schema import ConfigField, plain
+from ditkit_core.config.schema import ConfigField
 from ditkit_core.errors import UserError
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000
@@ -47,11 +45,8 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     """
     wrapped = [raw] if Ellipsis in get_args(field.type) and not isinstance(raw, list) else raw
     try:
-        # jsonargparse also accepts values that only resemble the type: "3" for a number, true for 1. Those must be refused.
-        value = _convert(field.type, wrapped)
-        if plain(value) != wrapped or isinstance(value, bool) != isinstance(wrapped, bool):
-            raise argparse.ArgumentError(None, "of another type")
-    except argparse.ArgumentError as error:
+        value = _converted(field.type, wrapped)
+    except ValueError as error:
         raise _wrong_value(field.key, field.type, raw, where) from error
     _check_texts(field.key, value, where, is_path=field.is_path)
     for text in value if isinstance(value, tuple) else (value,):
@@ -73,9 +68,9 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
             raw = tomllib.loads(f"list = {raw}")["list"]
         elif is_list(hint):
             item = get_args(hint)[0]
-            raw = [text if item is str else _convert(item, text) for text in texts]
-        value = _convert(hint, raw)
-    except (argparse.ArgumentError, ValueError, RecursionError) as error:  # of TOML; long numbers, lists nested deeply
+            raw = [_converted(item, text, is_text=True) for text in texts]
+        value = _converted(hint, raw, is_text=isinstance(raw, str))
+    except (ValueError, RecursionError) as error:  # of TOML too: long numbers, lists nested deeply
         raise _wrong_value(key, hint, texts[-1] if len(texts) == 1 else texts, where) from error
     _check_texts(key, value, where, is_path=is_path)
     return value
@@ -129,37 +124,40 @@ def expected(hint: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
 
 
-_accepted: dict[tuple[Any, str], Any] = {}
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-@functools.cache
-def _parser(hint: Any) -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False, add_help=False)
-    parser.add_argument("--value", type=hint)
-    return parser
+def _converted(hint: Any, raw: Any, *, is_text: bool = False) -> Any:
+    """A value in a type of the configuration.
 
+    Args:
+        raw: From TOML, where a quoted number is no number; or the text of a flag (`is_text`).
 
-def _convert(hint: Any, raw: Any) -> Any:
-    """The value converted to the type; raises argparse.ArgumentError if the type does not accept it.
-
-    A run reads its stored configuration several times, and jsonargparse takes milliseconds for each of a hundred keys, so results are
-    cached. The cache key is the repr of the value, because `1`, `1.0` and `True` are equal in Python.
+    Raises:
+        ValueError: If the type does not accept it.
     """
-    written = hint, repr(raw)
-    if written in _accepted:
-        return _accepted[written]
-    try:
-        value = _parser(hint).parse_object({"value": raw}, defaults=False).value
-    except OverflowError as error:  # of a whole number above 1.8e308 for a float
-        raise argparse.ArgumentError(None, str(error)) from error
-    for number in value if isinstance(value, list | tuple) else (value,):
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        # A quoted "true" in a run file is a slip, and no text such as the name of a backend.
+        is_slip = bool in arguments and not is_text and isinstance(raw, str) and raw.lower() in _WORDS
+        for argument in () if is_slip else arguments:
+            with suppress(ValueError):
+                return _converted(argument, raw, is_text=is_text)
+    elif kind in (tuple, list) and isinstance(raw, list):
+        items = arguments[:1] * len(raw) if kind is list or Ellipsis in arguments else arguments
+        return kind(_converted(item, value) for item, value in zip(items, raw, strict=True))
+    elif hint is NoneType and is_text and raw == "null":
+        return None
+    elif hint is bool and (isinstance(raw, bool) or is_text and raw.lower() in _WORDS):
+        return _WORDS[raw.lower()] if is_text else raw
+    elif hint is str and isinstance(raw, str) or kind is Literal and raw in arguments:
+        return raw
+    elif hint in (int, float) and (is_text or type(raw) in (int, hint)):
+        number = int(raw) if hint is int or isinstance(raw, int) else float(raw)
         # NaN would pass checks such as `if value < 0`.
-        is_infinite = isinstance(number, float) and not math.isfinite(number)
-        if is_infinite or isinstance(number, int) and abs(number) > _LARGEST_INTEGER:
-            raise argparse.ArgumentError(None, "not finite, or too large")
-    if not isinstance(value, list | dict):  # a caller could change a cached list
-        _accepted[written] = value
-    return value
+        if abs(number) <= _LARGEST_INTEGER if isinstance(number, int) else math.isfinite(number):
+            return hint(number)
+    raise ValueError(f"not of type {hint}")
 
 
 def _shown(raw: Any) -> str:
