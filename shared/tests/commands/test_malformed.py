@@ -86,7 +86,7 @@ def test_a_list_that_cannot_be_read_is_one_line(tmp_path: Path, each: Malformed)
         found, _ = look(folder, **settings)
         (finding,) = found.checkup.findings
         assert (finding.code, finding.severity, list(found.samples)) == ("D01", "error", [])
-        check_line(finding.what, name, str(folder))
+        check_line(finding.observation, name, str(folder))
 
 
 @pytest.mark.parametrize("each", of_outcome("accepted"))

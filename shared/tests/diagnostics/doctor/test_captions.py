@@ -57,7 +57,9 @@ def test_captions_that_hardly_differ_are_noted_in_one_line() -> None:
     assert said(samples(alike)) == ["D41 8 files"]
     (note,) = findings(samples(alike, windows=3))
     assert (
-        note.severity == "note" and "of 6.0 words 6.0 are in all" in note.what and "'A photo of ohwx woman" in note.what
+        note.severity == "note"
+        and "of 6.0 words 6.0 are in all" in note.observation
+        and "'A photo of ohwx woman" in note.observation
     )
     assert said(samples(alike[:4])) == [], "few files are not compared"
     assert said(samples([f"ohwx woman, {thing}" for thing in THINGS])) == []
@@ -85,7 +87,11 @@ def test_captions_that_hardly_differ_are_noted_in_one_line() -> None:
 def test_what_programs_leave_in_captions_is_named(caption: str, words: str, trigger: str) -> None:
     data = samples([*THINGS, caption], trigger=trigger)
     (finding,) = findings(data, data__trigger=trigger)
-    assert (finding.code, finding.severity, finding.where) == ("D44", "warning", "6.png#0") and words in finding.what
+    assert (finding.code, finding.severity, finding.where) == (
+        "D44",
+        "warning",
+        "6.png#0",
+    ) and words in finding.observation
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_ordinary_captions_have_no_leftovers(caption: str) -> None:
 def test_another_spelling_of_the_trigger_word_is_named() -> None:
     data = samples(["ohwx, beach", "Ohwx on a beach", "ohwx_woman reads", "OHWX", "fohwxy", "beach"], trigger="ohwx")
     (finding,) = findings(data, data__trigger="ohwx")
-    assert (finding.code, finding.where) == ("D42", "1.png#0, 2.png#0, 3.png#0") and "'Ohwx'" in finding.what
+    assert (finding.code, finding.where) == ("D42", "1.png#0, 2.png#0, 3.png#0") and "'Ohwx'" in finding.observation
     assert data[1].captions == ("ohwx Ohwx on a beach",), "both are trained"
 
 
@@ -132,7 +138,7 @@ def test_captions_that_lack_the_word_that_opens_the_others_are_noted() -> None:
     opened = [f"a photo of Ohwx woman, {thing}{more}" for thing in THINGS for more in ("", ", smiling")]
     (note,) = findings(samples([*opened, "a woman on a roof"]))
     assert (note.code, note.severity, note.where) == ("D42", "note", "12.png")
-    assert "'ohwx', which opens 12 of 13" in note.what and "data.trigger = 'ohwx'" in note.remedy
+    assert "'ohwx', which opens 12 of 13" in note.observation and "data.trigger = 'ohwx'" in note.remedy
     assert said(samples([*opened, "by a river, ohwx"])) == [], "it may be anywhere"
     assert said(samples([*opened[:6], *THINGS])) == [], "no word opens most"
     assert said(samples([*opened[:8], "a woman on a roof"])) == [], "few files may begin alike by chance"

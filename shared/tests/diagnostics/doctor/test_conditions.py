@@ -199,7 +199,7 @@ def test_speech_that_is_not_as_long_as_its_clip_is_warned_of(
     assert list(check_sounds(sample, [music])) == []
     beside = replace(sample, controls={"sound": str(with_sound(tmp_path / "speech.mkv", 1.6))})
     (finding,) = check_sounds(beside, [speech])
-    assert "speech.mkv lasts 1.60 s and its clip 1.00 s" in finding.what
+    assert "speech.mkv lasts 1.60 s and its clip 1.00 s" in finding.observation
 
 
 def test_a_mask_video_at_another_rate_is_warned_of(tmp_path: Path) -> None:
@@ -207,4 +207,6 @@ def test_a_mask_video_at_another_rate_is_warned_of(tmp_path: Path) -> None:
     mask = numbered_video(tmp_path / "mask.mp4", frames=24, fps=12)
     sample = Sample(id="clip", media=clip, captions=("x",), frames=5, height=48, width=64, mask=mask)
     (finding,) = check_control_videos(sample, ())
-    assert finding.code == "D19" and "has as many frames as its clip, at 12 in a second and not 24" in finding.what
+    assert (
+        finding.code == "D19" and "has as many frames as its clip, at 12 in a second and not 24" in finding.observation
+    )

@@ -95,9 +95,9 @@ def a_checkup() -> CheckReport:
             without_gradient=("x",), reloaded=True, peak_bytes=2.0**30, seconds=1.0,
         ),),
         findings=(
-            Finding(code="D02", severity="error", where=HOSTILE, what="it is empty", remedy="remove it"),
-            Finding(code="D06", severity="warning", where=HOSTILE, what="a cut", remedy="cut it"),
-            Finding(code="D20", severity="note", where="", what="not tried", remedy=""),
+            Finding(code="D02", severity="error", where=HOSTILE, observation="it is empty", remedy="remove it"),
+            Finding(code="D06", severity="warning", where=HOSTILE, observation="a cut", remedy="cut it"),
+            Finding(code="D20", severity="note", where="", observation="not tried", remedy=""),
         ),
     )  # fmt: skip
 
@@ -193,10 +193,10 @@ def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture
 
 def test_many_findings_are_counted_and_not_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
     found = [
-        Finding(code="D07", severity="warning", where=f"clip {i}", what=f"black {chr(65 + i)}", remedy="")
+        Finding(code="D07", severity="warning", where=f"clip {i}", observation=f"black {chr(65 + i)}", remedy="")
         for i in range(50)
     ]
-    last = Finding(code="D14", severity="warning", where="z", what="too long", remedy="")
+    last = Finding(code="D14", severity="warning", where="z", observation="too long", remedy="")
     print_check(CheckReport(model="toy", samples=50, fps=8.0, findings=(*found, last)))
     said = capsys.readouterr().out
     assert said.count("black") == 8 and "warning: D07 and 42 more, which are in the files" in said
@@ -212,8 +212,8 @@ def test_findings_that_repeat_are_one_line_with_the_smallest_numbers(capsys: pyt
         )
         for i in (3, 1, 2)
     ]
-    blank = [Finding.warning("D08", f"clip {i}", "nothing moves in its 9 frames", "remove it") for i in range(9)]
-    findings = (*check_excluded(short), *blank, Finding.warning("D08", "z", "another text", "remove it"))
+    blank = [Finding("D08", f"clip {i}", "nothing moves in its 9 frames", "remove it") for i in range(9)]
+    findings = (*check_excluded(short), *blank, Finding("D08", "z", "another text", "remove it"))
     print_check(CheckReport(model="toy", samples=1, fps=8.0, excluded=tuple(short), findings=findings))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "toy: 1 sample of 0 files" and "not trained on: 3" in said
@@ -245,7 +245,7 @@ def test_what_a_file_says() -> None:
     assert codes(check_file(file_row("a", info(0.6), [sample()], 16.0))) == []
     long, whole = (file_row("a", info(seconds), [sample()], 16.0) for seconds in (9.0, 0.6))
     (unused,) = check_coverage([long, whole, long])
-    assert unused.code == "D13" and unused.where == "2 of 3 files" and "18 of their 288 frames" in unused.what
+    assert unused.code == "D13" and unused.where == "2 of 3 files" and "18 of their 288 frames" in unused.observation
     assert codes(check_coverage([whole])) == []
     (slow,) = check_file(file_row("a", info(0.6, fps=12.0), [sample()], 16.0))
     assert slow.code == "D12" and "set data.fps to 12 or less" in slow.remedy
@@ -264,10 +264,13 @@ def test_what_is_cropped_by_more_than_a_quarter_is_named_once_a_file() -> None:
     ]
     (found,) = check_crops(samples, DataConfig(buckets=False, height=480, width=832), 16)
     assert (found.code, found.severity, found.where) == ("D32", "warning", "portrait.mp4")
-    assert found.what == "68% of it is cut away: of 1080 x 1920 pixels the middle 1080 x 623 are trained, as 832 x 480"
+    assert (
+        found.observation
+        == "68% of it is cut away: of 1080 x 1920 pixels the middle 1080 x 623 are trained, as 832 x 480"
+    )
     assert 'data.buckets = "auto"' in found.remedy
     (found,) = check_crops([replace(sample("long"), file_size=(100, 300))], DataConfig(height=512, width=512), 16)
-    assert "67% of it is cut away: of 300 x 100 pixels the middle 100 x 100" in found.what
+    assert "67% of it is cut away: of 300 x 100 pixels the middle 100 x 100" in found.observation
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,7 @@ def test_the_remedy_for_a_crop_names_the_fewest_keys_that_work(size: Any, settin
 def test_what_a_look_says() -> None:
     assert codes(check_frames("a", a_look(), 16.0)) == []
     (cut,) = check_frames("a", a_look(cuts=(0.5, 1.25)), 16.0)
-    assert cut.code == "D06" and "0.50 s, 1.25 s" in cut.what
+    assert cut.code == "D06" and "0.50 s, 1.25 s" in cut.observation
     assert codes(check_frames("a", a_look(blank=9, is_still=True), 16.0)) == ["D07"]
     assert codes(check_frames("a", a_look(frames=81, blank=3), 16.0)) == [], "films begin black"
     assert codes(check_frames("a", a_look(is_still=True), 16.0)) == ["D08"]
@@ -324,7 +327,7 @@ def test_captions_and_duplicates() -> None:
     assert (row.count, row.distinct, row.empty) == (5, 3, 1)
     found = list(check_captions(samples, row, RunConfig()))
     assert codes(found) == ["D14", "D16", "D15"]
-    assert "last 9 tokens" in found[0].what and "'what is read of it'" in found[0].what
+    assert "last 9 tokens" in found[0].observation and "'what is read of it'" in found[0].observation
     assert found[1].where == "b" and "3 of 4 files" in found[2].where
     windows = [replace(sample("a", ("one",)), id=f"a#{i}") for i in range(3)]
     assert codes(check_captions(windows, count_captions(windows, None), RunConfig())) == [], (

@@ -53,7 +53,7 @@ def test_only_a_video_without_a_tag_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("files", "where"), [(["a.mp4"], "a.mp4"), (["a.mp4", "b.mp4"], "2 of 3 files (a.mp4, …)")])
 def test_the_note_is_one_for_all(files: list[str], where: str) -> None:
     (note,) = check_matrices(files, 3)
-    assert (note.code, note.severity, note.where) == ("D40", "note", where) and "BT.601" in note.what
+    assert (note.code, note.severity, note.where) == ("D40", "note", where) and "BT.601" in note.observation
     assert not list(check_matrices([], 3))
 
 

@@ -40,7 +40,7 @@ def told(sample: Sample, **controls: str) -> list[str]:
         *check_control_videos(with_it, (BEGIN, END, FOLLOWED)),
     ]
     assert all(each.severity == "warning" and each.remedy for each in found)
-    return [f"{each.code} {each.what}" for each in found]
+    return [f"{each.code} {each.observation}" for each in found]
 
 
 def test_images_are_compared_with_the_frames_that_are_trained(sample: Sample) -> None:

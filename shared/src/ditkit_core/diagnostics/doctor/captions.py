@@ -50,80 +50,14 @@ LEFTOVERS: Mapping[str, tuple[str, str]] = {
 
 _SENTENCE_END = re.compile(r"[.!?。！？…][\"'”’)\]*]*$")
 _OPENING = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "this",
-        "that",
-        "in",
-        "of",
-        "on",
-        "at",
-        "with",
-        "and",
-        "by",
-        "for",
-        "from",
-        "to",
-        "one",
-        "two",
-        "some",
-        "his",
-        "her",
-        "their",
-        "photo",
-        "photograph",
-        "photography",
-        "image",
-        "picture",
-        "video",
-        "clip",
-        "footage",
-        "shot",
-        "still",
-        "frame",
-        "scene",
-        "view",
-        "portrait",
-        "painting",
-        "illustration",
-        "drawing",
-        "sketch",
-        "render",
-        "close",
-        "closeup",
-        "close-up",
-        "up",
-        "wide",
-        "medium",
-        "full",
-        "body",
-        "style",
-        "woman",
-        "man",
-        "girl",
-        "boy",
-        "child",
-        "person",
-        "people",
-        "lady",
-        "guy",
-        "dog",
-        "cat",
-        "animal",
-        "young",
-        "old",
-        "beautiful",
-        "small",
-        "large",
-        "big",
-        "black",
-        "white",
-        "red",
-        "blue",
-        "green",
-    ]
+    word
+    for line in (
+        "a an the this that in of on at with and by for from to one two some his her their photo photograph",
+        "photography image picture video clip footage shot still frame scene view portrait painting illustration",
+        "drawing sketch render close closeup close-up up wide medium full body style woman man girl boy child person",
+        "people lady guy dog cat animal young old beautiful small large big black white red blue green",
+    )
+    for word in line.split()
 )
 """Words that open captions and are no trigger words."""
 
@@ -164,12 +98,15 @@ def check_captions(
         observation = (
             f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
         )
-        yield Finding.warning("D14", cut.sample, observation, "shorten the caption")
+        yield Finding("D14", cut.sample, observation, "shorten the caption")
     all_samples = (*samples, *class_images)
     if empty := [sample.id for sample in all_samples for text in sample.captions if not text.strip()]:
         observation = "its caption is empty" if len(empty) == 1 else "their captions are empty"
-        yield Finding.warning(
-            "D16", listed(empty), observation, "write one; for training without captions set train.caption_dropout"
+        yield Finding(
+            "D16",
+            listed(empty),
+            observation,
+            "write one; for training without captions set train.caption_dropout",
         )
     using: dict[str, set[Path]] = defaultdict(set)  # files, because the windows of one file always share its caption
     for sample in samples:
@@ -179,7 +116,7 @@ def check_captions(
     shared = {caption: len(its) for caption, its in using.items() if len(its) > max(1, SAME_CAPTION_SHARE * files)}
     for caption, count in shared.items():
         observation = f"they share the caption {_short(caption, 60)}"
-        yield Finding.note("D15", f"{count} of {files} files", observation, "describe what differs between them")
+        yield Finding("D15", f"{count} of {files} files", observation, "describe what differs between them")
     if not shared:
         yield from _check_alike(_caption_by_file(samples))
     yield from _check_leftovers(all_samples, config.data.trigger.strip())
@@ -211,16 +148,16 @@ def _check_trigger(
         observation = (
             f"they write the trigger word {trigger!r} as {first!r} too, so it is put in front of them as another word"
         )
-        yield Finding.warning("D42", listed(list(spelt)), observation, "write it in the same way everywhere")
+        yield Finding("D42", listed(list(spelt)), observation, "write it in the same way everywhere")
     prompts = config.sample.prompts
     if prompts and not any(has_trigger(prompt, trigger) for prompt in prompts):
         observation = f"none of the prompts has the trigger word {trigger!r}: samples will hardly show what is learnt"
-        yield Finding.warning("D42", "sample.prompts", observation, "write it in some of them; the others are controls")
+        yield Finding("D42", "sample.prompts", observation, "write it in some of them; the others are controls")
     named = [sample.id for sample in class_images for caption in sample.captions if has_trigger(caption, trigger)]
     where = ["prior.prompt"] * has_trigger(config.prior.prompt, trigger) + named
     if where:
         observation = f"the class is described with the trigger word {trigger!r}, which then means the whole class"
-        yield Finding.warning("D43", listed(where), observation, "remove it there")
+        yield Finding("D43", listed(where), observation, "remove it there")
 
 
 def _check_opening_word(captions: Mapping[Path, str]) -> Iterator[Finding]:
@@ -232,7 +169,7 @@ def _check_opening_word(captions: Mapping[Path, str]) -> Iterator[Finding]:
     if names_without_word := [path.name for path, caption in captions.items() if word not in _words(caption)]:
         observation = f"their captions lack {word!r}, which opens {count} of {len(captions)}"
         remedy = f"if it is your trigger word, write it there too, or set data.trigger = {word!r}"
-        yield Finding.note("D42", listed(names_without_word), observation, remedy)
+        yield Finding("D42", listed(names_without_word), observation, remedy, severity="note")
 
 
 def _check_alike(captions: Mapping[Path, str]) -> Iterator[Finding]:
@@ -247,7 +184,7 @@ def _check_alike(captions: Mapping[Path, str]) -> Iterator[Finding]:
         mean, mean_shared = total / len(words), shared / len(words)
         first = _short(next(filter(str.strip, captions.values())), 60)
         observation = f"their captions hardly differ: of {mean:.1f} words {mean_shared:.1f} are in all, as in {first}"
-        yield Finding.note("D41", f"{len(words)} files", observation, "describe what differs between them")
+        yield Finding("D41", f"{len(words)} files", observation, "describe what differs between them")
 
 
 def _check_leftovers(samples: Sequence[Sample], trigger: str) -> Iterator[Finding]:
@@ -261,12 +198,12 @@ def _check_leftovers(samples: Sequence[Sample], trigger: str) -> Iterator[Findin
         if matches:
             example = _short(next(iter(matches.values())), 40)
             where = listed([id for text in matches for id in ids[text]])
-            yield Finding.warning("D44", where, f"the caption has {leftover}: {example}", remedy)
+            yield Finding("D44", where, f"the caption has {leftover}: {example}", remedy)
     prose = (text for text in ids if len(text.split()) >= LONG_WORDS and re.search(r"\w[.!?] +\w", text))
     if broken := [text for text in prose if not _SENTENCE_END.search(text)]:
         observation = f"the caption ends in the middle of a sentence: {_short(broken[0], 40, keep_end=True)}"
         remedy = "end it, or raise the limit of new tokens of the program that wrote it"
-        yield Finding.warning("D44", listed([id for text in broken for id in ids[text]]), observation, remedy)
+        yield Finding("D44", listed([id for text in broken for id in ids[text]]), observation, remedy)
 
 
 def _check_lines(samples: Sequence[Sample]) -> Iterator[Finding]:
@@ -275,7 +212,7 @@ def _check_lines(samples: Sequence[Sample]) -> Iterator[Finding]:
     if several:
         observation = "its lines are one caption" if len(several) == 1 else "their lines are one caption for each file"
         remedy = 'if each line is a caption of its own, as in OneTrainer and SimpleTuner, set data.captions = "lines"'
-        yield Finding.note("D45", listed(list(several)), observation, remedy)
+        yield Finding("D45", listed(list(several)), observation, remedy)
 
 
 def _caption_by_file(samples: Sequence[Sample]) -> dict[Path, str]:

@@ -28,6 +28,7 @@ from ditkit_core.data.media.clip import (
 )
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.video import is_hdr
+from ditkit_core.diagnostics.doctor import rules
 from ditkit_core.diagnostics.doctor.captions import check_captions, count_captions, cut_captions
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
@@ -46,26 +47,6 @@ from ditkit_core.diagnostics.doctor.media import (
     look_at_window,
     near_duplicates,
     without_matrix,
-)
-from ditkit_core.diagnostics.doctor.rules import (
-    check_boundary_images,
-    check_buckets,
-    check_colours,
-    check_control_videos,
-    check_coverage,
-    check_crops,
-    check_damaged_rest,
-    check_duplicates,
-    check_excluded,
-    check_fewest_frames,
-    check_file,
-    check_frames,
-    check_mask,
-    check_matrices,
-    check_shortened,
-    check_sounds,
-    file_row,
-    same_content,
 )
 from ditkit_core.diagnostics.report.words import plural
 from ditkit_core.encoding.cache import MediaHashes
@@ -116,7 +97,7 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
         run_data, class_images, "prior", at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1)
     )
     largest = max(data_batches, prior_batches, key=lambda batches: batches.cost).largest
-    copy_groups = same_content(_hashes(run_data, all_samples))
+    copy_groups = rules.same_content(_hashes(run_data, all_samples))
     copies = {id for group in copy_groups for id in group[1:]}  # exact copies are not reported as near-duplicates again
     prints = {**data.prints, **prior.prints}
     near_copy_groups = near_duplicates({id: print for id, print in prints.items() if id not in copies})
@@ -125,24 +106,24 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
     undecoded = [exclusion for examination in examinations for exclusion in examination.undecoded]
     # The order of the printed findings: missing data first, then single files, then comparisons between files.
     findings = [
-        *check_excluded(excluded),
-        *check_excluded(undecoded, "D03"),
+        *rules.check_excluded(excluded),
+        *rules.check_excluded(undecoded, "D03"),
         *_too_few(config.held_out.clips, samples),
         *_no_class_images(run_data, prior),
-        *check_fewest_frames(all_samples, spec.training.fewest_frames),
-        *check_shortened(samples, config.data, data.fps),
-        *check_crops(all_samples, config.data, spec.data.size_step),
-        *check_buckets(data_batches.rows),
-        *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
-        *check_coverage([row for row, _ in files]),
-        *check_colours(_stored_colours(run_data.auxiliary.columns, all_samples)),
-        *check_matrices(without_matrix([row for row, _ in files]), len(files)),
+        *rules.check_fewest_frames(all_samples, spec.training.fewest_frames),
+        *rules.check_shortened(samples, config.data, data.fps),
+        *rules.check_crops(all_samples, config.data, spec.data.size_step),
+        *rules.check_buckets(data_batches.rows),
+        *(finding for row, hdr in files for finding in rules.check_file(row, is_hdr=hdr)),
+        *rules.check_coverage([row for row, _ in files]),
+        *rules.check_colours(_stored_colours(run_data.auxiliary.columns, all_samples)),
+        *rules.check_matrices(without_matrix([row for row, _ in files]), len(files)),
         *(finding for examination in examinations for finding in examination.findings),
         *map(
             refusal,
             dict.fromkeys([*data.missing_libraries, *prior.missing_libraries, *_prompt_errors(run_data, samples)]),
         ),
-        *check_duplicates(copy_groups, near_copy_groups),
+        *rules.check_duplicates(copy_groups, near_copy_groups),
         *check_captions(samples, captions, config, class_images),
     ]
     checkup = CheckReport(
@@ -177,14 +158,14 @@ def summarize_data(data: RunData, encoded: Sequence[EncodedSample]) -> None:
     keys: dict[str, list[str]] = defaultdict(list)
     for sample in encoded:
         keys[sample.media_key].append(sample.id)
-    findings = [*check_duplicates([group for group in keys.values() if len(group) > 1], [])]
+    findings = [*rules.check_duplicates([group for group in keys.values() if len(group) > 1], [])]
     findings += check_captions(samples, count_captions(samples, None), data.config)
-    findings += check_crops(samples, data.config.data, data.spec.data.size_step)
-    findings += check_fewest_frames(samples, data.spec.training.fewest_frames)
+    findings += rules.check_crops(samples, data.config.data, data.spec.data.size_step)
+    findings += rules.check_fewest_frames(samples, data.spec.training.fewest_frames)
     encoder = data.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
         observation = "they are too long for the text encoder and were truncated"
-        findings.append(Finding.warning("D14", plural(cut, "caption"), observation, "shorten them"))
+        findings.append(Finding("D14", plural(cut, "caption"), observation, "shorten them"))
     groups = grouped([finding for finding in findings if finding.severity == "warning"])
     for group in groups[:_MOST_IN_BRIEF]:
         warn(one_line(group))
@@ -194,7 +175,7 @@ def summarize_data(data: RunData, encoded: Sequence[EncodedSample]) -> None:
 
 def _unusable(data: RunData, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
     """The report about a dataset without any usable sample."""
-    findings = (*check_excluded(excluded), Finding.error("D01", "", str(why)))
+    findings = (*rules.check_excluded(excluded), Finding("D01", "", str(why)))
     checkup = CheckReport(model=data.spec.name, samples=0, fps=data.fps, excluded=tuple(excluded), findings=findings)
     return ExaminedDataset(checkup=checkup, samples=[])
 
@@ -235,11 +216,11 @@ class _Examination:
             if self.data.auxiliary.readers is not None:
                 self.data.auxiliary.readers.check(clip_inputs_of(sample, self.fps))
             masked = self._masked(sample, fps)
-            of_conditions = list(check_boundary_images(sample, self.data.auxiliary.columns, fps))
+            of_conditions = list(rules.check_boundary_images(sample, self.data.auxiliary.columns, fps))
             # Once per file: its windows follow each other, so only the last sample needs comparing.
             if all(sample.media != other.media for other in self.good[-1:]):
-                of_conditions += check_control_videos(sample, self.data.auxiliary.columns)
-                of_conditions += check_sounds(sample, self.data.auxiliary.columns)
+                of_conditions += rules.check_control_videos(sample, self.data.auxiliary.columns)
+                of_conditions += rules.check_sounds(sample, self.data.auxiliary.columns)
         except MissingDependency as error:
             self.missing_libraries[str(error)] = None
         except EnvironmentFault:
@@ -250,8 +231,8 @@ class _Examination:
         self.good.append(sample)
         if masked is not None:
             self.masks.append(masked)
-            of_conditions += check_mask(sample, masked, self.data.config.train.mask_weight)
-        self.findings += [*(check_frames(sample.id, look, fps) if look else ()), *of_conditions]
+            of_conditions += rules.check_mask(sample, masked, self.data.config.train.mask_weight)
+        self.findings += [*(rules.check_frames(sample.id, look, fps) if look else ()), *of_conditions]
         if look and look.fingerprint is not None:
             self.prints[sample.id] = (sample.media, look.fingerprint)
 
@@ -272,11 +253,11 @@ class _Examination:
                 info = probe(path)
             except UserError as error:  # damaged after its windows, which were decoded without an error
                 info = self._read_of(path, samples)
-                self.findings += check_damaged_rest(str(path), info, error)
+                self.findings += rules.check_damaged_rest(str(path), info, error)
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
                 info = replace(info, seconds=available(path, self.fps).frames / self.fps, fps=self.fps)
             hdr = info.kind == "video" and path.is_file() and is_hdr(path)
-            yield file_row(str(path), info, samples, self.fps, self.dataset), hdr
+            yield rules.file_row(str(path), info, samples, self.fps, self.dataset), hdr
 
     def _read_of(self, path: Path, samples: Sequence[Sample]) -> MediaInfo:
         """The known properties of a video that is damaged after its windows."""
@@ -413,16 +394,16 @@ def _prompt_errors(data: RunData, samples: Sequence[Sample]) -> Iterator[str]:
 
 def refusal(why: UserError | str) -> Finding:
     """The finding for an error that training itself would stop with."""
-    return Finding.error("D21", "", str(why))
+    return Finding("D21", "", str(why))
 
 
 def _no_class_images(data: RunData, prior: _Examination) -> Iterator[Finding]:
     """The finding that no class image can be used, if the run has a folder of them."""
     if prior.error is not None:
-        yield Finding.error("D01", "", str(prior.error))
+        yield Finding("D01", "", str(prior.error))
     elif data.prior_data is not None and not prior.good:
         observation = "no class image can be read: training would run without prior preservation"
-        yield Finding.warning("D01", "prior.folder", observation, "fix the files, or remove [prior]")
+        yield Finding("D01", "prior.folder", observation, "fix the files, or remove [prior]", severity="warning")
 
 
 def _too_few(count: int, samples: Sequence[Sample]) -> Iterator[Finding]:
@@ -431,10 +412,10 @@ def _too_few(count: int, samples: Sequence[Sample]) -> Iterator[Finding]:
     except UserError:
         if not samples:
             observation = "nothing is left to train on: every sample is left out"
-            yield Finding.error("D01", "", observation, "fix the files in the table of excluded files")
+            yield Finding("D01", "", observation, "fix the files in the table of excluded files")
             return
         shortage = (
             f"{plural(len(samples), 'sample')} can be trained on, and {count} are held out, windows of a file together"
         )
         remedy = "add clips, fix those that are left out, or lower held_out.clips"
-        yield Finding.error("D01", "held_out.clips", f"{shortage}: none is left", remedy)
+        yield Finding("D01", "held_out.clips", f"{shortage}: none is left", remedy)

@@ -6,7 +6,7 @@ Every finding has a code that never changes its meaning, so that programs can re
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 SCHEMA = 1
@@ -16,7 +16,7 @@ DatasetName = Literal["data", "prior"]
 """The section of the configuration with the dataset; `prior` has the class images."""
 
 Severity = Literal["error", "warning", "note"]
-"""A run with an error cannot be trained."""
+"""A run with an error cannot be trained; a warning is likely to be a mistake, and a note worth knowing."""
 
 CODES: Mapping[str, str] = {
     "D01": "the dataset as a whole cannot be used",
@@ -60,45 +60,36 @@ CODES: Mapping[str, str] = {
     "D45": "captions of several lines",
 }
 """The subject of each code."""
-
+_SEVERITIES: Mapping[str, Severity] = {
+    **dict.fromkeys(("D01", "D21", "D22", "D23", "D24", "D25"), "error"),
+    **dict.fromkeys(("D13", "D15", "D17", "D20", "D30", "D33", "D40", "D41", "D45"), "note"),
+}
+"""Of codes that are no warnings."""
 
 _NAME_THEIR_FILE = ("D02", "D03", "D27")
 """Codes whose findings quote another message, which usually begins with the file's name; it is then not printed twice."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing to know or to fix."""
 
     code: str
-    severity: Severity
+    severity: Severity = field(default="", kw_only=True)  # type: ignore[assignment]
+    """By default the code's."""
     where: str
     """A file, a sample, a setting."""
-    what: str
-    remedy: str
+    observation: str
+    remedy: str = ""
     """How to fix it."""
 
     def __post_init__(self) -> None:
         assert self.code in CODES, self.code
-
-    @classmethod
-    def error(cls, code: str, where: str, observation: str, remedy: str = "") -> "Finding":
-        """A finding with which the run cannot be trained."""
-        return cls(code=code, severity="error", where=where, what=observation, remedy=remedy)
-
-    @classmethod
-    def warning(cls, code: str, where: str, observation: str, remedy: str) -> "Finding":
-        """A finding that is likely to be a mistake."""
-        return cls(code=code, severity="warning", where=where, what=observation, remedy=remedy)
-
-    @classmethod
-    def note(cls, code: str, where: str, observation: str, remedy: str) -> "Finding":
-        """A finding that is worth knowing."""
-        return cls(code=code, severity="note", where=where, what=observation, remedy=remedy)
+        object.__setattr__(self, "severity", self.severity or _SEVERITIES.get(self.code, "warning"))
 
     def __str__(self) -> str:
-        named = not self.where or (self.code in _NAME_THEIR_FILE and self.where in self.what)
-        text = f"{self.code} {self.what}" if named else f"{self.code} {self.where}: {self.what}"
+        named = not self.where or (self.code in _NAME_THEIR_FILE and self.where in self.observation)
+        text = f"{self.code} {self.observation}" if named else f"{self.code} {self.where}: {self.observation}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 
@@ -115,12 +106,18 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     """Findings that differ only in names and numbers, together; in each group the smallest numbers come first."""
     groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
     for finding in findings:
-        text = re.sub(rf"\S*{re.escape(finding.where)}\S*", "", finding.what) if finding.where else finding.what
+        text = (
+            re.sub(rf"\S*{re.escape(finding.where)}\S*", "", finding.observation)
+            if finding.where
+            else finding.observation
+        )
         groups[finding.severity, finding.code, _NUMBER.sub("", text), _NUMBER.sub("", finding.remedy)].append(finding)
     return [
         sorted(
             group,
-            key=lambda finding: [float(number) for number in _NUMBER.findall(finding.what.replace(finding.where, ""))],
+            key=lambda finding: [
+                float(number) for number in _NUMBER.findall(finding.observation.replace(finding.where, ""))
+            ],
         )
         for group in groups.values()
     ]
@@ -301,9 +298,12 @@ class CheckReport:
         return sum(row.dropped for row in self.files)
 
 
+_JSON_NAMES = {"observation": "what"}
+
+
 def check_json(checkup: CheckReport) -> dict[str, Any]:
     """The report as plain values; docs/doctor.md describes each key."""
-    values = asdict(checkup)
+    values = asdict(checkup, dict_factory=lambda pairs: {_JSON_NAMES.get(name, name): value for name, value in pairs})
     totals = {"kept": checkup.kept, "dropped": checkup.dropped}
     # Schema 1 has this name; without it, it would be another schema.
     former = {"class_pictures": checkup.class_images}

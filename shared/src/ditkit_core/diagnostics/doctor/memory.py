@@ -66,7 +66,7 @@ def _findings(report: PlanReport) -> Iterator[Finding]:
 
 def _shortage(where: str, observation: str, remedy: str = "") -> Finding:
     remedy = f"{remedy}; or {_REMEDY}" if remedy else _REMEDY
-    return Finding.warning("D26", where, observation, remedy)
+    return Finding("D26", where, observation, remedy)
 
 
 def _gib(size: int) -> str:

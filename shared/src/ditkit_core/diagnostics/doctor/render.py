@@ -63,7 +63,9 @@ def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
 def check_page(checkup: CheckReport) -> str:
     """The report as an HTML page."""
     findings = sorted(checkup.findings, key=lambda finding: (_ORDER.index(finding.severity), finding.code))
-    rows = [[finding.code, finding.severity, finding.where, finding.what, finding.remedy] for finding in findings]
+    rows = [
+        [finding.code, finding.severity, finding.where, finding.observation, finding.remedy] for finding in findings
+    ]
     table = Table(head=["code", "", "where", "what", "how to fix it"], rows=rows)
     first = Part(title="", table=table, row_classes=[finding.severity for finding in findings])
     used_codes = {finding.code for finding in findings}

@@ -24,6 +24,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     Excluded,
     FileRow,
     Finding,
+    Severity,
     listed,
 )
 from ditkit_core.diagnostics.doctor.media import HD_LINES, WindowLook
@@ -95,27 +96,26 @@ def check_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[
         # data.on_bad does not skip a clip that is only too short
         if exclusion.stops and "data.on_bad" not in remedy and "data.short_clips" not in remedy:
             remedy += ', or leave it out: data.on_bad = "skip"'
-        yield (Finding.error if exclusion.stops else Finding.warning)(code, exclusion.name, observation, remedy)
+        severity: Severity = "error" if exclusion.stops else "warning"
+        yield Finding(code, exclusion.name, observation, remedy, severity=severity)
 
 
 def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
     """Findings about a file's size, frame rate and colour range."""
     if is_hdr:
         observation = "it is an HDR video; training converts it to SDR"
-        yield Finding.warning("D10", row.file, observation, "convert it to SDR (BT.709) with tone mapping")
+        yield Finding("D10", row.file, observation, "convert it to SDR (BT.709) with tone mapping")
     if row.enlarged > UPSCALED:
         observation = (
             f"{row.width} x {row.height} pixels are upscaled {row.enlarged:.1f} times: the model learns the blur"
         )
-        yield Finding.warning(
-            "D11", row.file, observation, "use a larger original, or lower data.height and data.width"
-        )
+        yield Finding("D11", row.file, observation, "use a larger original, or lower data.height and data.width")
     if row.trained_fps and row.fps < SAME_RATE * row.trained_fps:
         observation = (
             f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks"
         )
         lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, if the model allows it"
-        yield Finding.warning("D12", row.file, observation, f"use another original, or {lower}")
+        yield Finding("D12", row.file, observation, f"use another original, or {lower}")
 
 
 def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
@@ -127,7 +127,7 @@ def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
     for file, colours in stored.items():
         if not colours.is_converted:
             observation = f"its colours are read as sRGB, but it has {colours.name}"
-            yield Finding.warning("D31", file, observation, "convert it to sRGB, so that it is trained as you see it")
+            yield Finding("D31", file, observation, "convert it to sRGB, so that it is trained as you see it")
     spaces = Counter(colours.name for colours in stored.values() if colours.is_converted)
     if spaces:
         names = ", ".join(f"{name}: {count}" for name, count in spaces.most_common())
@@ -135,7 +135,7 @@ def check_colours(stored: Mapping[str, Colours]) -> Iterator[Finding]:
         first = next(file for file, colours in stored.items() if colours.is_converted)
         others = spaces.total() - 1
         where = f"{spaces.total()} files ({first}, …)" if others else first
-        yield Finding.note("D30", where, observation, "nothing to do; --dump shows them as they are trained")
+        yield Finding("D30", where, observation, "nothing to do; --dump shows them as they are trained")
 
 
 def check_matrices(files: Sequence[str], of: int) -> Iterator[Finding]:
@@ -146,14 +146,14 @@ def check_matrices(files: Sequence[str], of: int) -> Iterator[Finding]:
             f"{HD_LINES} lines or more and no matrix of colours: read as BT.601, as ffmpeg and OpenCV do, not as BT.709"
         )
         remedy = "if players show other reds and greens than --dump, tag it: ffmpeg -i IN -c copy -bsf:v h264_metadata=matrix_coefficients=1 OUT"
-        yield Finding.note("D40", where, observation, remedy)
+        yield Finding("D40", where, observation, remedy)
 
 
 def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
     """The finding about a video that is damaged after the part that is trained."""
     observation, _, remedy = str(damage).rpartition("; ")
     readable = f"{observation}; the part that is trained, up to {info.seconds:.2f} s, can be read"
-    yield Finding.warning("D27", file, readable, remedy)
+    yield Finding("D27", file, readable, remedy)
 
 
 def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
@@ -163,7 +163,7 @@ def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
         kept, frames = sum(row.kept for row in rows_with_unused), sum(row.frames for row in rows_with_unused)
         observation = f"{kept} of their {frames} frames are trained on, less than half of each"
         remedy = 'raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"'
-        yield Finding.note("D13", f"{len(rows_with_unused)} of {len(rows)} files", observation, remedy)
+        yield Finding("D13", f"{len(rows_with_unused)} of {len(rows)} files", observation, remedy)
 
 
 def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
@@ -175,19 +175,17 @@ def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
     if look.cuts:
         times = ", ".join(f"{seconds:.2f} s" for seconds in look.cuts)
         observation = f"another shot begins at {times}: the model learns to cut"
-        yield Finding.warning("D06", where, observation, "cut the file there")
+        yield Finding("D06", where, observation, "cut the file there")
     if look.blank > BLANK_SHARE * look.frames:
         kind = "black" if look.is_black else "of one colour"
         observation = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the image is {kind}"
-        yield Finding.warning(
-            "D07", where, observation, "cut them off, or remove the clip" if look.frames > 1 else "remove it"
-        )
+        yield Finding("D07", where, observation, "cut them off, or remove the clip" if look.frames > 1 else "remove it")
     elif look.is_still:
         observation = f"nothing moves in its {look.frames} frames"
-        yield Finding.warning("D08", where, observation, "train it as an image, or remove it")
+        yield Finding("D08", where, observation, "train it as an image, or remove it")
     if look.frozen_seconds >= FROZEN_SECONDS:
         observation = f"one frame is frozen for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
-        yield Finding.warning("D09", where, observation, "cut it off, or use another original")
+        yield Finding("D09", where, observation, "cut it off, or use another original")
 
 
 def check_duplicates(
@@ -196,11 +194,9 @@ def check_duplicates(
     """Findings about groups of samples with the same content, or nearly."""
     for group in copy_groups:
         remedy = "keep one, and give it several captions or repeats if it should count more"
-        yield Finding.warning("D04", listed(group), "these files have the same content", remedy)
+        yield Finding("D04", listed(group), "these files have the same content", remedy)
     for group in near_copy_groups:
-        yield Finding.warning(
-            "D05", listed(group), "these look nearly alike", "keep the best of them, unless this is intended"
-        )
+        yield Finding("D05", listed(group), "these look nearly alike", "keep the best of them, unless this is intended")
 
 
 def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
@@ -214,7 +210,7 @@ def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Find
         observation = f"they have fewer than {fewest} frames, all of which this model is given as a condition"
         remedy = f"train it on clips of {fewest} frames or more, or train a text-to-video model"
         where = f"{count} of {len(samples)} samples"
-        yield Finding.warning("D28", where, f"{observation}: next to nothing is left to learn", remedy)
+        yield Finding("D28", where, f"{observation}: next to nothing is left to learn", remedy)
 
 
 def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> Iterator[Finding]:
@@ -224,7 +220,7 @@ def check_shortened(samples: Sequence[Sample], data: DataConfig, fps: float) -> 
         shortest, lengths = min(data.lengths), f"{short[0]} to {short[-1]}" if short[0] < short[-1] else f"{short[0]}"
         observation = f"they have fewer than {shortest} frames ({shortest / fps:.2g} s at {fps:g} fps), and are trained with what they have: {lengths}"
         remedy = 'for clips of one length lower data.frames, or leave the others out: data.short_clips = "skip"'
-        yield Finding.note("D33", f"{len(short)} of {plural(len(samples), 'sample')}", observation, remedy)
+        yield Finding("D33", f"{len(short)} of {plural(len(samples), 'sample')}", observation, remedy)
 
 
 def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> Iterator[Finding]:
@@ -250,7 +246,7 @@ def check_crops(samples: Sequence[Sample], data: DataConfig, size_step: int) -> 
             )
             remedy = remedies.get((height, width)) or _less_cropped(height, width, data, size_step)
             remedies[height, width] = remedy
-            yield Finding.warning("D32", str(sample.media), observation, remedy)
+            yield Finding("D32", str(sample.media), observation, remedy)
 
 
 def _less_cropped(height: int, width: int, data: DataConfig, size_step: int) -> str:
@@ -278,7 +274,7 @@ def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
                 f"{plural(trained, 'sample')} of this shape, and a micro-batch has {row.batch_size}: it runs smaller"
             )
             remedy = "add samples of this shape, or make data.bucket_step larger"
-            yield Finding.note("D17", f"{row.frames} x {row.height} x {row.width}", observation, remedy)
+            yield Finding("D17", f"{row.frames} x {row.height} x {row.width}", observation, remedy)
 
 
 def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
@@ -307,7 +303,7 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
             frame = f"the last of its {sample.frames} frames" if column.moment == "end" else "its first frame"
             observation = f"{column.name} {path} does not look like {frame} ({levels:.0f} levels apart)"
             remedy = "name the right image, cut the file so that it fits, or leave the column empty"
-            yield Finding.warning("D18", sample.id, observation, remedy)
+            yield Finding("D18", sample.id, observation, remedy)
 
 
 def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
@@ -326,14 +322,12 @@ def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[
             remedy = (
                 "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it like the clip"
             )
-            yield Finding.warning("D19", where, f"{control_name} {time_difference}", remedy)
+            yield Finding("D19", where, f"{control_name} {time_difference}", remedy)
         ratio = (control.width * clip.height) / (control.height * clip.width)
         if abs(ratio - 1) > SAME_SHAPE:
             sizes = f"{control.width} x {control.height} and its clip {clip.width} x {clip.height}"
             reason = "each is centre-cropped separately, so that they do not align"
-            yield Finding.warning(
-                "D19", where, f"{control_name} is {sizes}: {reason}", "give both the same aspect ratio"
-            )
+            yield Finding("D19", where, f"{control_name} is {sizes}: {reason}", "give both the same aspect ratio")
 
 
 def check_sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
@@ -352,7 +346,7 @@ def check_sounds(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]
                 f"{name} lasts {sound:.2f} s and its clip {clip:.2f} s: they are matched by time, from the start"
             )
             remedy = "check that they are in step; cut or stretch the sound like the clip"
-            yield Finding.warning("D19", sample.media.name, observation, remedy)
+            yield Finding("D19", sample.media.name, observation, remedy)
 
 
 def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding]:
@@ -365,11 +359,14 @@ def check_mask(sample: Sample, share: float, outside: float) -> Iterator[Finding
     if share < LEAST_MASK:
         lost = "nothing of it is learnt" if outside == 0 else f"all of it has the weight {outside:g}"
         remedy = "paint what is learnt white (transparency counts as white), or remove the mask"
-        yield Finding.warning("D29", sample.id, f"its mask {sample.mask} is black everywhere: {lost}", remedy)
+        yield Finding("D29", sample.id, f"its mask {sample.mask} is black everywhere: {lost}", remedy)
     elif share > 1 - LEAST_MASK:
         remedy = "paint what is not learnt black (transparency counts as white), or remove the mask"
-        yield Finding.warning(
-            "D29", sample.id, f"its mask {sample.mask} is white everywhere: it is learnt as without one", remedy
+        yield Finding(
+            "D29",
+            sample.id,
+            f"its mask {sample.mask} is white everywhere: it is learnt as without one",
+            remedy,
         )
 
 

@@ -7,7 +7,7 @@ step, after the second matrix was updated. Nothing is kept: the model ends with 
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.dataset import ExaminedDataset, empty_item_of, refusal, shape_for
-from ditkit_core.diagnostics.doctor.findings import Finding, StepRow, listed
+from ditkit_core.diagnostics.doctor.findings import Finding, Severity, StepRow, listed
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.errors import UserError
@@ -58,7 +58,7 @@ def try_step(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow | Non
     parts = [run.component, "vae", "text_encoder", "tokenizer"]
     parts += () if run.arch is None else run.spec.auxiliary.components(run.arch)
     if elsewhere := [part for part in parts if model.is_to_be_fetched(part)]:
-        finding = Finding.note(
+        finding = Finding(
             "D20",
             f"model ({', '.join(elsewhere)})",
             "not tried: not all files of this hub id are in the local cache, and a check downloads nothing",
@@ -72,14 +72,14 @@ def try_step(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow | Non
         return None, [refusal(error)]
     except NonFiniteLoss as error:
         remedy = "look at these samples, lower optim.lr, or set model.dtype to bf16 or fp32"
-        return None, [Finding.error("D22", "", str(error), remedy)]
+        return None, [Finding("D22", "", str(error), remedy)]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         largest = examined.largest
         bucket = f"{len(largest)} x {largest[0].frames} frames of {largest[0].height} x {largest[0].width}"
         remedy = "--plan prints the memory of each device, and --fit finds settings that fit"
-        return None, [Finding.error("D25", bucket, "memory ran out in the largest micro-batch", remedy)]
+        return None, [Finding("D25", bucket, "memory ran out in the largest micro-batch", remedy)]
 
 
 def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
@@ -141,7 +141,7 @@ def _try(job: TrainingJob, examined: ExaminedDataset) -> tuple[StepRow, list[Fin
         peak_bytes=peak,
         seconds=time.monotonic() - began,
     )
-    return row, _findings(row, prepared.origin.adapter.method)
+    return row, list(_findings(row, prepared.origin.adapter.method))
 
 
 def _encoded(run: RunContext, unloaded: Model, examined: ExaminedDataset) -> list[EncodedSample]:
@@ -207,21 +207,15 @@ def _equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, T
     )
 
 
-def _findings(row: StepRow, method: str) -> list[Finding]:
+def _findings(row: StepRow, method: str) -> Iterator[Finding]:
     """The findings of a trial."""
-    findings = []
-    if row.without_gradient:
-        names = row.without_gradient
-        first = listed(names, 3)
+    if names := row.without_gradient:
         # Full fine-tuning may include parameters for inputs that this data does not have; an adapter names its targets.
-        make = Finding.error if method != "full" or len(names) == row.parameters else Finding.warning
-        observation = (
-            f"no gradient reaches {len(names)} of {row.parameters} trained parameters: training would not change them"
-        )
-        findings.append(
-            make("D23", first, observation, "remove them from adapter.targets, or add the data that they process")
-        )
+        severity: Severity = "error" if method != "full" or len(names) == row.parameters else "warning"
+        count = f"{len(names)} of {row.parameters} trained parameters"
+        observation = f"no gradient reaches {count}: training would not change them"
+        remedy = "remove them from adapter.targets, or add the data that they process"
+        yield Finding("D23", listed(names, 3), observation, remedy, severity=severity)
     if row.reloaded is False:
         observation, remedy = "the save differs when it is read back", "check the disk and the memory of this machine"
-        findings.append(Finding.error("D24", "a save of this run", observation, remedy))
-    return findings
+        yield Finding("D24", "a save of this run", observation, remedy)
