@@ -196,7 +196,12 @@ class _Device:
         spans = [DeviceSpan(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
         self._before = max(span.receives + span.targets for span in spans)
         by_policy = [_variants(span, task.work, task.budgets[device], task.price_on(device)) for span in spans]
-        self._stages = [_priced(stage) for stage in zip(*by_policy, strict=True)]
+        self._stages: list[list[_Variant]] = []
+        for stage in zip(*by_policy, strict=True):
+            # Priced are only the recompute above the cheapest policy, and the bytes on the host.
+            least = min(variant.price for variant in stage)
+            prices = [variant.price - least + _HOST_PRICE * variant.sent for variant in stage]
+            self._stages.append([one._replace(price=price) for one, price in zip(stage, prices, strict=True)])
         for stage_index in set(range(len(self._stages))) - set(self._blocks):
             # Embedding and head have no policy. Their costs differ between profiles, because some blocks share their tensors: take the highest.
             self._stages[stage_index] = [_most(self._stages[stage_index])]
@@ -233,13 +238,9 @@ class _Device:
 
     def _fits(self, way: _Way) -> bool:
         """Whether it fits together with the activations of waiting micro-batches."""
-        kept = way.live - self._freed(way)
+        moves_on = self._blocks.stop == len(self._stages)
+        kept = way.live - (self._stages[-1][way.chosen[-1]].freed_at_cut if moves_on else 0)
         return all(high + count * kept <= self._allowed for high, count in zip(way.highest, self._waiting, strict=True))
-
-    def _freed(self, way: _Way) -> int:
-        """Bytes that move on to the next device."""
-        is_cut = self._blocks.stop == len(self._stages)
-        return self._stages[-1][way.chosen[-1]].freed_at_cut if is_cut else 0
 
 
 def _variants(span: DeviceSpan, work: Workload, budget: Budget, price: Callable[[StageCost], int]) -> list[_Variant]:
@@ -261,12 +262,6 @@ def _variants(span: DeviceSpan, work: Workload, budget: Budget, price: Callable[
         )
         for stage_index, stage in enumerate(span.stages)
     ]
-
-
-def _priced(stage: Sequence[_Variant]) -> list[_Variant]:
-    """Price only the recompute above the cheapest policy, and the bytes on the host."""
-    least = min(variant.price for variant in stage)
-    return [variant._replace(price=variant.price - least + _HOST_PRICE * variant.sent) for variant in stage]
 
 
 def _most(variants: Sequence[_Variant]) -> _Variant:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -31,22 +31,6 @@ class MeasuredModel(NamedTuple):
     weights: int
     peak: int
     """The weights included."""
-
-
-class Room(NamedTuple):
-    """A device with its available memory."""
-
-    device: str
-    available: int | None
-    """Bytes without those reserved for other programs; None if unknown."""
-    kind: str = "cuda"
-    """`cuda` or `cpu`."""
-    in_use: int = 0
-    """Bytes that are in use meanwhile: the trained model while it generates samples, or its copy for previews."""
-
-    def fits(self, peak: int) -> bool:
-        """Whether there is room; True if the memory is unknown."""
-        return self.available is None or peak <= self.available
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +63,30 @@ class AuxiliaryRow:
     def missing(self) -> int:
         """Missing bytes; 0 if it fits or the memory is unknown."""
         return 0 if self.available is None else max(0, self.peak - self.available)
+
+
+class Room(NamedTuple):
+    """A device with its available memory."""
+
+    device: str
+    available: int | None
+    """Bytes without those reserved for other programs; None if unknown."""
+    kind: str = "cuda"
+    """`cuda` or `cpu`."""
+    in_use: int = 0
+    """Bytes that are in use meanwhile: the trained model while it generates samples, or its copy for previews."""
+
+    def fits(self, peak: int) -> bool:
+        """Whether there is room; True if the memory is unknown."""
+        return self.available is None or peak <= self.available
+
+    def row(self, needed: int, remedy: Callable[[], str], **about: Any) -> AuxiliaryRow:
+        """The line of a stage that needs so many bytes here, and its remedy if it does not fit."""
+        peak = self.in_use + needed
+        missing = "" if self.fits(peak) else remedy()
+        return AuxiliaryRow(
+            device=self.device, in_use=self.in_use, peak=peak, available=self.available, remedy=missing, **about
+        )
 
 
 def measure_model(
@@ -175,14 +183,13 @@ class AuxiliaryPlanner:
 
     def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
         """The encoders, which run one at a time with nothing else on their device, for the sizes of all clips and references that are encoded."""
-        chosen = [model for model in self.models if model.stage == "encode" and sizes]
-        return [self._encoder_row(model, sizes, room) for model in chosen]
-
-    def _encoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
-        if model.tiles is None:
-            return self._row(model, sizes, room, tiled=False)
-        row = self._row(model, sizes, room, tiled=self.encoding.tiled, dtype=self.encoding.dtype)
-        return replace(row, mode=self.encoding.label)
+        how = {"tiled": self.encoding.tiled, "dtype": self.encoding.dtype}
+        rows = []
+        for model in self.models if sizes else ():
+            if model.stage == "encode":
+                row = self._row(model, sizes, room, **how if model.tiles else {})
+                rows.append(replace(row, mode=self.encoding.label) if model.tiles else row)
+        return rows
 
     def sample_rows(
         self,
@@ -193,11 +200,10 @@ class AuxiliaryPlanner:
         num_samples: int = 1,
         added: Sequence[int] = (),
     ) -> list[AuxiliaryRow]:
-        """The transformer's denoising on each of its devices, and the decoder on the first.
+        """The transformer's denoising on each of the model's devices, and the decoder on the first.
 
         Args:
             sizes: Sizes of the samples; empty for none.
-            rooms: The model's devices.
             denoising: `denoising_bytes` of the largest sample.
             num_samples: Samples generated in a row; from the second on, the decoder stays loaded while the model runs.
             added: Bytes of the adapters of [sample] on each device; empty for none. They stay there while a sample is decoded.
@@ -207,26 +213,15 @@ class AuxiliaryPlanner:
             room._replace(in_use=room.in_use + more)
             for room, more in zip(rooms, added or [0] * len(rooms), strict=True)
         ]
-        for model in self.models:
-            if model.stage == "sample" and sizes:
-                decoder = self._decoder_row(model, sizes, rooms[0])
-                for index, room in enumerate(rooms):
-                    kept = decoder.weights if num_samples > 1 and not index else 0
-                    peak = room.in_use + kept + denoising
-                    rows.append(
-                        replace(
-                            decoder,
-                            name="denoising",
-                            device=room.device,
-                            mode="whole",
-                            weights=kept,
-                            in_use=room.in_use,
-                            peak=peak,
-                            available=room.available,
-                            remedy="" if room.fits(peak) else _SMALLER,
-                        )
-                    )
-                rows.append(decoder)
+        for model in self.models if sizes else ():
+            if model.stage != "sample":
+                continue
+            decoder = self._decoder_row(model, sizes, rooms[0])
+            for index, room in enumerate(rooms):
+                kept = decoder.weights if num_samples > 1 and not index else 0
+                about = {"stage": "sample", "name": "denoising", "size": decoder.size, "mode": "whole", "weights": kept}
+                rows.append(room.row(kept + denoising, lambda: _SMALLER, **about))
+            rows.append(decoder)
         return rows
 
     def _decoder_row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room) -> AuxiliaryRow:
@@ -234,17 +229,27 @@ class AuxiliaryPlanner:
         decodings = [candidate for candidate in self.decodings if model.tiles or not candidate.tiled] or [WHOLE]
         for decoding in decodings if room.kind == "cuda" else decodings[:1]:
             row = self._row(model, sizes, room, tiled=decoding.tiled, dtype=decoding.dtype)
-            row = replace(row, mode=decoding.label)
             if row.fits is not False:
                 break
-        return row
+        return replace(row, mode=decoding.label)
 
     def _row(
-        self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool, dtype: torch.dtype | None = None
+        self,
+        model: AuxiliaryModel,
+        sizes: Sequence[Size],
+        room: Room,
+        *,
+        tiled: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> AuxiliaryRow:
         doing(f"planning the {model.name}")
+        streams = self.streaming == "always"
+        if self.streaming == "auto" and model.run_streamed and room.available is not None:
+            # A state dict counts a shared weight twice, as the encoder does when it decides whether to stream.
+            needed = sum(tensor.nbytes for tensor in model.build(self.text_dtype).state_dict().values())
+            streams = too_large(needed, room.available)
         mode: Literal["whole", "layer by layer", "in tiles"] = "in tiles" if tiled and model.tiles else "whole"
-        if model.run_streamed and self._streams(model, room):
+        if model.run_streamed and streams:
             mode = "layer by layer"
         # Either the largest image or the largest clip needs most, so both are measured.
         worst = {
@@ -254,26 +259,15 @@ class AuxiliaryPlanner:
         measure = partial(measure_model, model, dtype=dtype or self.text_dtype, kind=room.kind)
         by_size = {size: measure(size, mode=mode) for size in sorted(worst)}
         size, measured = max(by_size.items(), key=lambda entry: entry[1].peak)
-        peak = room.in_use + measured.peak
-        return AuxiliaryRow(
+        return room.row(
+            measured.peak,
+            lambda: _remedy(model, mode, room, partial(measure, size)),
             stage=model.stage,
             name=model.name,
-            device=room.device,
             size=size if model.tiles else None,
             mode=mode,
             weights=measured.weights,
-            in_use=room.in_use,
-            peak=peak,
-            available=room.available,
-            remedy="" if room.fits(peak) else _remedy(model, mode, room, partial(measure, size)),
         )
-
-    def _streams(self, model: AuxiliaryModel, room: Room) -> bool:
-        if self.streaming != "auto":
-            return self.streaming == "always"
-        # A state dict counts a shared weight twice, as the encoder does when it decides whether to stream.
-        needed = sum(tensor.nbytes for tensor in model.build(self.text_dtype).state_dict().values())
-        return room.available is not None and too_large(needed, room.available)
 
 
 def _remedy(model: AuxiliaryModel, mode: Mode, room: Room, measure: Callable[..., MeasuredModel]) -> str:

@@ -159,11 +159,8 @@ def behind(block: StageCost, not_sent: int) -> StageCost:
 
 def _least(variants: Sequence[StageCost], block: StageCost) -> int:
     """Bytes that a block frees at a split, if it does not save its output, without tensors that blocks of another policy save."""
-    return (
-        min((variant.freed_at_cut for variant in variants if variant.freed_at_cut), default=0)
-        if block.freed_at_cut
-        else 0
-    )
+    freed = [variant.freed_at_cut for variant in variants if variant.freed_at_cut]
+    return min(freed, default=0) if block.freed_at_cut else 0
 
 
 def _most(variants: Sequence[StageCost]) -> StageCost:
@@ -249,39 +246,10 @@ class DevicePlan:
         return max(0, -self.free)
 
 
-def as_replayed(
-    stages: Sequence[StageCost], work: Workload, rates: Rates | None, *, is_alone: bool, streams: bool
-) -> Workload:
-    """The work with `cuda_graphs` as it turns out on a device: `on` if its micro-batches are replayed, `off` if not.
-
-    `training/replay.py` decides by the same: a device that shares the model, or a host that has a part of it, runs eagerly, and `auto` replays where
-    the host takes longer than the GPU. Of that the plan has an estimate, for a slow host.
-
-    Args:
-        stages: The stages of the device.
-        rates: Of the device; None for a CPU, which replays nothing.
-        is_alone: Whether it has the whole model.
-        streams: Whether some of its blocks are streamed.
-    """
-    if work.cuda_graphs == "off":
-        return work
-    if rates is None or not is_alone or streams or any(stage.on_host for stage in stages):
-        return replace(work, cuda_graphs="off")
-    if work.cuda_graphs == "on":
-        return work
-    every = [counts for stage in stages for counts in (stage.kernels_forward, stage.kernels_backward)]
-    return replace(work, cuda_graphs="on" if is_launched_slowly(every, rates, work.attention) else "off")
-
-
 def work_as_run(profile: Profile, division: Partition, rates: Sequence[Rates], work: Workload) -> Workload:
-    """The work as it turns out on these devices, as `as_replayed` has it.
-
-    Args:
-        rates: Of the devices, if they are GPUs; else empty.
-    """
-    first = rates[0] if rates else None
+    """The work as it turns out on these devices, as `DeviceSpan.as_replayed` has it; without rates they are no GPUs."""
     start, end = division.bounds[:2]
-    return DeviceSpan(profile, start, end, division.streamed).as_replayed(work, first)
+    return DeviceSpan(profile, start, end, division.streamed).as_replayed(work, rates[0] if rates else None)
 
 
 def compose(
@@ -364,9 +332,20 @@ class DeviceSpan:
         )
 
     def as_replayed(self, work: Workload, rates: Rates | None) -> Workload:
-        """The work as it turns out here, as the function of this name has it."""
+        """The work with `cuda_graphs` as it turns out here: `on` if its micro-batches are replayed, `off` if not. A CPU, without rates, replays nothing.
+
+        `training/replay.py` decides by the same: a device that shares the model, or a host that has a part of it, runs eagerly, and `auto` replays where
+        the host takes longer than the GPU. Of that the plan has an estimate, for a slow host.
+        """
+        if work.cuda_graphs == "off":
+            return work
         is_alone = len(self.held) == len(self.profile.blocks) + 2
-        return as_replayed(self.stages, work, rates, is_alone=is_alone, streams=bool(self.passing))
+        if rates is None or not is_alone or self.passing or any(stage.on_host for stage in self.stages):
+            return replace(work, cuda_graphs="off")
+        if work.cuda_graphs == "on":
+            return work
+        every = [counts for stage in self.stages for counts in (stage.kernels_forward, stage.kernels_backward)]
+        return replace(work, cuda_graphs="on" if is_launched_slowly(every, rates, work.attention) else "off")
 
     def static(self) -> dict[str, int]:
         """Static memory: bytes by purpose that are in use during the whole step."""
@@ -390,7 +369,11 @@ class DeviceSpan:
 
         Optimizer state is streamed with trained weights for their backward; the last block's state arrives at the end of the forward.
         """
-        gradients, again = self._gradients_before(of), of.again
+        again = of.again
+        if self.gathered and again:
+            gradients = sum(cost.whole_gradients for cost in self.stages)
+        else:
+            gradients = (of.sums + again) * sum(cost.gradients for cost in self.stages)
         kept = self.receives + self.targets + sum(cost.kept for cost in self.stages) - self.freed
         live = waiting * kept + self.receives + self.targets
         states = [cost.optimizer for cost in self.passing] if self.profile.trains_all else []
@@ -410,12 +393,6 @@ class DeviceSpan:
             gradients += _gradients_left(cost, of)
             adding = 0 if of.unsharded else cost.reduced
         return moments
-
-    def _gradients_before(self, of: Round) -> int:
-        """Bytes of the gradients of earlier micro-batches."""
-        if self.gathered and of.again:
-            return sum(cost.whole_gradients for cost in self.stages)
-        return (of.sums + of.again) * sum(cost.gradients for cost in self.stages)
 
 
 def _gradients_left(cost: StageCost, of: Round) -> int:

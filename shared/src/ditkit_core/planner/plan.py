@@ -4,7 +4,7 @@ step = plan(WAN, WAN.architecture.presets["ti2v-5b"], Execution(checkpointing="a
 step.fits, step.devices[0].peak, step.seconds, step.placement
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from ditkit_core.adapters.config import AdapterConfig
-from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.execution import Execution
 from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.kernel_time import rate_of_codes
-from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, compose, on_host, work_as_run
+from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host, work_as_run
 from ditkit_core.planner.partition import (
     Partitioner,
     Solution,
@@ -152,35 +151,19 @@ def plan(
 
 def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) -> StepPlan:
     """Plan a step, with all its micro-batches, on the devices of one process; with a layout, of one of the ranks that divide it."""
-    profiles = profiles_of(job)
-    work = job.work if layout is None else work_of_rank(job.work, layout, adapts=not job.trains_all)
-    solution = Partitioner(
-        job=job,
-        model=_divisible(job, targets),
-        targets=targets,
-        work=work,
-        profile_of=profiles if layout is None else _of_rank(profiles, layout, job.precision.reduction),
-    ).solve()
+    profiles, work = profiles_of(job), job.work
+    profile_of = profiles
+    if layout is not None:
+        work = work_of_rank(job.work, layout, adapts=not job.trains_all)
+        profile_of = cache(lambda policy: profile_of_rank(profiles(policy), layout, job.precision.reduction))
+    if targets.kind == "cuda" or len(targets.budgets) == 1:
+        model = build_on_meta(job.spec, job.arch, job.precision)
+    else:  # with its adapters, because the split by weights counts trained parameters
+        model = reduced_model(job, of_each=None).full_model
+    solution = Partitioner(job=job, model=model, targets=targets, work=work, profile_of=profile_of).solve()
     work = work_as_run(solution.profile, solution.division, targets.gpus, work)
     devices = compose(solution.profile, solution.division, targets.budgets, work)
     return StepPlan(job=job, targets=targets, solution=solution, work=work, devices=devices)
-
-
-def _of_rank(
-    profiles: Callable[[Policy], Profile], layout: RankLayout, reduction: torch.dtype
-) -> Callable[[Policy], Profile]:
-    @cache
-    def profile_of(policy: Policy) -> Profile:
-        return profile_of_rank(profiles(policy), layout, reduction)
-
-    return profile_of
-
-
-def _divisible(job: StepJob, targets: Targets) -> Any:
-    """The model to split: on CPUs with its adapters, because the split by weights counts trained parameters."""
-    if targets.kind == "cuda" or len(targets.budgets) == 1:
-        return build_on_meta(job.spec, job.arch, job.precision)
-    return reduced_model(job, of_each=None).full_model
 
 
 def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: RankLayout | None = None) -> Targets:
@@ -196,18 +179,25 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
         # The device is the host itself, so there is no other memory to limit.
         devices = execution.torch_devices
         budgets = budgets_here(devices, reserve)
-        return Targets(kind="cpu", devices=devices, budgets=tuple(_part(budget, per_machine) for budget in budgets))
+        if per_machine > 1:  # a rank's part of the host, which all ranks of a machine share
+            budgets = tuple(
+                replace(budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine)
+                for budget in budgets
+            )
+        return Targets(kind="cpu", devices=devices, budgets=budgets)
     hardware = parse_gpus(gpus) if gpus else gpus_here(execution.torch_devices)
     check_formats(execution.compute, hardware)
     if layout is not None:
         hardware = (weakest(hardware),)
     devices = _names_for(execution, len(hardware)) if gpus else execution.torch_devices
     hardware = keeping_reserves(hardware, reserve)
-    limit = host_limit(host, here=not gpus)
+    limit, budgets = host_limit(host, here=not gpus), budgets_of(hardware)
+    if layout is not None:
+        budgets = tuple(replace(budget, name=f"{budget.name} of {layout.size}") for budget in budgets)
     return Targets(
         kind="cuda",
         devices=devices,
-        budgets=tuple(_of_ranks(budget, layout) for budget in budgets_of(hardware)),
+        budgets=budgets,
         gpus=hardware,
         host=None if limit is None else limit // per_machine,
     )
@@ -234,17 +224,6 @@ def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
             raise UserError(
                 f"base.compute = {compute}: {gpu.name} has no products of this format; leave base.compute out"
             )
-
-
-def _part(budget: Budget, per_machine: int) -> Budget:
-    """A rank's part of the host, which all ranks of a machine share."""
-    if per_machine == 1:
-        return budget
-    return replace(budget, name=f"{budget.name} / {per_machine}", total=budget.total // per_machine)
-
-
-def _of_ranks(budget: Budget, layout: RankLayout | None) -> Budget:
-    return budget if layout is None else replace(budget, name=f"{budget.name} of {layout.size}")
 
 
 def _names_for(execution: Execution, count: int) -> tuple[torch.device, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -60,25 +60,17 @@ def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = Non
     job = job.with_execution(checkpointing=schedule)
     # An optimizer in the backward takes part in its peaks.
     together = measure(job, model, [0] * len(model.stages()), updates=like is None or job.optim.fused_backward)
+    # Each stage on a device of its own; one without parameters runs on the device of its input.
+    has_parameters = [next(stage.parameters(), None) is not None for stage in model.stages()]
+    devices = list(accumulate(has_parameters[1:], initial=0))
     # The cost of a split does not depend on other micro-batches, so one is enough.
-    apart = measure(
-        replace(job, micro_batches=1), model, _stage_devices(model), updates=like is None, backward=like is None
-    )
+    apart = measure(replace(job, micro_batches=1), model, devices, updates=like is None, backward=like is None)
     return replace(
         _profile(model, together, apart, like),
         inputs=sum(x.nbytes for item in job.batch for x in (*item.values(), item["latents"], item["latents"])),
         trains_all=job.adapter.method == "full",
         updates_in_backward=job.optim.fused_backward and job.micro_batches == 1,
     )
-
-
-def _stage_devices(model: ReducedModel) -> list[int]:
-    """A separate device for each stage; one without parameters runs on the device of its input."""
-    stage_devices: list[int] = []
-    for stage in model.stages():
-        has_parameters = next(stage.parameters(), None) is not None
-        stage_devices.append(stage_devices[-1] + has_parameters if stage_devices else 0)
-    return stage_devices
 
 
 @dataclass
@@ -254,14 +246,15 @@ class _Measuring:
         """Run a forward and a backward, and record their boundaries. Returns the last one."""
         job = self.job
         calls = AttentionCalls()
+        streams = job.spec.architecture.token_streams(job.arch) if job.context > 1 else None
         engine = _Watched(
             policy=job.schedule,
             kernels=job.kernels,
-            context=self._context(),
+            context=None if streams is None else ContextParallel(self.ranks, streams),
             router=self.model.router,
             model=self.model,
             entered=partial(self._entered, forward),
-            entered_backward=partial(self._entered_backward, backward),
+            entered_backward=lambda stage: backward.update({stage: self._boundary()}),
         )
         forward.append(self._boundary())
         # With fused_backward the optimizer runs inside of the backward.
@@ -276,18 +269,11 @@ class _Measuring:
         self.measured.attention = tuple(sorted(calls.counts))
         return self._boundary()
 
-    def _context(self) -> ContextParallel | None:
-        streams = self.job.spec.architecture.token_streams(self.job.arch) if self.job.context > 1 else None
-        return None if streams is None else ContextParallel(self.ranks, streams)
-
     def _entered(self, forward: list[StageMoment], stage: int) -> None:
         assert stage == len(forward)
         forward.append(self._boundary())
         if not self.backward and stage == len(self.model.stages()):
             raise _ForwardDone
-
-    def _entered_backward(self, backward: dict[int, StageMoment], stage: int) -> None:
-        backward[stage] = self._boundary()
 
     def _update(self, trained: TrainState) -> None:
         # On GPUs torch's optimizers default to foreach, which works on all parameters at once; fake devices are CPUs.
@@ -348,9 +334,15 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
     costs = [replace(cost, freed_at_cut=freed[stage]) for stage, cost in enumerate(costs)]
     blocks = [1 + index for index in model.stands_for]
     head = len(costs) - 1
+
+    def after(before: int, stage: int) -> StageCost:
+        # A block after another one than when it was measured, which may offload more or less.
+        more = costs[before].on_host - costs[stage - 1].on_host
+        return behind(costs[stage], -more) if more else costs[stage]
+
     model_profile = Profile(
         embed=costs[0],
-        blocks=tuple(_following(costs, stage, before) for before, stage in pairwise((0, *blocks))),
+        blocks=tuple(after(before, stage) for before, stage in pairwise((0, *blocks))),
         head=costs[head],
         crossing=tuple(sent[stage] for stage in (*blocks, head)),
         crossing_back=tuple(sent_back[stage] for stage in (*blocks, head)),
@@ -358,8 +350,12 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
         attention=together.attention,
     )
     if like is None:
+        assert together.update is not None
         update, together_extra = _extra(apart.update), _extra(together.update)[0]
-        launches = _launches_of_updates(costs, together)
+        # Of the operations that updated all stages, the part of each by its trained tensors; 0 where that is in the backward.
+        trained = [sum(rows.is_trained for rows in cost.rows) for cost in costs]
+        launched = together.update.kernels.total()
+        launches = [round(launched * number / max(1, sum(trained))) for number in trained]
         extras = [
             (cost.optimizer, cost.sums, update[device] * (cost.adapters > 0), launched)
             for cost, device, launched in zip(costs, apart.stage_devices, launches, strict=True)
@@ -375,20 +371,6 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, l
         for cost, (state, sums, extra, launched) in zip(model_profile.stages, of_stages, strict=True)
     ]
     return replace(model_profile, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
-
-
-def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost:
-    """A block's costs after another block than the one that ran before it, which may offload more or less."""
-    more = costs[before].on_host - costs[stage - 1].on_host
-    return behind(costs[stage], -more) if more else costs[stage]
-
-
-def _launches_of_updates(costs: Sequence[StageCost], together: MeasuredStep) -> list[int]:
-    """By stage, its part of the operations that updated all of them, by its trained tensors; 0 where that is in the backward."""
-    assert together.update is not None
-    trained = [sum(rows.is_trained for rows in cost.rows) for cost in costs]
-    launched = together.update.kernels.total()
-    return [round(launched * number / max(1, sum(trained))) for number in trained]
 
 
 def _extra(moment: StageMoment | None) -> dict[int, int]:

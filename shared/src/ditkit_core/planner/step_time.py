@@ -5,7 +5,7 @@ times.
 
 A device executes its work in the order of launches, as a stream does. A copy between two devices waits on both for all work launched before.
 The end of every piece of work therefore follows from the order of launches, which is all that the simulation needs. Where the host takes longer
-to launch a stage than the device to run it, the stage takes that long; steps that are replayed (`memory.py: as_replayed`) are not launched by it.
+to launch a stage than the device to run it, the stage takes that long; steps that are replayed (`memory.py: DeviceSpan`) are not launched by it.
 
 - *Accumulated*: forward and backward of a micro-batch, then of the next one. The next forward begins on the device where the last
   backward ends, so nothing overlaps.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.kernel_time import LAUNCHED, REACHED, gpu_seconds, host_seconds, rate_of_codes, reach_of
-from ditkit_core.planner.memory import Partition, Profile, StageCost, as_replayed
+from ditkit_core.planner.memory import DeviceSpan, Partition, Profile, StageCost
 from ditkit_core.planner.memory_tracker import KernelCounts
 from ditkit_core.planner.workload import Workload
 
@@ -137,8 +137,7 @@ def both_orders(profile: Profile, division: Partition, gpus: Sequence[GPU], work
     """Utilisation with and without pipelined micro-batches, without updates; None if nothing can overlap."""
     if len(gpus) == 1 or work.micro_batches == 1:
         return None
-    spans = _in_seconds(_spans(profile, division, gpus, work))
-    return compare_orders(spans, work.micro_batches)
+    return compare_orders(_in_seconds(_spans(profile, division, gpus, work)), work.micro_batches)
 
 
 def step_time(spans: Sequence[StageTime], work: Workload) -> int:
@@ -175,13 +174,9 @@ def sending(
 
 def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collection[int], work: Workload) -> StageTime:
     """The time of a GPU for the blocks from `start` to before `end`; block 0 includes the embedding, the last block the head."""
-    stages = [(profile.blocks[i], i in streamed) for i in range(start, end)]
-    if start == 0:
-        stages.insert(0, (profile.embed, False))
-    if end == len(profile.blocks):
-        stages.append((profile.head, False))
-    is_alone = start == 0 and end == len(profile.blocks)
-    work = as_replayed([stage for stage, _ in stages], work, gpu, is_alone=is_alone, streams=bool(streamed))
+    span = DeviceSpan(profile, start, end, streamed)
+    stages = [(stage, index - 1 in streamed) for index, stage in zip(span.held, span.stages, strict=True)]
+    work = span.as_replayed(work, gpu)
     link = gpu.host_bandwidth * LINK_SHARE
     # Blocks of a kind have one object of counts. A search asks for a hundred thousand spans, so each is looked up by identity, once for a span.
     every = [counts for stage, _ in stages for counts in (stage.kernels_forward, stage.kernels_backward)]

@@ -28,7 +28,7 @@ class Workload:
     """`train.attention`."""
     cuda_graphs: CudaGraphs = "off"
     """`train.cuda_graphs`; `off` also where a setting of the run forbids replays. Where it is split, streamed or offloaded nothing is replayed either:
-    `memory.py: as_replayed` knows."""
+    `DeviceSpan.as_replayed` knows."""
     kinds: int = 1
     """Kinds of micro-batches; a kind has inputs of its own once it is replayed."""
     validates: bool = False
@@ -47,7 +47,7 @@ class Workload:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether the host launches no operation of a micro-batch. A work from `memory.py: as_replayed` leaves no choice."""
+        """Whether the host launches no operation of a micro-batch. A work from `DeviceSpan.as_replayed` leaves no choice."""
         return self.cuda_graphs != "off"
 
     def rounds(self, *, trains_all: bool) -> list["Round"]:

@@ -16,10 +16,9 @@ from ditkit_core.models.spec import build_on_meta
 from ditkit_core.planner.auxiliary import AuxiliaryPlanner, AuxiliaryRow, Room, denoising_bytes, held_while_sampling
 from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
-from ditkit_core.planner.planned_step import Size
 from ditkit_core.run.data import RunData
 from ditkit_core.run.encoding import sample_prompts
-from ditkit_core.run.plans.planned_step import Bucket, Generated, PlannedStep, has_data, missing_class_images
+from ditkit_core.run.plans.planned_step import Generated, PlannedStep, has_data, missing_class_images
 from ditkit_core.run.sample_adapters import SampleAdapters
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes
@@ -39,10 +38,9 @@ def plan_auxiliary(
     """Rows for encoding and sampling as configured, then for previews if they have a separate device.
 
     Args:
-        devices: Memory of the steps on each device.
-        blocks: The blocks of each device.
+        devices: Memory of the steps on each device, which has these blocks.
         gpus: Whether the plan is for GPUs that need not be in this machine.
-        samples: The training samples, if known already; None reads the dataset.
+        samples: The training samples, if known already; None reads the dataset. Without one, captions are sampled in each shape of the bucket.
         streamed: Bytes of streamed weights on the host.
         per_machine: Ranks on a machine; all of them encode.
         host: Bytes of host memory for streamed weights and offloaded activations; None if unknown.
@@ -50,9 +48,18 @@ def plan_auxiliary(
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
     training_device = None if gpus else run.devices[0]
     kind = "cuda" if training_device is None else training_device.type
-    previews = bool(config.sample.preview_steps) and not config.sample.device
-    exchanges = bool(run.experts) and previews
-    rooms = _rooms(devices, kind, averages=config.optim.kind.averages, exchanges=exchanges)
+    exchanges = bool(run.experts and config.sample.preview_steps) and not config.sample.device
+    rooms = [
+        Room(
+            device=device.budget.name,
+            available=device.budget.available - device.budget.workspace,
+            kind=kind,
+            in_use=held_while_sampling(device.purposes, averages=config.optim.kind.averages)
+            # A CPU has both experts; a GPU has one at a time.
+            + (weights_on(device) if exchanges and kind == "cpu" else 0),
+        )
+        for device in devices
+    ]
     planner = AuxiliaryPlanner(
         models=run.spec.auxiliary.models(step.job.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),
@@ -63,10 +70,10 @@ def plan_auxiliary(
     encoders = _room_of(config.encode.device, "encode.device", training_device, rooms[0])
     if encoders.kind == "cpu" and encoders.available is not None:
         encoders = encoders._replace(available=encoders.available // per_machine)
-    rows, added = (
-        planner.encode_rows(_encoded_sizes(step.bucket), encoders),
-        _added_on(replace(run.sample_adapters, arch=step.job.arch), run.precision, blocks),
-    )
+    encoded = (*shapes, *step.bucket.class_shapes)
+    sizes = [size for clip, references in encoded for size in (clip, *((1, *reference) for reference in references))]
+    rows = planner.encode_rows(sizes, encoders)
+    added = _added_on(replace(run.sample_adapters, arch=step.job.arch), run.precision, blocks)
 
     def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
         if not generated.shapes:
@@ -76,53 +83,26 @@ def plan_auxiliary(
         sizes = [size for size, _ in generated.shapes]
         return planner.sample_rows(sizes, on, denoising=denoising, num_samples=generated.num, added=more)
 
-    rows += sampled(to_be_generated(run.data, shapes, samples), rooms)
+    # Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
+    asked, images = _samples(run.data, shapes, samples), missing_class_images(run.data)
+    rows += sampled(Generated((*asked.shapes, *images.shapes), asked.num + images.num), rooms)
     if config.sample.device and config.sample.every_steps:
         room = _room_of(config.sample.device, "sample.device", training_device, rooms[0])
-        room = _with_copy(room, rooms[0], devices, streamed=streamed)
+        room = _with_copy(room, kind, devices, streamed=streamed)
         if room.kind == "cuda" and gpus:
             room = room._replace(device=f"sample.device {config.sample.device}")
-        rows += [replace(row, stage="preview") for row in sampled(_samples(run.data, shapes, samples), [room])]
+        rows += [replace(row, stage="preview") for row in sampled(asked, [room])]
     if exchanges and kind == "cuda":
-        rows.append(_exchanged(devices, streamed, host))
+        # While the other of two experts takes its steps of a preview, the weights of the one that trains wait on the host, and the other
+        # streams as many.
+        held = streamed + sum(device.host for device in devices)
+        moved = streamed + sum(weights_on(device) - device.gathered for device in devices)
+        about = {"stage": "preview", "name": "exchange of the experts", "size": None, "mode": "whole", "weights": moved}
+        rows.append(Room("host", host, in_use=held).row(moved, lambda: _NO_EXCHANGE, **about))
     return tuple(rows)
 
 
-def _rooms(devices: Sequence[DevicePlan], kind: str, *, averages: bool, exchanges: bool) -> list[Room]:
-    """The devices of the training step, and what is in use there while it generates samples."""
-    # A CPU has both experts; a GPU has one at a time.
-    both = exchanges and kind == "cpu"
-    return [
-        Room(
-            device=device.budget.name,
-            available=device.budget.available - device.budget.workspace,
-            kind=kind,
-            in_use=held_while_sampling(device.purposes, averages=averages) + (weights_on(device) if both else 0),
-        )
-        for device in devices
-    ]
-
-
-def _exchanged(devices: Sequence[DevicePlan], streamed: int, host: int | None) -> AuxiliaryRow:
-    """The host while the other of two experts takes its steps of a preview: the weights of the one that trains wait there, and the other
-    streams as many."""
-    in_use = streamed + sum(device.host for device in devices)
-    moved = streamed + sum(weights_on(device) - device.gathered for device in devices)
-    fits = host is None or in_use + moved <= host
-    return AuxiliaryRow(
-        stage="preview",
-        name="exchange of the experts",
-        device="host",
-        size=None,
-        mode="whole",
-        weights=moved,
-        in_use=in_use,
-        peak=in_use + moved,
-        available=host,
-        remedy=""
-        if fits
-        else "name another GPU as sample.device, or set sample.every_steps = 0: without room there are no previews",
-    )
+_NO_EXCHANGE = "name another GPU as sample.device, or set sample.every_steps = 0: without room there are no previews"
 
 
 def weights_on(device: DevicePlan) -> int:
@@ -142,21 +122,6 @@ def _added_on(sample_adapters: SampleAdapters, precision: Precision, blocks: Seq
     shapes, dtype_of = layers_of(spec.architecture.build, arch), loaded_dtype(spec, precision)
     on = [{name for name in shapes if device_of(name) == device} for device in devices]
     return [max(added_bytes(adapter, shapes, dtype_of, span) for adapter in adapters) for span in on]
-
-
-def _encoded_sizes(bucket: Bucket) -> list[Size]:
-    shapes = (*bucket.shapes, *bucket.class_shapes)
-    return [size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))]
-
-
-def to_be_generated(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
-    """The samples that a run generates during and after training, and missing class images; if the dataset is not available, captions are sampled in each of
-    the shapes.
-
-    Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
-    """
-    asked, images = _samples(data, shapes, samples), missing_class_images(data)
-    return Generated((*asked.shapes, *images.shapes), asked.num + images.num)
 
 
 def _samples(data: RunData, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
@@ -199,13 +164,13 @@ def _room_of(name: str, key: str, training_device: torch.device | None, training
     return Room(f"{device}: {gpu.name}", gpu.total - gpu.reserve)
 
 
-def _with_copy(room: Room, training_room: Room, devices: Sequence[DevicePlan], *, streamed: int) -> Room:
+def _with_copy(room: Room, kind: str, devices: Sequence[DevicePlan], *, streamed: int) -> Room:
     """The device that generates previews, with a copy of the model."""
     weights = sum(map(weights_on, devices))
     if room.kind == "cuda":
         return room._replace(in_use=weights)
     if room.available is not None:  # the steps will use the same memory, and have not begun
-        steps = sum(device.host + (device.peak if training_room.kind == "cpu" else 0) for device in devices)
+        steps = sum(device.host + (device.peak if kind == "cpu" else 0) for device in devices)
         room = room._replace(available=max(0, room.available - streamed - steps))
     return room._replace(in_use=weights + streamed)  # the copy streams nothing
 
