@@ -48,8 +48,8 @@ def test_larger_clips_take_fewer_frames_there():
     task = task_for(run, parse_gpus("24GiB"))
     assert fit(task).chosen is None and least_missing(task) > 0
     best, *_ = changes(WAN, run.config, task)
-    assert not best.missing and "data.frames" in best.change.words
-    changed = fit(task_for(create_run(WAN, best.change.config), best.change.gpus)).chosen
+    assert not best.missing and "data.frames" in best.words
+    changed = fit(task_for(create_run(WAN, best.config), best.gpus)).chosen
     assert all(plan.fits for plan in changed.plan)
 
 

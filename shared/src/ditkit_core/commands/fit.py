@@ -34,10 +34,8 @@ from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
 from ditkit_core.run.plans.changes import (
     Level,
-    Planned,
     SuggestedChange,
     accepted,
-    best_first,
     fit_levels,
     levels,
     levers,
@@ -88,7 +86,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     )
     chosen = result.chosen
     if chosen is None:
-        _warn(result.lines)
+        for line in result.lines:
+            warn(line)
         return DOES_NOT_FIT
     if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
         check_preview_device(create_run(spec, result.level.config))
@@ -104,8 +103,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     level, rows = _with_encoding(result.level, auxiliary)
     fitted, lacking = level.config, [row for row in rows if row.fits is False]
     lines = [*result.lines]
-    for change in level.changed[len(result.level.changed) :]:
-        lines.append(f"encoding does not fit as configured; changed: {change}")
+    more = level.changed[len(result.level.changed) :]
+    lines += [f"encoding does not fit as configured; changed: {change}" for change in more]
     previews_here = bool(fitted.sample.every_steps and not fitted.sample.device)
     lines += [describe_shortfall(row, previews_here) for row in lacking]
     if lacking:
@@ -117,13 +116,9 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     else:
         write_text(out, text)
         lines.append(f"written to {out}")
-    _warn(lines)
-    return DOES_NOT_FIT if lacking else 0
-
-
-def _warn(lines: Sequence[str]) -> None:
     for line in lines:
         warn(line)
+    return DOES_NOT_FIT if lacking else 0
 
 
 def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
@@ -401,30 +396,30 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
     else:
         yield f"nothing fits: {smallest}, all streamed, the fullest GPU still lacks {least_missing(task) / GIB:.2f} GiB"
     planned = changes(spec, config, task)
-    for plan in planned:
-        state = "fits" if not plan.missing else f"still lacks {plan.missing / GIB:.2f} GiB"
-        yield f"{plan.change.words}: {state}"
+    for change in planned:
+        yield f"{change.words}: {'fits' if not change.missing else f'still lacks {change.missing / GIB:.2f} GiB'}"
     if planned and not planned[0].missing:
-        best = planned[0].change
+        best = planned[0]
         fit_after = fit(_after(best, spec, config, task))
         assert fit_after.chosen is not None
         names = [f"cuda:{i}" for i in range(len(best.gpus))]
         yield f"the single change that helps most: {best.words}; then {in_words(fit_after.chosen, names)}"
     elif planned:
-        yield f"no single change is enough; this one helps most: {planned[0].change.words}"
+        yield f"no single change is enough; this one helps most: {planned[0].words}"
 
 
-def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[Planned]:
+def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[SuggestedChange]:
     """Plans of single changes, the best first: of each kind the mildest that fits, or else the strongest."""
     planned = []
     for lever in levers(spec, config, task.gpus):
         for change in lever:
-            result = Planned(change=change, missing=least_missing(_after(change, spec, config, task)))
+            result = replace(change, missing=least_missing(_after(change, spec, config, task)))
             if not result.missing:  # a lever lists its changes from mild to strong: stronger ones cost more quality
                 break
         if lever:
             planned.append(result)
-    return best_first(planned)
+    # First those with which the run fits, the least costly first; then the others, by missing bytes.
+    return sorted(planned, key=lambda change: (change.missing, change.lost_share))
 
 
 def _after(change: SuggestedChange, spec: ModelSpec, config: RunConfig, task: FitTask) -> FitTask:

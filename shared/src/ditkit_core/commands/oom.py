@@ -131,13 +131,13 @@ def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
         if not settings:
             return "no setting that --fit searches needs less memory"
         return f"{settings} fits: {_of(fullest.peak, fullest.budget.available)}"
-    single = [plan for plan in changes(spec, config, task) if plan.change.gpus == task.gpus]
+    single = [change for change in changes(spec, config, task) if change.gpus == task.gpus]
     if not single:
         return f"no settings that --fit searches fit; {_NOTHING_LEFT}, so it needs more memory or a smaller model"
     best = single[0]
     lacks = f"{best.missing / GIB:.1f} GiB would still be missing"
     helps = f"helps most: {lacks}" if best.missing else "fits, with the settings that --fit chooses"
-    return f"no settings that --fit searches fit; {best.change.words} {helps}"
+    return f"no settings that --fit searches fit; {best.words} {helps}"
 
 
 def _on_the_host(run: RunContext, report: PlanReport) -> str:

@@ -128,13 +128,6 @@ def _with_narrow_residual(level: Level) -> Iterator[Level]:
         yield level.then("precision", preset="fast")
 
 
-def _with_codes(level: Level, quantize: str) -> Iterator[Level]:
-    """The level with products in the 8 bits in which its weights are stored; nothing where they are not."""
-    config = level.config
-    if config.base.compute == "dtype" and quantize in ("int8", "fp8"):
-        yield replace(level, config=_with(config, "base", quantize=quantize)).then("base", compute=quantize)
-
-
 def _of_updates(level: Level, *, in_backward: bool) -> Iterator[Level]:
     """The levels that change how a full fine-tune updates its weights."""
     config, optim = level.config, level.config.optim
@@ -175,7 +168,11 @@ def fit_levels(config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, la
     cached."""
     tried: list[LevelFit] = []
     for level, task in accepted(levels(config), task_of):
-        tried.append(LevelFit(level=level, task=task, fit=Fit(others={}) if _cannot_fit(task) else fit(task)))
+        state = 0
+        if not task.adapts and not task.streams_trained:  # what is frozen can be streamed, so it need not fit
+            state = state_bytes(task.profile_of("full", "none"))
+        cannot_fit = state > sum(gpu.budget.available for gpu in task.gpus)
+        tried.append(LevelFit(level=level, task=task, fit=Fit(others={}) if cannot_fit else fit(task)))
         if tried[-1].fit.chosen is not None:
             break
     best = tried[-1]
@@ -184,10 +181,20 @@ def fit_levels(config: RunConfig, task_of: Callable[[RunConfig], FitTask], *, la
     chosen, passed = best.fit.chosen, {attempt.level for attempt in tried}
     updates = (level for level in levels(config) if level not in passed and level.config.precision == config.precision)
     offered = [*_better(chosen, accepted(updates, task_of), [_QUICK])]
-    if policies := _with_less_memory(chosen, best.task):
+    # Blocks that keep less could be better with the present policy if something is streamed or quantized, and with the next faster one; not if no step
+    # of this run can be that much faster.
+    policy, quantize = chosen.setting.policy, chosen.setting.quantize
+    index = POLICIES.index(policy) if policy in POLICIES else 0
+    policies = POLICIES[index : index + 2]
+    if not chosen.host and quantize == "none":
+        policies = policies[1:] if shortest_seconds(best.task) <= _FASTER * chosen.score else ()
+    if policies:
         offered += _better(chosen, accepted(_with_narrow_residual(best.level), task_of), policies)
-    policy = chosen.setting.policy if chosen.setting.policy in POLICIES else _QUICK
-    offered += _better(chosen, accepted(_with_codes(best.level, chosen.setting.quantize), task_of), [policy])
+    if best.level.config.base.compute == "dtype" and quantize in ("int8", "fp8"):
+        # Products in the 8 bits in which the weights are stored.
+        level = replace(best.level, config=_with(best.level.config, "base", quantize=quantize))
+        codes = iter([level.then("base", compute=quantize)])
+        offered += _better(chosen, accepted(codes, task_of), [policy if policy in POLICIES else _QUICK])
     return replace(best, later=tuple(offered))
 
 
@@ -204,23 +211,6 @@ def _better(
         if one is not None and (one.score <= _FASTER * best.score or one.host < _LESS_HOST * best.host):
             yield level, one
             return
-
-
-def _with_less_memory(best: Candidate, task: FitTask) -> Sequence[str]:
-    """The policies with which blocks that keep less could be better: the present one if something is streamed or quantized, and the next
-    faster one. None if no step of this run can be that much faster."""
-    setting = best.setting
-    index = POLICIES.index(setting.policy) if setting.policy in POLICIES else 0
-    if best.host or setting.quantize != "none":
-        return POLICIES[index : index + 2]
-    return POLICIES[index + 1 : index + 2] if shortest_seconds(task) <= _FASTER * best.score else ()
-
-
-def _cannot_fit(task: FitTask) -> bool:
-    """Whether the weights, gradients and optimizer state alone are more than all GPUs have, and none of it can be streamed."""
-    if task.adapts or task.streams_trained:  # frozen weights can be streamed too
-        return False
-    return state_bytes(task.profile_of("full", "none")) > sum(gpu.budget.available for gpu in task.gpus)
 
 
 def state_bytes(profile: Profile) -> int:
@@ -240,15 +230,8 @@ class SuggestedChange:
     """Share of the configured run that is lost, in [0, 1]; above 1 it costs money."""
     config: RunConfig
     gpus: tuple[GPU, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A change with its plan."""
-
-    change: SuggestedChange
-    missing: int
-    """Bytes that the fullest GPU still lacks under the smallest settings, or else the host; 0 if they fit."""
+    missing: int = 0
+    """Once it is planned: bytes that the fullest GPU still lacks under the smallest settings, or else the host; 0 if they fit."""
 
 
 def levers(spec: ModelSpec, config: RunConfig, gpus: tuple[GPU, ...]) -> Iterator[list[SuggestedChange]]:
@@ -261,12 +244,9 @@ def levers(spec: ModelSpec, config: RunConfig, gpus: tuple[GPU, ...]) -> Iterato
         ]
     if gpus:
         yield _larger_gpus(config, gpus)
-        yield [_one_more(config, gpus)]
-
-
-def best_first(planned: Sequence[Planned]) -> list[Planned]:
-    """Sort changes: first those with which the run fits, the least costly first; then the others, by missing bytes."""
-    return sorted(planned, key=lambda plan: (plan.missing, plan.change.lost_share))
+        largest = max(gpus, key=lambda gpu: gpu.total)
+        words, lost = f"one more GPU ({largest.name})", 1.0 + largest.total / GIB / 1000
+        yield [SuggestedChange(words=words, lost_share=lost, config=config, gpus=(*gpus, largest))]
 
 
 _NewValues = tuple[str, float, str, dict[str, Any]]
@@ -334,11 +314,3 @@ def _larger_gpus(config: RunConfig, gpus: tuple[GPU, ...]) -> list[SuggestedChan
             words = f"{'a GPU' if count == 1 else f'{count} GPUs'} of {size} GiB in place of {names}"
             changes.append(SuggestedChange(words=words, lost_share=1.0 + size / 1000, config=config, gpus=larger))
     return changes
-
-
-def _one_more(config: RunConfig, gpus: tuple[GPU, ...]) -> SuggestedChange:
-    largest = max(gpus, key=lambda gpu: gpu.total)
-    words = f"one more GPU ({largest.name})"
-    return SuggestedChange(
-        words=words, lost_share=1.0 + largest.total / GIB / 1000, config=config, gpus=(*gpus, largest)
-    )
