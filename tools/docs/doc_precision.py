@@ -142,8 +142,10 @@ def audited(text: str) -> Iterator[str]:
     yield ""
     yield f"| place | velocity | loss | gradient | {' | '.join(f'σ {name}' for name in findings.bin_names)} | others low |"
     yield "|---|" + "---:|" * (4 + len(findings.bin_names))
-    rows = [(f"`{each.place}`", each.alone, format_error(each.all_but.overall.gradient)) for each in findings.places]
-    rows += [("all of them", findings.all_lowered, ""), ("the demo itself, fp32", findings.own, "")]
+    rows = [
+        (f"`{each.op_group}`", each.alone, format_error(each.all_but.overall.gradient)) for each in findings.op_groups
+    ]
+    rows += [("all of them", findings.all_lowered, ""), ("the demo itself, fp32", findings.as_run, "")]
     for name, case, others in rows:
         yield f"| {name} | {' | '.join(_cells(case))} | {others} |"
 

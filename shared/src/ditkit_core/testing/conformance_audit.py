@@ -40,9 +40,9 @@ def findings_of(subject: Subject) -> AuditFindings:
 
 def errors(findings: AuditFindings) -> dict[str, list[Errors]]:
     """Every number that does not depend on the machine's speed or memory."""
-    cases = {"own": findings.own, "all lowered": findings.all_lowered}
-    for entry in findings.places:
-        cases |= {f"alone {entry.place}": entry.alone, f"all but {entry.place}": entry.all_but}
+    cases = {"own": findings.as_run, "all lowered": findings.all_lowered}
+    for entry in findings.op_groups:
+        cases |= {f"alone {entry.op_group}": entry.alone, f"all but {entry.op_group}": entry.all_but}
     return {name: [case.overall, *case.bins] for name, case in cases.items()}
 
 
@@ -72,7 +72,7 @@ class AuditChecks(ModelChecks):
         """With every place in fp64, results are bitwise identical to the exact ones."""
         monkeypatch.setattr(Subject, "lowered", torch.float64)
         findings = findings_of(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
-        assert 0 < findings.own.overall.gradient < 1e-4
+        assert 0 < findings.as_run.overall.gradient < 1e-4
         all_errors = errors(findings)
         del all_errors["own"]
         assert {value for case_errors in all_errors.values() for value in case_errors} == {
@@ -82,13 +82,13 @@ class AuditChecks(ModelChecks):
     def test_every_place_shows_and_the_timestep_most(self) -> None:
         """In bf16; what the family has no operation for makes no error at all."""
         findings = findings_of(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
-        assert findings.places[0].place == "timestep"
-        gradients = {entry.place: entry.alone.overall.gradient for entry in findings.places}
+        assert findings.op_groups[0].op_group == "timestep"
+        gradients = {entry.op_group: entry.alone.overall.gradient for entry in findings.op_groups}
         assert {name for name, error in gradients.items() if not error} == set(self.places_without)
         assert set(gradients) == set(ACTING)
-        all_but = {entry.place: entry.all_but.overall.gradient for entry in findings.places}
+        all_but = {entry.op_group: entry.all_but.overall.gradient for entry in findings.op_groups}
         assert min(all_but, key=lambda name: all_but[name]) == "timestep"
-        costs = {entry.place: entry.cost for entry in findings.places}
+        costs = {entry.op_group: entry.cost for entry in findings.op_groups}
         assert costs.pop("matmul") is None
         assert all(cost is not None and cost.time_ratio > 0 for cost in costs.values())
         assert findings.seconds > 0 and findings.peak_bytes > 0
@@ -146,6 +146,6 @@ def check_demo(demo: Demo, folder: Path) -> None:
     """
     assert demo.train(folder, "--audit-precision") == 0
     findings = audit_from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
-    assert findings.own.overall.gradient < 1e-5 < findings.places[-1].alone.overall.gradient
+    assert findings.as_run.overall.gradient < 1e-5 < findings.op_groups[-1].alone.overall.gradient
     page = (folder / "audit" / "precision.html").read_text(encoding="utf-8")
-    assert page.count('class="alone" x=') == len(findings.places)
+    assert page.count('class="alone" x=') == len(findings.op_groups)

@@ -80,8 +80,8 @@ def test_a_planted_culprit_is_found(short, monkeypatch):
     monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
     spec = altered(TOY, build=_Model)
     findings = findings_of(subject_of(spec, make_model(spec, ARCH, adapter=LORA), toy_items(2)))
-    first, second = findings.places[:2]
-    assert first.place == "modulation" and second.place == "timestep"
+    first, second = findings.op_groups[:2]
+    assert first.op_group == "modulation" and second.op_group == "timestep"
     assert first.alone.overall.gradient > 2 * second.alone.overall.gradient
     assert first.all_but.overall.gradient < 0.5 * findings.all_lowered.overall.gradient
 
@@ -114,11 +114,11 @@ def test_lower_precision_of_the_run_shows_in_its_own_error(few):
         dtype: findings_of(subject_of(TOY, make_model(TOY, ARCH, dtype=dtype, adapter=LORA), toy_items(2)))
         for dtype in (torch.bfloat16, torch.float32)
     }
-    narrow, wide = (findings[dtype].own.overall.gradient for dtype in (torch.bfloat16, torch.float32))
+    narrow, wide = (findings[dtype].as_run.overall.gradient for dtype in (torch.bfloat16, torch.float32))
     assert 1e-3 < narrow < 1e-1 and wide < 1e-5
     # the run's own islands keep the timestep, so it is nearer than bf16 throughout
     assert narrow < findings[torch.bfloat16].all_lowered.overall.gradient
-    tried = {each.place: each.cost.dtype for each in findings[torch.bfloat16].places if each.cost}
+    tried = {each.op_group: each.cost.dtype for each in findings[torch.bfloat16].op_groups if each.cost}
     assert tried == {"modulation": "bf16", "timestep": "bf16"}
 
 
@@ -126,7 +126,7 @@ def test_a_place_that_is_low_is_raised_for_its_cost(short, monkeypatch):
     monkeypatch.setattr(audit_module, "ACTING", ("attention", "residual"))
     monkeypatch.setattr(audit_module, "EDGES", (0.2, 0.8))
     subject = subject_of(TOY, make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA), toy_items(2))
-    costs = {each.place: each.cost for each in findings_of(subject).places}
+    costs = {each.op_group: each.cost for each in findings_of(subject).op_groups}
     assert costs["attention"].dtype == "fp32" and costs["residual"].dtype == "bf16"
     assert costs["attention"].num_bytes > 0 > costs["residual"].num_bytes
 
@@ -141,10 +141,10 @@ def test_findings_survive_json(few, tmp_path):
     assert sorted(tmp_path.glob("audit/*")) == sorted(files)
     page = files[1].read_text()
     rows = re.findall(r'<tr><td dir="auto">([^<]*)</td>', page)
-    assert rows == [*(each.place for each in findings.places), "all lowered", "this run"]
-    assert page.count('class="alone" x=') == page.count('class="others" x=') == len(findings.places)
+    assert rows == [*(each.op_group for each in findings.op_groups), "all lowered", "this run"]
+    assert page.count('class="alone" x=') == page.count('class="others" x=') == len(findings.op_groups)
     assert page == audit_page(findings) and all(place in page for place in NOT_IN_A_BATCH)
-    assert {each.place for each in findings.places}.isdisjoint(findings.not_measured)
+    assert {each.op_group for each in findings.op_groups}.isdisjoint(findings.not_measured)
 
 
 def test_every_place_is_measured_or_said_not_to_be():
@@ -218,14 +218,16 @@ def test_products_in_8_bits_are_a_place_of_their_own(few, kind):
     done: list[None] = []
     with_it, without = audit_module.audit(computed, advance=lambda: done.append(None)), findings_of(stored)
     assert len(done) == num_passes(computed) > num_passes(stored) and estimated_seconds(computed) > 0
-    places = {each.place: each for each in with_it.places}
+    places = {each.op_group: each for each in with_it.op_groups}
     (row,) = [places.pop(place) for place in list(places) if place == BASE]
     assert row.dtype == kind and row.cost is not None and row.cost.dtype == "bf16"
     low, high = {"int8": (1e-3, 5e-2), "fp8": (1e-2, 2e-1)}[kind]
     assert low < row.alone.overall.gradient < high
-    assert {place: each.alone for place, each in places.items()} == {each.place: each.alone for each in without.places}
+    assert {place: each.alone for place, each in places.items()} == {
+        each.op_group: each.alone for each in without.op_groups
+    }
     assert row.all_but == without.all_lowered != with_it.all_lowered, "all in bf16, products of the base too"
-    assert with_it.own != without.own, "this run has them in 8 bits"
+    assert with_it.as_run != without.as_run, "this run has them in 8 bits"
     assert all(layer.in_8_bits for layer in quantized_weights(computed.model).values())
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditkit_core.adapters.inject import is_adapter_name, trainable_parameters
 from ditkit_core.diagnostics.audit.dtype_view import DtypeOf, DtypeView, as_stored, by_op_group
-from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, Cost, Errors, PlaceFindings
+from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, Cost, Errors, OpGroupFindings
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
@@ -121,8 +121,8 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
         costs, seconds, peak = _costs(subject, advance)
     case = {name: _case(squares) for name, squares in squares_by_case.items()}
     entries = [
-        PlaceFindings(
-            place=group,
+        OpGroupFindings(
+            op_group=group,
             dtype=subject.in_8_bits if group == BASE else dtype_name(getattr(subject.precision, group)),
             alone=case[f"alone {group}"],
             all_but=case[f"all but {group}"],
@@ -134,9 +134,9 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
         lowered=dtype_name(low),
         edges=EDGES,
         samples=tuple(subject.ids),
-        own=case["own"],
+        as_run=case["own"],
         all_lowered=case["all lowered"],
-        places=tuple(sorted(entries, key=lambda entry: -entry.alone.overall.gradient)),
+        op_groups=tuple(sorted(entries, key=lambda entry: -entry.alone.overall.gradient)),
         seconds=seconds,
         peak_bytes=peak,
         not_measured={**NOT_IN_A_BATCH},

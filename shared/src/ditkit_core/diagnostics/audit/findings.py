@@ -40,10 +40,10 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceFindings:
-    """One place of `Precision`."""
+class OpGroupFindings:
+    """One place of `Precision`, which is the dtype of a group of operations."""
 
-    place: str
+    op_group: str
     dtype: str
     """The run's dtype of this place."""
     alone: Case
@@ -63,10 +63,10 @@ class AuditFindings:
     edges: tuple[float, ...]
     """Bounds of the ranges of noise levels."""
     samples: tuple[str, ...]
-    own: Case
+    as_run: Case
     """Errors with the run's own dtypes."""
     all_lowered: Case
-    places: tuple[PlaceFindings, ...]
+    op_groups: tuple[OpGroupFindings, ...]
     """Sorted by the gradient's error when lowered alone, the largest first."""
     seconds: float
     """Median time of forward and backward with the run's own dtypes."""
@@ -83,30 +83,26 @@ class AuditFindings:
         return [f"{low:g}-{high:g}" for low, high in zip(self.edges, self.edges[1:], strict=False)]
 
 
+_JSON_NAMES = {"op_group": "place", "op_groups": "places", "as_run": "own"}
+
+
 def audit_json(findings: AuditFindings) -> dict[str, Any]:
     """The findings as plain values."""
-    return {**asdict(findings), "not_measured": dict(findings.not_measured)}
+    return asdict(findings, dict_factory=lambda pairs: {_JSON_NAMES.get(name, name): value for name, value in pairs})
 
 
 def audit_from_json(values: Mapping[str, Any]) -> AuditFindings:
     """Read the findings back from the values of `audit_json`."""
 
     def case(errors: Mapping[str, Any]) -> Case:
-        return Case(
-            overall=Errors(**errors["overall"]), bins=tuple(Errors(**bin_errors) for bin_errors in errors["bins"])
-        )
+        return Case(overall=Errors(**errors["overall"]), bins=tuple(Errors(**entry) for entry in errors["bins"]))
 
-    def entry(entry_values: Mapping[str, Any]) -> PlaceFindings:
-        cost = None if entry_values["cost"] is None else Cost(**entry_values["cost"])
-        return PlaceFindings(
-            **{
-                **entry_values,
-                "alone": case(entry_values["alone"]),
-                "all_but": case(entry_values["all_but"]),
-                "cost": cost,
-            }
-        )
+    def op_group(entry: Mapping[str, Any]) -> OpGroupFindings:
+        cases = {name: case(entry[name]) for name in ("alone", "all_but")}
+        cost = entry["cost"] and Cost(**entry["cost"])
+        return OpGroupFindings(op_group=entry["place"], dtype=entry["dtype"], cost=cost, **cases)
 
-    converted: dict[str, Any] = {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
-    converted |= {name: case(values[name]) for name in ("own", "all_lowered")}
-    return AuditFindings(**{**values, **converted, "places": tuple(map(entry, values["places"]))})
+    named = {name: values[name] for name in ("lowered", "seconds", "peak_bytes", "not_measured")}
+    listed = {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
+    cases = {"as_run": case(values["own"]), "all_lowered": case(values["all_lowered"])}
+    return AuditFindings(op_groups=tuple(map(op_group, values["places"])), **named, **listed, **cases)

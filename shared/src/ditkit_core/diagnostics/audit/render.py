@@ -51,17 +51,17 @@ def _table(findings: AuditFindings) -> Table:
     head = ["place", "runs in", "velocity", "loss", "gradient", *(f"σ {name}" for name in findings.bin_names)]
     head += ["others low", "tried in", "time", "MiB"]
     rows = []
-    for entry in findings.places:
+    for entry in findings.op_groups:
         cost = ["-", "-", "-"]
         if entry.cost is not None:
             mib = entry.cost.num_bytes / 2**20
             cost = [entry.cost.dtype, f"×{entry.cost.time_ratio:.2f}", f"{mib:+.2f}" if entry.cost.num_bytes else "0"]
         rows.append(
-            [entry.place, entry.dtype, *_errors(entry.alone), format_error(entry.all_but.overall.gradient), *cost]
+            [entry.op_group, entry.dtype, *_errors(entry.alone), format_error(entry.all_but.overall.gradient), *cost]
         )
     rows.append(["all lowered", "", *_errors(findings.all_lowered), "", "", "", ""])
     spent = [f"{findings.seconds:.3f} s", f"{findings.peak_bytes / 2**20:.2f}"]
-    rows.append(["this run", "", *_errors(findings.own), "", "", *spent])
+    rows.append(["this run", "", *_errors(findings.as_run), "", "", *spent])
     return Table(head=head, rows=rows, num_left=2)
 
 
@@ -90,21 +90,21 @@ def _meaning(findings: AuditFindings) -> list[str]:
     lines.append(
         "the cost of matmul is not measured, because model.dtype also sets the stored dtype of the weights; --plan --model.dtype shows it"
     )
-    if any(entry.place == BASE for entry in findings.places):
+    if any(entry.op_group == BASE for entry in findings.op_groups):
         lines.append(
             f"{BASE}: lowered means products with the frozen base in 8 bits, and the other choice is model.dtype"
         )
-    largest = findings.places[0]
+    largest = findings.op_groups[0]
     if largest.alone.overall.gradient:
-        lines.append(f"what matters most: {largest.place}, which this run has in {largest.dtype}")
+        lines.append(f"what matters most: {largest.op_group}, which this run has in {largest.dtype}")
     lines += [f"not measured here: {group}: it {reason}" for group, reason in findings.not_measured.items()]
     return lines
 
 
 def _chart(findings: AuditFindings) -> dict[str, Any]:
     """The errors of the gradient as positions in a chart with a logarithmic axis."""
-    cases = [findings.own, findings.all_lowered]
-    cases += [case for entry in findings.places for case in (entry.alone, entry.all_but)]
+    cases = [findings.as_run, findings.all_lowered]
+    cases += [case for entry in findings.op_groups for case in (entry.alone, entry.all_but)]
     errors = [error.gradient for case in cases for error in (case.overall, *case.bins)]
     exponents = [math.log10(error) for error in errors if 0 < error < math.inf] or [-1.0]
     low = math.floor(min(exponents))
@@ -120,16 +120,16 @@ def _chart(findings: AuditFindings) -> dict[str, Any]:
         "ticks": [(_LEFT + width(10.0**power), f"1e{power}") for power in range(low, high + 1)],
         "bars": [
             (
-                entry.place,
+                entry.op_group,
                 width(entry.alone.overall.gradient),
                 width(entry.all_but.overall.gradient),
                 [_LEFT + width(error.gradient) for error in entry.alone.bins if error.gradient],
             )
-            for entry in findings.places
+            for entry in findings.op_groups
         ],
         "lines": [
             (kind, _LEFT + width(case.overall.gradient))
-            for kind, case in (("own", findings.own), ("lowered", findings.all_lowered))
+            for kind, case in (("as-run", findings.as_run), ("lowered", findings.all_lowered))
             if case.overall.gradient
         ],
     }

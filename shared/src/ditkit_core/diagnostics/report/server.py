@@ -134,14 +134,14 @@ class ReportServer(ThreadingMixIn, WSGIServer):
             name = self.folder.resolve().name
             return html_page("report/later.html", title=f"{name}: report", name=name, reload=RELOAD_SECONDS, logs=logs)
 
-    def sample(self, path: str) -> Path:
+    def sample(self, url_path: str) -> Path:
         """The sample at a path of a URL, as the page links it; NotFound for everything else."""
-        parts = path.split("/")[1:]
+        parts = url_path.split("/")[1:]
         # No part may leave the folder, by its name or as a link to elsewhere.
         if len(parts) in (2, 3) and parts[-2] == "samples" and not any(map(_is_odd, parts)):
             file = self.folder.joinpath(*parts)
-            links = [place for place in (file, *list(file.parents)[: len(parts) - 1]) if place.is_symlink()]
-            if file.suffix in _KINDS and not links and file.is_file():
+            is_linked = any(path.is_symlink() for path in (file, *list(file.parents)[: len(parts) - 1]))
+            if file.suffix in _KINDS and not is_linked and file.is_file():
                 return file
         raise NotFound
 
