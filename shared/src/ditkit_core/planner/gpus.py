@@ -1,9 +1,11 @@
 """GPUs to plan for: their memory, and the published rates that the time of a step is estimated from."""
 
 import re
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 
 import torch
 
@@ -13,32 +15,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.planner.kernel_time import Rates
 from ditkit_core.planner.memory import Budget
 
-# The size to plan with, and the names that are sold with it. Less than the advertised GB where ECC takes some (l4, a40: 24 and 48 GB), where
-# GB are decimal (b300: 288), or where the host shares it (gb10: 128), by what torch and nvidia-smi report. GPUs older than Ampere are left out:
-# they compute no bf16, and a plan would take them for one that does.
-_SOLD = {
-    8: "rtx3050 rtx3060ti rtx3070 rtx3070ti rtx4060 rtx4060ti-8 rtx5050 rtx5060 rtx5060ti-8 rtx3070laptop rtx4060laptop rtx4070laptop "
-    "rtx5060laptop rtx5070laptop",
-    12: "rtx3080-12 rtx3080ti rtx5070 rtx4080laptop rtx5070tilaptop a2000-12",
-    15: "a2 a16",
-    16: "rtx5060ti-16 rtx5060ti rtx5070ti rtx3080laptop rtx4090laptop rtx5080laptop a4000",
-    20: "a4500 rtx4000ada",
-    22.5: "a10g l4",
-    24: "rtx3090ti rtx4090d rtx5090laptop a5000 a5500 a30 rtx4500ada rtxpro4000",
-    32: "rtx5090d rtx5000ada rtxpro4500",
-    45: "a40 l40 l20",
-    48: "rtx6000ada rtx4090-48 rtxpro5000",
-    72: "rtxpro5000-72",
-    80: "a800 h800",
-    94: "h100nvl",
-    95.5: "rtxpro6000 h20 gh200",
-    120: "gb10 dgxspark",
-    141: "h20-141 h200nvl",
-    179: "b200",
-    185: "gb200",
-    268: "b300 gb300",
-}
-SOLD_GB: dict[str, float] = {name: size for size, names in _SOLD.items() for name in names.split()}
+_PUBLISHED = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+SOLD_GB: dict[str, float] = {name: float(size) for size, names in _PUBLISHED["sold"].items() for name in names.split()}
 """From a GPU's name to the size in GB to plan with."""
 
 RATES_OF = dict.fromkeys(("gb10", "dgxspark"), "rtx4060ti-16")
@@ -102,62 +80,12 @@ def default_reserve(total: int) -> int:
     return RESERVE_BYTES + int(total * RESERVE_SHARE)
 
 
-_AMPERE = "NVIDIA Ampere GA102 whitepaper"
-_ADA = "NVIDIA Ada whitepaper"
-_TURING = "NVIDIA Turing whitepaper"
-_VOLTA = "NVIDIA V100 datasheet, SXM2"
-_BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
-_FP16_ONLY = (_TURING, _VOLTA, "NVIDIA T4 datasheet")
-_H100 = "NVIDIA H100 datasheet, SXM", "NVIDIA H100 datasheet, PCIe"
-_H200 = "NVIDIA H200 datasheet"
-_FP8 = (_ADA, _BLACKWELL, *_H100, "NVIDIA L40S datasheet", _H200)
-"""Sources of GPUs that multiply fp8."""
 _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
-
-# name, other names, GiB that torch reports, TFLOP/s in bf16 (fp16 before Ampere) and in fp32, GB/s of memory, PCIe, source.
-# GeForce GPUs multiply 16 bits with fp32 sums at half their fp16 rate; rates that are published "with sparsity" are halved here. The
-# whitepapers give the rates of a generation per multiprocessor and clock; a GPU's own are its published boost clock times those.
-# Products of int8 are published at 4 times that 16-bit rate for GeForce GPUs, and at twice for others; products of fp8 at twice for both.
-# The memory is the least that is common on Linux: "GPU 0 has a total capacity of ..." in torch's messages, or `total_memory` of its device
-# properties. Windows shows up to 0.5 GiB more. A figure goes by the GPU's name in pytorch/torchchat#1341 (4090: 23.52, elsewhere 23.49),
-# Wan-Video/Wan2.1#465 (5090: 31.37, elsewhere 31.34), vllm-project/vllm#27508 (H100), hpcaitech/Open-Sora#697 (T4: 14.75, elsewhere 14.56),
-# HiDream-ai/VAREdit#6 (A100: 79.25, elsewhere 79.14), TianheWu/CoSeR#10 (A100: 39.50, elsewhere 39.38), zai-org/CogVLM#236 (A10: 21.99,
-# elsewhere 21.98), liucongg/ChatGLM-Finetuning#73 (V100: 31.74, elsewhere 31.73), QwenLM/Qwen3-VL#2097 (L40, of an L40S's size: 44.40), and in
-# logs of public repositories (3060, 3090, 4060 Ti, H100 PCIe, H200, V100 of 16 GB). The 2080 Ti, 3080, 5080 and A6000 have the least common
-# figure of messages that name no GPU, which no other GPU of that size explains. No message names the 4070 and 4080: they lack what the 4060 Ti
-# lacks of the size that `nvidia-smi` prints, 12282 and 16376 MiB, and such figures are common.
-_TABLE = (
-    ("rtx2080ti", "2080ti", 10.56, 53.8, 13.4, 616, "3x16", _TURING),
-    ("t4", "", 14.56, 65.0, 8.1, 320, "3x16", "NVIDIA T4 datasheet"),
-    ("v100-16", "", 15.75, 125.0, 15.7, 900, "3x16", _VOLTA),
-    ("v100-32", "v100", 31.73, 125.0, 15.7, 900, "3x16", _VOLTA),
-    ("rtx3060", "3060", 11.62, 25.5, 12.7, 360, "4x16", _AMPERE),
-    ("rtx3080", "3080", 9.64, 59.5, 29.8, 760, "4x16", _AMPERE),
-    ("rtx3090", "3090", 23.56, 71.0, 35.6, 936, "4x16", _AMPERE),
-    ("rtx4060ti-16", "4060ti-16|4060ti|rtx4060ti", 15.57, 44.1, 22.1, 288, "4x8", _ADA),
-    ("rtx4070", "4070", 11.56, 58.3, 29.1, 504, "4x16", _ADA),
-    ("rtx4070s", "4070s|rtx4070super|4070super", 11.56, 71.0, 35.5, 504, "4x16", _ADA),
-    ("rtx4070ti", "4070ti", 11.56, 80.2, 40.1, 504, "4x16", _ADA),
-    ("rtx4070tis", "4070tis|rtx4070tisuper|4070tisuper", 15.56, 88.2, 44.1, 672, "4x16", _ADA),
-    ("rtx4080", "4080", 15.56, 97.5, 48.7, 717, "4x16", _ADA),
-    ("rtx4080s", "4080s|rtx4080super|4080super", 15.56, 104.4, 52.2, 736, "4x16", _ADA),
-    ("rtx4090", "4090", 23.49, 165.2, 82.6, 1008, "4x16", _ADA),
-    ("rtx5080", "5080", 15.45, 112.6, 56.3, 960, "5x16", _BLACKWELL),
-    ("rtx5090", "5090", 31.34, 209.5, 104.8, 1792, "5x16", _BLACKWELL),
-    ("a6000", "rtxa6000", 47.40, 154.8, 38.7, 768, "4x16", "NVIDIA RTX A6000 datasheet"),
-    ("l40s", "", 44.39, 362.0, 91.6, 864, "4x16", "NVIDIA L40S datasheet"),
-    ("a10", "", 21.98, 125.0, 31.2, 600, "4x16", "NVIDIA A10 datasheet"),
-    ("a100-40", "", 39.38, 312.0, 19.5, 1555, "4x16", "NVIDIA A100 datasheet"),
-    ("a100-80", "a100", 79.14, 312.0, 19.5, 2039, "4x16", "NVIDIA A100 datasheet, SXM"),
-    ("h100-80", "h100", 79.11, 989.4, 66.9, 3350, "5x16", _H100[0]),
-    ("h100pcie", "", 79.11, 756.5, 51.0, 2000, "5x16", _H100[1]),
-    ("h200-141", "h200", 139.80, 989.4, 66.9, 4800, "5x16", _H200),
-)
 
 
 def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
     gpus = []
-    for name, others, memory, bf16, fp32, bandwidth, link, source in _TABLE:
+    for name, others, memory, bf16, fp32, bandwidth, link, generation, source in _PUBLISHED["known"]["gpus"]:
         total = int(memory * GIB)
         gpu = GPU(
             name=name,
@@ -165,13 +93,13 @@ def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
             reserve=default_reserve(total),
             bf16_flops=bf16 * 1e12,
             fp32_flops=fp32 * 1e12,
-            int8_flops=0.0 if source == _VOLTA else bf16 * 1e12 * (4 if name.startswith("rtx") else 2),
-            fp8_flops=bf16 * 1e12 * 2 if source in _FP8 else 0.0,
+            int8_flops=0.0 if generation == "volta" else bf16 * 1e12 * (4 if name.startswith("rtx") else 2),
+            fp8_flops=bf16 * 1e12 * 2 if generation in ("ada", "blackwell", "hopper") else 0.0,
             memory_bandwidth=bandwidth * 1e9,
             host_bandwidth=_PCIE[link],
             source=f"{source}; PCIe {link[0]} {link[1:]}",
-            half="fp16" if source in _FP16_ONLY else "bf16",
-            is_hopper=source in (*_H100, _H200),
+            half="fp16" if generation in ("volta", "turing") else "bf16",
+            is_hopper=generation == "hopper",
         )
         gpus.append((gpu, frozenset(_plain(alias) for alias in (name, *others.split("|")) if alias)))
     return tuple(gpus)

@@ -92,43 +92,32 @@ class RunConfig:
         )
 
 
-KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
+_KEYS = {
     "train": {
-        "Model and data": (
-            "model.base",
-            "data.folder",
-            "data.frames",
-            "data.height",
-            "data.width",
-            "data.buckets",
-            "data.trigger",
-        ),
-        "What is trained": ("adapter.method", "adapter.rank", "adapter.alpha", "adapter.init"),
-        "Training": ("train.steps", "train.batch_size", "train.accumulation", "optim.name", "optim.lr"),
-        "Memory": ("train.checkpointing", "train.devices", "train.swap_blocks", "base.quantize"),
-        "Results": ("run.folder", "save.every_steps", "held_out.clips", "sample.prompts", "sample.every_steps"),
+        "Model and data": "model.base data.folder data.frames data.height data.width data.buckets data.trigger",
+        "What is trained": "adapter.method adapter.rank adapter.alpha adapter.init",
+        "Training": "train.steps train.batch_size train.accumulation optim.name optim.lr",
+        "Memory": "train.checkpointing train.devices train.swap_blocks base.quantize",
+        "Results": "run.folder save.every_steps held_out.clips sample.prompts sample.every_steps",
     },
     "encode": {
-        "Model and data": ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.on_bad"),
-        "Encoders": ("encode.cache", "encode.device", "encode.text_dtype", "encode.vae_dtype", "encode.vae_tiling"),
+        "Model and data": "model.base data.folder data.frames data.height data.width data.on_bad",
+        "Encoders": "encode.cache encode.device encode.text_dtype encode.vae_dtype encode.vae_tiling",
     },
     "sample": {
-        "Samples": (
-            "sample.prompts",
-            "sample.images",
-            "sample.seed",
-            "sample.frames",
-            "sample.height",
-            "sample.width",
-            "sample.steps",
-            "sample.guidance",
-            "sample.negative",
-            "sample.adapter",
-            "sample.vae_tiling",
-        ),
-        "Model": ("model.base", "train.devices", "base.quantize"),
+        "Samples": "sample.prompts sample.images sample.seed sample.frames sample.height sample.width sample.steps "
+        "sample.guidance sample.negative sample.adapter sample.vae_tiling",
+        "Model": "model.base train.devices base.quantize",
     },
-    "export": {"Files": ("export.forms", "export.dtype", "export.merged"), "Model": ("model.base", "model.preset")},
-    "watch": {"The run": ("run.folder",)},
+    "export": {
+        "Files": "export.forms export.dtype export.merged",
+        "Model": "model.base model.preset",
+    },
+    "watch": {
+        "The run": "run.folder",
+    },
+}
+KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
+    command: {title: keys.split() for title, keys in titles.items()} for command, titles in _KEYS.items()
 }
 """The keys that the short help of each command explains, by title."""
