@@ -1,6 +1,6 @@
 """Split points of a model: chosen so that the device that is fullest during a training step, for its size, is as empty as possible.
 
-`placement_of` decides for the devices of this machine, and `plan.py: plan_step` for any. Both use the same `Partitioner` with the same profiles, so
+`placement_of` decides for the devices of this machine, and `plan.py: plan_step` for any. Both call `solve` with the same profiles, so
 that a run does what its plan says. The memory of a device depends only on its own blocks, so dynamic programming finds the best of all
 splits. Every device gets at least one block; omit a device to leave it unused.
 """
@@ -208,62 +208,52 @@ class Solution:
         return _partition_of(self.placement)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partitioner:
-    """Splits a model across devices and chooses each block's policy; a run and its plan use the same."""
+def solve(
+    job: StepJob, model: StagedModel, targets: Targets, work: Workload, profile_of: Callable[[Policy], Profile]
+) -> Solution:
+    """Split a model across devices and choose each block's policy; a run and its plan use the same.
 
-    job: StepJob
-    """The training step."""
-    model: StagedModel
-    """The model with its adapters, also on `meta`."""
-    targets: Targets
-    work: Workload
-    """Of one rank, if several share the step."""
-    profile_of: Callable[[Policy], Profile]
-    """The profile of a step in which all blocks have the policy; cached."""
+    Args:
+        model: The model with its adapters, also on `meta`.
+        work: Of one rank, if several share the step.
+        profile_of: The profile of a step in which all blocks have the policy; cached.
+    """
 
-    def solve(self) -> Solution:
-        """The device and the policy of each block."""
-        schedule = self.job.schedule
-        if schedule.budget is not None:
-            return self._within(schedule.budget)
-        count, devices = len(self.model.blocks()), self.targets.devices
-        # A policy can be set per device, whose blocks are not known yet. Each device is judged as if all blocks had its policy.
-        by_device = [schedule.alone_on(device) if schedule.devices else schedule for device in devices]
-        placement = self._placement(lambda: [self._under(alone.policies([None] * count)) for alone in by_device])
-        policies = schedule.policies(placement.blocks)
-        resolved = ACSchedule.of_blocks(policies) if schedule.devices else schedule
-        return Solution(placement=replace(placement, checkpointing=resolved), profile=self._under(policies))
+    def placed(profiles: Callable[[], Sequence[Profile]]) -> Placement:
+        # CPU devices share one memory, so a step's memory on each need not be compared.
+        return _split(model, job, targets, None if targets.kind == "cpu" else profiles)
 
-    def _within(self, sizes: Sequence[str]) -> Solution:
-        """Choose policies for a budget. Blocks are split as for full checkpointing, the policy that remains when memory is scarce."""
-        targets = self.targets
-        limits = limited(targets.budgets, sizes)
-        placement = self._placement(lambda: [self.profile_of(Full())] * len(targets.devices))
+    def under(policies: Sequence[Policy]) -> Profile:
+        return mixed([profile_of(policy) for policy in policies])
+
+    schedule = job.schedule
+    if schedule.budget is not None:
+        limits = limited(targets.budgets, schedule.budget)
+        # Blocks are split as for full checkpointing, the policy that remains when memory is scarce.
+        placement = placed(lambda: [profile_of(Full())] * len(targets.devices))
         host = targets.host
         # Streamed weights and offloaded activations share the host's memory.
         if host is not None and placement.streamed:
-            host = max(0, host - on_host(self.profile_of(Full()), placement.streamed))
+            host = max(0, host - on_host(profile_of(Full()), placement.streamed))
         task = BudgetTask(
-            profile_of=self.profile_of,
+            profile_of=profile_of,
             division=_partition_of(placement),
             budgets=limits,
-            work=self.work,
+            work=work,
             host=host,
             can_offload=targets.kind == "cuda",
             gpus=targets.gpus,
         )
         choice = choose(task)
         placement = replace(placement, checkpointing=choice.schedule)
-        return Solution(placement=placement, profile=self._under(choice.policies), chosen=choice.described())
-
-    def _placement(self, profiles: Callable[[], Sequence[Profile]]) -> Placement:
-        # CPU devices share one memory, so a step's memory on each need not be compared.
-        by_weights = self.targets.kind == "cpu"
-        return _split(self.model, self.job, self.targets, None if by_weights else profiles)
-
-    def _under(self, policies: Sequence[Policy]) -> Profile:
-        return mixed([self.profile_of(policy) for policy in policies])
+        return Solution(placement=placement, profile=under(choice.policies), chosen=choice.described())
+    # A policy can be set per device, whose blocks are not known yet. Each device is judged as if all blocks had its policy.
+    alone = [schedule.alone_on(device) if schedule.devices else schedule for device in targets.devices]
+    count = len(model.blocks())
+    placement = placed(lambda: [under(of_device.policies([None] * count)) for of_device in alone])
+    policies = schedule.policies(placement.blocks)
+    resolved = ACSchedule.of_blocks(policies) if schedule.devices else schedule
+    return Solution(placement=replace(placement, checkpointing=resolved), profile=under(policies))
 
 
 def _split(
@@ -329,8 +319,7 @@ def placement_of(model: StagedModel, job: StepJob, *, training: bool = True) -> 
     if not planned:
         return replace(_split(model, job, targets), checkpointing=execution.schedule if training else None)
     start = time.monotonic()
-    solver = Partitioner(job=job, model=model, targets=targets, work=job.work, profile_of=profiles_of(job))
-    solution = solver.solve()
+    solution = solve(job, model, targets, job.work, profiles_of(job))
     if solution.chosen:
         say(solution.chosen)
     if is_compared(execution):

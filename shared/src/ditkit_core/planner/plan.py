@@ -21,13 +21,13 @@ from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpu
 from ditkit_core.planner.kernel_time import rate_of_codes
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host, work_as_run
 from ditkit_core.planner.partition import (
-    Partitioner,
     Solution,
     Targets,
     budgets_here,
     budgets_of,
     host_limit,
     profiles_of,
+    solve,
 )
 from ditkit_core.planner.planned_step import StepJob, with_planned_kernels
 from ditkit_core.planner.profiler import profile
@@ -160,7 +160,7 @@ def plan_step(job: StepJob, targets: Targets, layout: RankLayout | None = None) 
         model = build_on_meta(job.spec, job.arch, job.precision)
     else:  # with its adapters, because the split by weights counts trained parameters
         model = reduced_model(job, of_each=None).full_model
-    solution = Partitioner(job=job, model=model, targets=targets, work=work, profile_of=profile_of).solve()
+    solution = solve(job, model, targets, work, profile_of)
     work = work_as_run(solution.profile, solution.division, targets.gpus, work)
     devices = compose(solution.profile, solution.division, targets.budgets, work)
     return StepPlan(job=job, targets=targets, solution=solution, work=work, devices=devices)
