@@ -49,23 +49,19 @@ def _takes_moved_data(jobs: Jobs, folder: RunFolder, changes: Sequence[ConfigCha
     """Whether all that changed of a complete run is where its data is, which previews in the queue may need."""
     if not changes or not all(change.key.startswith("data.") for change in changes):
         return False
+    data = jobs.run.data
     try:
-        _store_moved_data(jobs, folder)
+        for job in jobs:
+            check_listed(job.folder, data)
+        encoded = encode_all(data)
+        for job in jobs:
+            check_samples(job.folder, [*encoded.samples, *encoded.prior])
+        # It is the same data, so where it is now is stored: what generates samples later reads that there.
+        for run_folder in (folder, *(job.folder for job in jobs.in_folders)):
+            # Only that: whatever else was set anew is for a run that goes on.
+            stored = resolve(RunConfig, stored=run_folder.path)
+            run_folder.store(replace(stored, data=jobs.settings.data))
     except UserError as error:
         warn(str(error))
         return False
     return True
-
-
-def _store_moved_data(jobs: Jobs, folder: RunFolder) -> None:
-    """Store where the data of a complete run is now, after a check that it is the same. What generates its samples later reads that there."""
-    data = jobs.run.data
-    for job in jobs:
-        check_listed(job.folder, data)
-    encoded = encode_all(data)
-    for job in jobs:
-        check_samples(job.folder, [*encoded.samples, *encoded.prior])
-    for run_folder in (folder, *(job.folder for job in jobs.in_folders)):
-        # Only that: whatever else was set anew is for a run that goes on.
-        stored = resolve(RunConfig, stored=run_folder.path)
-        run_folder.store(replace(stored, data=jobs.settings.data))

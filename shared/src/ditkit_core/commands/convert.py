@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
 from ditkit_core.adapters.dora import in_norm_of
-from ditkit_core.adapters.extract import Extracted, as_lokr, as_lora, extract
+from ditkit_core.adapters.extract import as_lokr, as_lora, extract
 from ditkit_core.adapters.files.convert import (
     adapter_dtype,
     add_missing_modules,
@@ -30,7 +30,6 @@ from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.files.merge import MAX_STRENGTH, merge_into
 from ditkit_core.adapters.files.read import with_differences
 from ditkit_core.adapters.files.write import (
-    LoraAdapter,
     Scaled,
     check_form,
     check_one_to_one,
@@ -104,7 +103,17 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
         adapters, kept = reduce_rank(adapters, rank, energy, path)
         say(_kept_lines(kept, "energy kept"))
     if adapter.layout.use_dora and adapter.layout.dora_over_base != (ADAPTER_FORMS[form].dora == "base"):
-        adapters = _in_norm_of(form, adapters, spec, config, options)
+        # Its magnitudes are over another norm in this form, which needs the base's weights.
+        if not (options.base or config.model.base or config.model.transformer):
+            raise UserError(
+                f"{options.adapter} is a DoRA, whose magnitudes are over another norm in the {form} form; the base is needed to convert them: give "
+                "--base FILE"
+            )
+        source, arch, _ = _base(spec, config, options)
+        base = _stored(spec, arch, source)
+        for name, lora in adapters.items():
+            weight = partial(base.read, f"{name}.weight")
+            adapters[name] = replace(lora, matrices=in_norm_of(form, lora.matrices, lora.scale, weight))
     if layers is None and adapter.presets:
         layers = layers_of(spec.architecture.build, spec.architecture.presets[adapter.presets[0]])
     elif layers is None:
@@ -115,29 +124,19 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
-def _in_norm_of(
-    form: str, adapters: Mapping[str, LoraAdapter], spec: ModelSpec, config: RunConfig, options: ExportOptions
-) -> dict[str, LoraAdapter]:
-    """The adapters of a DoRA with magnitudes over the norm that a form has, which needs the base's weights."""
-    if not (options.base or config.model.base or config.model.transformer):
-        raise UserError(
-            f"{options.adapter} is a DoRA, whose magnitudes are over another norm in the {form} form; the base is needed to convert them: give "
-            "--base FILE"
-        )
-    source, arch, _ = _base(spec, config, options)
-    base = _stored(spec, arch, source)
-    return {
-        name: replace(
-            adapter, matrices=in_norm_of(form, adapter.matrices, adapter.scale, partial(base.read, f"{name}.weight"))
-        )
-        for name, adapter in adapters.items()
-    }
-
-
 def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """Compute a LoRA, or a LoKr, from the difference of two transformers."""
     (rank, energy), tuned_path = parse_rank(options.rank), local_path(options.extract)
-    is_lokr = _extracts_lokr(config.adapter, rank)
+    method, is_lokr = config.adapter.method, config.adapter.method == "lokr"
+    if method == "loha":
+        raise UserError(
+            "--extract: nothing computes the LoHa nearest to a difference; leave adapter.method out for a LoRA, or set --adapter.method lokr"
+        )
+    if is_lokr and (rank is None or config.adapter.decompose_both):
+        setting = "--rank auto" if rank is None else "adapter.decompose_both"
+        raise UserError(
+            f"--extract: {setting} is not defined for the LoKr nearest to a difference; give --rank N with a whole first factor"
+        )
     adapter = replace(config.adapter, rank=rank) if is_lokr and rank else AdapterConfig()
     form = options.to or with_forms_of(ExportConfig(), adapter, spec).forms[0]
     check_form(form, spec.architecture.names, use_dora=False)
@@ -145,49 +144,33 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     base, arch, layers = _base(spec, config, options)
     tuned = open_weights(tuned_path)
     only = None
-    if (
-        config.adapter.targets or is_lokr
-    ):  # without targets the layers that training would adapt: no form has each layer alone
+    # A LoKr without targets is of the layers that training would adapt: no form has each layer alone.
+    if config.adapter.targets or is_lokr:
         only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapters.targets)
     if is_lokr and only:
         check_one_to_one(form, spec.architecture.names, only)
     approximate = as_lokr(adapter) if is_lokr else as_lora(rank, energy)
     with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
         extracted = extract(spec, arch, tuned, base, approximate=approximate, only=only, advance=bar.advance)
-    say("\n".join(_extracted_lines(extracted)))
-    residual = round(extracted.residual, 6)
-    metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
-    dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
-    adapters = extracted.adapters if is_lokr else add_missing_modules(extracted.adapters, spec, form, layers, out)
-    _write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
-
-
-def _extracts_lokr(adapter: AdapterConfig, rank: int | None) -> bool:
-    """Whether `adapter.method` asks for a LoKr, which `--extract` makes as for LoRA wherever it is defined."""
-    if adapter.method == "loha":
-        raise UserError(
-            "--extract: nothing computes the LoHa nearest to a difference; leave adapter.method out for a LoRA, or set --adapter.method lokr"
-        )
-    if adapter.method == "lokr" and (rank is None or adapter.decompose_both):
-        setting = "--rank auto" if rank is None else "adapter.decompose_both"
-        raise UserError(
-            f"--extract: {setting} is not defined for the LoKr nearest to a difference; give --rank N with a whole first factor"
-        )
-    return adapter.method == "lokr"
-
-
-def _extracted_lines(extracted: Extracted) -> Iterator[str]:
-    """How much of a difference is in the adapters; warns of what is not."""
-    yield _kept_lines(extracted.energy_shares, "of the difference's energy kept")
-    yield f"residual: {extracted.residual:.2%} of the norm of the difference in the adapter's modules"
+    say(_kept_lines(extracted.energy_shares, "of the difference's energy kept"))
+    say(f"residual: {extracted.residual:.2%} of the norm of the difference in the adapter's modules")
     if extracted.uncovered:
         largest = sorted(extracted.uncovered, key=lambda name: -extracted.sizes[name])
-        named = ", ".join(f"{name} ({_share(extracted.uncovered[name])})" for name in largest[:10])
+        shares = {name: extracted.uncovered[name] for name in largest[:10]}
+        of_size = {
+            name: f"{share:.1%} of its size" if math.isfinite(share) else "was zero" for name, share in shares.items()
+        }
+        named = ", ".join(f"{name} ({share})" for name, share in of_size.items())
         more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
         warn(
             f"the adapter does not cover {len(largest)} parameters that differ, with {extracted.share_left:.1%} of the energy of the whole "
             f"difference: {named}{more}"
         )
+    residual = round(extracted.residual, 6)
+    metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
+    dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
+    adapters = extracted.adapters if is_lokr else add_missing_modules(extracted.adapters, spec, form, layers, out)
+    _write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
 def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
@@ -278,13 +261,8 @@ def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> No
         )
 
 
-def _share(share: float) -> str:
-    return f"{share:.1%} of its size" if math.isfinite(share) else "was zero"
-
-
 def _check_fits(adapter: FoundAdapter, layers: Shapes) -> None:
-    wrong = [name for name, shape in adapter.shapes.items() if layers.get(name) != shape]
-    if wrong:
+    if wrong := [name for name, shape in adapter.shapes.items() if layers.get(name) != shape]:
         first = wrong[0]
         there = f"is {list(layers[first])} there" if first in layers else "does not exist there"
         presets = f"; the adapter fits {', '.join(adapter.presets)}" if adapter.presets else ""

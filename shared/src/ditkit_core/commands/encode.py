@@ -24,9 +24,7 @@ from ditkit_core.run.training import base_steps
 
 def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     """Encode the run's data into the cache, and do what the options ask for; nothing is trained."""
-    check_run(
-        create_run(spec, config)
-    )  # the same checks as before training: what a run would refuse is not worth encoding
+    check_run(create_run(spec, config))  # as before training: what a run would refuse is not worth encoding
     if options.demo:
         spec.demo.write(config.run_folder.inputs)
     run = create_run(spec, config, fetch=True)
@@ -39,7 +37,12 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
     count = len(encoded) + len(prior)
     say(f"{plural(count, 'sample')} {'is' if count == 1 else 'are'} encoded in {run.data.cache.folder}")
     if options.dump:
-        _dump_samples(run.data, local_path(options.dump), encoded)
+        encoded_ids, folder = {sample.id for sample in encoded}, local_path(options.dump)
+        samples, columns = [s for s in run.data.dataset.samples if s.id in encoded_ids], run.data.auxiliary.columns
+        with progress("dump", len(samples)) as bar:
+            sizes = {"fps": run.data.dataset.fps, "reference_size": run.spec.data.reference_size}
+            dump(samples, folder, columns=columns, advance=bar.advance, **sizes)
+        say(f"{len(samples)} samples as they are encoded: {folder}")
     if rule is not None:  # last, when it is known which entries this data needs
         _prune_cache(run.data, rule, [*encoded, *prior])
 
@@ -69,14 +72,8 @@ def _prune_cache(data: RunData, rule: Rule, encoded: Sequence[EncodedSample]) ->
     if rule.unused:
         runs = data.config.run_folder.path.absolute().parent
         # Two levels: a run of several experts contains a run folder for each.
-        keep |= keys_in(
-            sorted(
-                [
-                    *runs.glob("*/data.json"),
-                    *(file for file in runs.glob("*/*/data.json") if RunFolder(file.parent).config_file.exists()),
-                ]
-            )
-        )
+        of_experts = [file for file in runs.glob("*/*/data.json") if RunFolder(file.parent).config_file.exists()]
+        keep |= keys_in(sorted([*runs.glob("*/data.json"), *of_experts]))
     done = prune(data.cache, rule, keep)
     say(
         f"{data.cache.folder}: removed {done.removed} entries ({done.removed_bytes / 1e9:.2f} GB), "
@@ -96,19 +93,3 @@ def _check_dump(data: RunData, folder: Path) -> None:
             raise UserError(
                 f"--dump {folder} would write into {name}, which is data; name a folder apart from the data"
             )
-
-
-def _dump_samples(data: RunData, folder: Path, encoded: Sequence[EncodedSample]) -> None:
-    """Write every encoded sample as the pixels and captions that its encoders received."""
-    encoded_ids = {sample.id for sample in encoded}
-    samples = [sample for sample in data.dataset.samples if sample.id in encoded_ids]
-    with progress("dump", len(samples)) as bar:
-        dump(
-            samples,
-            folder,
-            fps=data.dataset.fps,
-            columns=data.auxiliary.columns,
-            reference_size=data.spec.data.reference_size,
-            advance=bar.advance,
-        )
-    say(f"{len(samples)} samples as they are encoded: {folder}")

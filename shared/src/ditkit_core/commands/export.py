@@ -202,18 +202,15 @@ class Exporter(Callback):
     def _exports_of_save(self, step: int) -> tuple[list[Path], list[Path]]:
         """What is written next to a save: the adapter's files, and the folder of the transformer, if there is any."""
         forms = self._run.config.export.forms if self._is_adapter else ()
-        files = [replace(self._of_save(step), form=form).at(self._folder) for form in forms]
+        files = [ExportName(run=self._folder.name, step=step, form=form).at(self._folder) for form in forms]
         # The transformer of the last step is written by `finished`.
         has_folder = self._writes_transformer and step < self._run.config.train.steps
         return files, [self._folder.exports / self._folder.save(step).name] * has_folder
 
-    def _of_save(self, step: int) -> ExportName:
-        return ExportName(run=self._folder.name, step=step)
-
     def _export_save(self, step: int) -> None:
         files, folders = self._exports_of_save(step)
         if files:
-            self._export_adapter(self._of_save(step), step)
+            self._export_adapter(ExportName(run=self._folder.name, step=step), step)
         for folder in folders:
             with atomic_folder(folder) as unfinished:  # a folder with this name is complete, however large the model is
                 self._export_transformer(unfinished, step)

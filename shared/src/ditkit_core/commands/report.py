@@ -153,29 +153,15 @@ def tell(config: RunConfig, reason: str = "", *, is_stopped: bool = False) -> No
     if not words:
         return
     status = "complete" if not reason else "stopped" if is_stopped else "failed"
-    about = _about_the_end(config.run_folder, status, reason)
-    try:
-        if is_address(words[0]):
-            _call_webhook(words[0], about)
-            say(f"{key}: the webhook was called")
-        else:
-            _start(words, about, config.run_folder, key)
-    # ValueError: an address or a variable with characters that it cannot have.
-    except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())[:200] or type(error).__name__
-        warn(f"{key} failed ({text}); the run itself is not affected")
-
-
-def _about_the_end(folder: RunFolder, status: str, reason: str) -> dict[str, str]:
-    """What the user's command finds in its environment, and a webhook in its JSON, by name without the prefix."""
-    verdict, step = "", 0
+    folder, verdict, step = config.run_folder, "", 0
     with suppress(UserError):  # no step was logged
         sections = read_sections(folder.path)
         step = max(section.step for section in sections)
-        verdict = "; ".join(
-            f"{section.name and f'{section.name}: '}{section_verdict(section)[0].words}" for section in sections
-        )
-    return {
+        names = [section.name and f"{section.name}: " for section in sections]
+        verdicts = [section_verdict(section)[0].words for section in sections]
+        verdict = "; ".join(f"{name}{words}" for name, words in zip(names, verdicts, strict=True))
+    # What the command finds in its environment, and a webhook in its JSON, by name without the prefix.
+    about = {
         "run": str(folder.path.resolve()),
         "name": folder.name,
         "status": status,
@@ -184,6 +170,16 @@ def _about_the_end(folder: RunFolder, status: str, reason: str) -> dict[str, str
         "reason": reason,
         "report": str(folder.report.resolve()),
     }
+    try:
+        if is_address(words[0]):
+            _call_webhook(words[0], about)
+            say(f"{key}: the webhook was called")
+        else:
+            _start(words, about, folder, key)
+    # ValueError: an address or a variable with characters that it cannot have.
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        warn(f"{key} failed ({text}); the run itself is not affected")
 
 
 def _call_webhook(address: str, about: Mapping[str, str]) -> None:

@@ -51,7 +51,11 @@ def publish(spec: ModelSpec, paths: Sequence[Path], hub: Hub, run: RunFolder | N
         return
     uploads: dict[str, Path | bytes] = {_README: text.encode()}
     for path, file in zip(paths, files, strict=True):
-        uploads |= {file.path: path} if path.is_file() else _inside(path)
+        if path.is_file():
+            uploads[file.path] = path
+            continue
+        inside = [part for part in sorted(path.iterdir()) if part.is_file() and not part.name.startswith(".")]
+        uploads |= {f"{path.name}/{part.name}": part for part in inside}
     uploads |= {path: file for path, (file, _) in samples.items()}
     page = upload(hub, uploads, f"Add {card.name}")
     say(f"pushed:   {page} ({', '.join(uploads)})")
@@ -77,11 +81,6 @@ def _class_of(folder: Path) -> str:
     config = folder / "config.json"
     name = read_json_object(config).get("_class_name", "") if config.is_file() else ""
     return name if isinstance(name, str) and name.isidentifier() else ""
-
-
-def _inside(folder: Path) -> dict[str, Path | bytes]:
-    files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    return {f"{folder.name}/{path.name}": path for path in files}
 
 
 def _samples_of(run: RunFolder, step: int) -> dict[str, tuple[Path, str]]:

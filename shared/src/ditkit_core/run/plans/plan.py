@@ -10,7 +10,7 @@ from ditkit_core.loading.architecture import arch_here
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.plan import notes_on_codes, plan_step, targets_of
-from ditkit_core.planner.ranks.layout import PlannedLaunch, Route, layout_of, parse_links
+from ditkit_core.planner.ranks.layout import PlannedLaunch, layout_of, parse_links
 from ditkit_core.planner.ranks.traffic import RankStep
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.run.checks import check_ranks, check_run, check_settings, check_training
@@ -48,8 +48,11 @@ def report_of(
     """Plan a run that was checked already, as `make_report`; its training samples and class images may be known already, else the dataset is read."""
     configured, jobs = run, jobs_of(run)
     run = jobs.largest
-    execution, routes = run.execution, _routes(run, gpus, launch)
-    layout = routes[0].layout if routes else None
+    execution = run.execution
+    layout = layout_of(run.config.ranks, num_gpus(run, gpus), launch, devices=run.config.train.devices)
+    if layout is not None:
+        check_ranks(run, layout.size)
+    routes = () if layout is None else parse_links(launch.link, layout)
     targets = targets_of(execution, gpus, host, layout)
     # Notes are about the run as configured.
     notes = (
@@ -107,15 +110,6 @@ def num_gpus(run: RunContext, gpus: str) -> int:
     if gpus:
         return len(parse_gpus(gpus))
     return torch.cuda.device_count() if run.devices[0].type == "cuda" else 1
-
-
-def _routes(run: RunContext, gpus: str, launch: PlannedLaunch) -> tuple[Route, ...]:
-    """The links to plan for, with the ranks between them; none for a process alone."""
-    layout = layout_of(run.config.ranks, num_gpus(run, gpus), launch, devices=run.config.train.devices)
-    if layout is None:
-        return ()
-    check_ranks(run, layout.size)
-    return parse_links(launch.link, layout)
 
 
 def check_plannable(run: RunContext, *, here: bool) -> None:

@@ -165,7 +165,11 @@ def largest_bucket(
     if samples is None and has_data(config.data):
         samples = data.dataset.samples
     shapes, source = _data_shapes(data, samples)
-    of_class = _class_shapes(data, class_images)
+    if class_images is None:
+        images = data.prior_data if data.prior_folder.is_dir() else None
+        class_images = [] if images is None else data.scanned(images, "prior.folder").samples
+    # Those that exist, and those that are still to be generated.
+    of_class = {*_shapes(data, class_images), *missing_class_images(data).shapes}
     masked = bool(config.data.masks) or any(sample.mask is not None for sample in samples or ())
     batches = {shape: _batch(spec, config.train, arch, shape, masked=masked) for shape in sorted(shapes)}
     # A micro-batch of class images has at most as many as the data's micro-batch before it.
@@ -219,14 +223,6 @@ def _data_shapes(data: RunData, samples: Sequence[Sample] | None) -> tuple[set[S
 
 def _shapes(data: RunData, samples: Sequence[Sample]) -> set[Shape]:
     return {shape_of(sample, data.auxiliary.columns, data.spec.data.reference_size) for sample in samples}
-
-
-def _class_shapes(data: RunData, class_images: Sequence[Sample] | None) -> set[Shape]:
-    """Shapes of the existing class images, and of those that are still to be generated."""
-    if class_images is None:
-        config = data.prior_data if data.prior_folder.is_dir() else None
-        class_images = [] if config is None else data.scanned(config, "prior.folder").samples
-    return {*_shapes(data, class_images), *missing_class_images(data).shapes}
 
 
 class Generated(NamedTuple):
