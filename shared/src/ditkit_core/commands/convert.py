@@ -29,11 +29,7 @@ from ditkit_core.adapters.files.identify import FoundAdapter, Shapes, find_adapt
 from ditkit_core.adapters.files.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.files.merge import MAX_STRENGTH, merge_into
 from ditkit_core.adapters.files.read import with_differences
-from ditkit_core.adapters.files.write import (
-    Scaled,
-    check_form,
-    check_one_to_one,
-)
+from ditkit_core.adapters.files.write import Scaled, check_form, check_one_to_one
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.commands.export import check_free, check_kind
 from ditkit_core.commands.options import ExportOptions, parse_rank

@@ -32,15 +32,7 @@ from ditkit_core.run.checks import check_preview_device, check_ranks
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.run.plans.auxiliary_plan import plan_auxiliary
-from ditkit_core.run.plans.changes import (
-    Level,
-    SuggestedChange,
-    accepted,
-    fit_levels,
-    levels,
-    levers,
-    state_bytes,
-)
+from ditkit_core.run.plans.changes import Level, SuggestedChange, accepted, fit_levels, levels, levers, state_bytes
 from ditkit_core.run.plans.plan import check_plannable, num_gpus, planned_step
 from ditkit_core.run.plans.planned_step import job_of
 

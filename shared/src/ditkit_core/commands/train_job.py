@@ -20,23 +20,11 @@ from ditkit_core.io.files import json_hash
 from ditkit_core.loading.model import Model
 from ditkit_core.loading.weights import engine_for
 from ditkit_core.previews.callbacks import QueuedPreviews
-from ditkit_core.previews.class_images import (
-    class_conditions,
-    encoded_class_images,
-    num_missing_class_images,
-)
+from ditkit_core.previews.class_images import class_conditions, encoded_class_images, num_missing_class_images
 from ditkit_core.previews.exchange import samples_in_place
 from ditkit_core.previews.manager import Previews
 from ditkit_core.previews.stages import denoiser_stages
-from ditkit_core.run.checks import (
-    check_beginning,
-    check_data,
-    check_encoding,
-    check_items,
-    check_listed,
-    check_model,
-    check_samples,
-)
+from ditkit_core.run import checks
 from ditkit_core.run.data_record import keys_of
 from ditkit_core.run.encoding import Encoded, encode_all
 from ditkit_core.run.jobs import Jobs, TrainingJob
@@ -54,17 +42,17 @@ def prepare_jobs(jobs: Jobs, left: Sequence[TrainingJob]) -> None:
     """Check every expert of a run, then encode for all of them, before the first of those that are left is trained."""
     run, ranks, folders = jobs.run, current_ranks(), [job.folder for job in jobs]
     for folder in folders:
-        check_listed(folder, run.data)
+        checks.check_listed(folder, run.data)
     num_images = ranks.on_first(
         lambda: num_missing_class_images(run.data, started=any(folder.has_save for folder in folders))
     )
     # On `meta`: a mistake of the second expert must not appear after hours of training the first.
     for job in left:
         build_model(job.run)
-    check_encoding(run, ranks, num_class_images=num_images)
+    checks.check_encoding(run, ranks, num_class_images=num_images)
     data = encode_all(run.data, with_class_prompt=num_images > 0)
     for folder in folders:
-        check_samples(folder, [*data.samples, *data.prior])
+        checks.check_samples(folder, [*data.samples, *data.prior])
     if num_images:
         encoded_class_images(run, denoiser_stages(run.for_class_images, {}), num_images)
 
@@ -84,12 +72,12 @@ def train_job(
     _stage(1, "check data and model")
     is_started = ranks.broadcast_object(folder.has_save)
     # Reads the dataset: a missing caption is reported before gigabytes are downloaded.
-    check_beginning(job, is_started=is_started)
+    checks.check_beginning(job, is_started=is_started)
     num_images = ranks.on_first(lambda: num_missing_class_images(job.run.data, started=is_started))
     unloaded = build_model(job.run)
     job = replace(job, run=job.run.with_arch(unloaded.origin.arch))
     run, config = job.run, job.run.config
-    check_model(job, unloaded, ranks.size, is_started=is_started)
+    checks.check_model(job, unloaded, ranks.size, is_started=is_started)
     for line in run.sample_adapters.described():
         say(line)
     # before hours of encoding: a model that does not fit its devices is reported now
@@ -97,9 +85,9 @@ def train_job(
 
     _stage(2, "encode")
     warn_of_base(run.spec, run.arch, config)
-    check_encoding(run, ranks, num_class_images=num_images)
+    checks.check_encoding(run, ranks, num_class_images=num_images)
     data = encode_all(run.data, with_class_prompt=num_images > 0)  # by all ranks at once: each claims what it encodes
-    check_items(run.spec, unloaded.module, [*data.samples, *data.prior])
+    checks.check_items(run.spec, unloaded.module, [*data.samples, *data.prior])
     summarize_data(run.data, data.samples)
     if num_images:
         class_conditions(run.data)  # encodes them into the cache now, while no transformer is in memory
@@ -118,7 +106,7 @@ def train_job(
     samples = split_samples(config.held_out.clips, run.data.dataset, data)
     encoded = [*data.samples, *data.prior]
     if ranks.is_first:
-        check_data(folder, encoded, unloaded.origin.stored.source.fingerprint(), base_steps(run.data))
+        checks.check_data(folder, encoded, unloaded.origin.stored.source.fingerprint(), base_steps(run.data))
         held_out = [sample.id for sample in samples.held_out]
         write_about(
             folder,

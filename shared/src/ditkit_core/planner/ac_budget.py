@@ -20,16 +20,7 @@ from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.memory import (
-    Budget,
-    DevicePlan,
-    DeviceSpan,
-    Partition,
-    Profile,
-    StageCost,
-    compose,
-    mixed,
-)
+from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition, Profile, StageCost, compose, mixed
 from ditkit_core.planner.step_time import compute_time
 from ditkit_core.planner.workload import PLAIN, Workload
 

@@ -20,15 +20,7 @@ from ditkit_core.models.spec import ModelSpec, build_on_meta
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus, weakest
 from ditkit_core.planner.kernel_time import rate_of_codes
 from ditkit_core.planner.memory import DevicePlan, Partition, Profile, compose, on_host, work_as_run
-from ditkit_core.planner.partition import (
-    Solution,
-    Targets,
-    budgets_here,
-    budgets_of,
-    host_limit,
-    profiles_of,
-    solve,
-)
+from ditkit_core.planner.partition import Solution, Targets, budgets_here, budgets_of, host_limit, profiles_of, solve
 from ditkit_core.planner.planned_step import StepJob, with_planned_kernels
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.ranks.divided import profile_of_rank, work_of_rank
