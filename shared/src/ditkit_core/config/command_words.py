@@ -12,7 +12,6 @@ def command_words(written: Sequence[str], key: str) -> list[str]:
 
     Args:
         written: The value of the key; empty for no command.
-        key: Its name, for messages.
     """
     try:
         words = (

@@ -47,7 +47,6 @@ def mark_of(head: bytes, name: str = "", *, size: int | None = None) -> str:
 
     Args:
         head: Its first bytes, `HEAD_BYTES` or fewer.
-        name: Its name.
         size: Its size in bytes, if known.
 
     Returns:

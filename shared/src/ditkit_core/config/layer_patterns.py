@@ -22,7 +22,6 @@ def parse_patterns(key: str, entries: Sequence[str], metavar: str, *, is_integer
 
     Args:
         key: The configuration key, for messages.
-        entries: Its entries.
         metavar: What a value is, for messages.
         is_integer: Whether values are whole numbers of at least 1; otherwise any number above 0.
     """

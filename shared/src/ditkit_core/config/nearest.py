@@ -54,7 +54,6 @@ def path_remedy(path: str | Path, *, folders: Iterable[Path] = ()) -> str:
     """What to do about a path that does not exist: the path that is most likely meant, or where it ends.
 
     Args:
-        path: The path as it was written.
         folders: Folders that a relative path may have been meant from, besides the working directory.
 
     Returns:

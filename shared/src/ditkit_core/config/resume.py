@@ -40,7 +40,6 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
     Args:
         stored: Values of the stored file by dotted key. If a key is missing (an older version wrote the file), the default counts,
             because that run was trained with it, or the value of the key that it was a part of.
-        config: The new configuration, a tree of dataclasses.
 
     Returns:
         The changes by rule.

@@ -31,7 +31,6 @@ def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Nu
 
     Args:
         values: The given values, in the order of the devices.
-        key: Name of the setting, for messages.
 
     Returns:
         `num_devices` values.

@@ -37,7 +37,6 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     """Check a value from TOML, which already has a type: a quoted number is not a number. A list of one may be written as its item.
 
     Args:
-        raw: The value from TOML.
         where: The place, for messages: `in run.toml`.
 
     Returns:

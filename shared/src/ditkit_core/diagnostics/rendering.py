@@ -90,7 +90,6 @@ def html_page(template: str, *, title: str, script: str = "", is_served: bool = 
         template: A template that extends `page.html`.
         script: JavaScript that runs after the body is loaded.
         is_served: Whether images and videos may be loaded from the server that the page is from.
-        values: What the template shows.
     """
     # Style and script are inline: a report is one file that can be sent by mail and opened offline.
     style = (_FOLDER / "page.css").read_text(encoding="utf-8")

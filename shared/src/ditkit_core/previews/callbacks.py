@@ -44,7 +44,6 @@ class SamplesInPlace(Callback):
             stages: Gives the transformers that take the denoising steps.
             on_written: Called on the first rank with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
-            shares: Which ranks generate which samples.
         """
         self._job, self._sampled, self._stages = job, sampled, stages
         self._on_written, self._every_steps, self._shares = on_written, every_steps, shares

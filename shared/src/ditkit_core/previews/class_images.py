@@ -73,7 +73,6 @@ def generate_class_images(
     Args:
         run: The run; the prompt and the negative one are in its cache.
         stages: The transformers that take the steps, whose adapters are at zero.
-        count: Number of images to add.
         extra_conditions: The result of `class_conditions`.
         shares: Which ranks generate which of them, called on all of them.
 

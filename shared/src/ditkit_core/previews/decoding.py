@@ -19,11 +19,7 @@ class FittingDecoder:
     """A `Decoder` that decodes in the first configured way that the GPU has room for when the first sample is done; it prints which."""
 
     def __init__(self, auxiliary: Auxiliary, sizes: Sequence[Size]):
-        """Choose nothing yet: transformers may not be loaded.
-
-        Args:
-            sizes: Sizes of all samples.
-        """
+        """Choose nothing yet: transformers may not be loaded."""
         self._auxiliary, self._sizes = auxiliary, sizes
         self._chosen: Decoder | None = None
 
@@ -69,12 +65,7 @@ class FittingDecoder:
 
 
 def first_that_fits(decodings: Sequence[VaeMode], needed: Callable[[VaeMode], int], free: int) -> tuple[int, list[int]]:
-    """The index of the first way that memory has room for, or of the last one; and the bytes of all ways up to it.
-
-    Args:
-        needed: Bytes that a way needs.
-        free: Bytes that are left.
-    """
+    """The index of the first way that memory has room for, or of the last one; and the bytes of all ways up to it."""
     counted: list[int] = []
     for decoding in decodings:
         counted.append(needed(decoding))

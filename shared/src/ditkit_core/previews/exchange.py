@@ -88,8 +88,6 @@ def _ranks_with_room(expert: Expert, prepared: Model, ranks: Ranks, *, num_sampl
     Ranks that divide the weights can all do it, or none.
 
     Args:
-        expert: The expert that trains.
-        ranks: All of them.
         num_samples: Samples of a preview, at most.
     """
     moved, free = parked_bytes(prepared.weights()), free_memory_bytes(torch.device("cpu"))

@@ -39,7 +39,6 @@ def generate_samples(
     Args:
         stages: The transformers that take the denoising steps, the one of the highest noise levels first, without `sample.adapter`.
         prompts: What to sample; may be empty.
-        folder: Where to write the samples.
         stem: First part of the file names.
         shares: Which ranks generate which samples, called on all of them.
         is_stopping: Asked after each denoising step whether to end there.

@@ -34,7 +34,6 @@ def previews_of(
     """Generate a run's previews on `sample.device` while the context is open, beginning with those left in the queue.
 
     Args:
-        jobs: The run.
         folder: Its folder, locked by this process, with the configuration stored.
         on_written: Called with each folder whose samples changed, after all previews are generated.
         trains: Whether training continues from the latest save. Then previews of later steps are dropped, because these steps are

@@ -53,7 +53,6 @@ def drop_after(folder: Path, saved: Mapping[str, int]) -> None:
     """Remove the previews of steps that training will repeat: it queues them again, maybe with other weights.
 
     Args:
-        folder: The queue.
         saved: Maps the name of each expert to the step of its latest save, -1 without a save; previews of other experts stay.
 
     Raises:
@@ -70,8 +69,6 @@ def put(folder: Path, preview: Preview, weights: Mapping[str, Tensor]) -> None:
     """Add a preview to the queue; a file of the same name is replaced.
 
     Args:
-        folder: The queue.
-        preview: The preview to generate.
         weights: The trained parameters by canonical name, on any device.
     """
     about = {"step": str(preview.step), "expert": preview.expert, "others": json.dumps(dict(preview.others))}

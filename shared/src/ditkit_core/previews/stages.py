@@ -114,9 +114,6 @@ def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, Model]:
 def trained_weights_in(jobs: Jobs, *, without: str | None = None) -> tuple[dict[str, ExpertWeights], int]:
     """The saved weights of a run's experts.
 
-    Args:
-        without: Name of an expert that is skipped.
-
     Returns:
         The weights by name of the expert, and the step of the latest save.
     """

@@ -54,7 +54,6 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
     A file that somebody else removes meanwhile is no error.
 
     Args:
-        device: Device to sample on.
         streamed: Number of blocks whose weights stay in host memory.
         left_out: Names of queue files to skip.
     """
@@ -89,8 +88,6 @@ def _generate(jobs: Jobs, prepared: Model | None, file: Path, prompts: Sequence[
     Args:
         jobs: The run, configured for this device.
         prepared: The model, if it has one transformer and is loaded already.
-        file: The file of the queue.
-        prompts: What to sample.
 
     Returns:
         The loaded model for the next file; None for a model with experts, which are loaded for each preview.

@@ -187,16 +187,6 @@ def test_progress_comes_to_its_end(few):
     assert estimated_seconds(subject) > 0
 
 
-def test_the_estimate_counts_attention(few, monkeypatch):
-    """As many operations as the products of matrices that it is made of. Torch 2.11 counts no attention of a CPU by itself."""
-    monkeypatch.setattr(audit_module, "_fp64_rate", lambda device: 1.0)
-    model, items = make_model(TOY, ARCH), toy_items(2)
-    fused, products = (
-        estimated_seconds(subject_of(TOY, model, items, BlockEngine(backend=name))) for name in ("sdpa", "sdpa_math")
-    )
-    assert fused == products
-
-
 def test_times_wait_for_the_devices_of_the_model_alone(monkeypatch):
     """A wait for another GPU would take memory of it."""
     waited: list[torch.device] = []

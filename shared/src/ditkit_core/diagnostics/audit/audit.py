@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ditkit_core.adapters.inject import is_adapter_name, trainable_parameters
 from ditkit_core.diagnostics.audit.dtype_view import DtypeOf, DtypeView, as_stored, by_op_group
@@ -48,6 +47,7 @@ ROUNDS = 5
 """Number of timed passes for each choice of dtypes; their median is reported."""
 
 _TRUTH = torch.float64
+_IN_FP64 = {group: _TRUTH for group in PLACES if group not in NOT_IN_A_BATCH}
 _HOST = torch.device("cpu")
 
 
@@ -101,19 +101,18 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     Returns:
         The findings, with the place first that has the largest error.
     """
-    # Not ACTING, which a short audit replaces by fewer places: the reference is in fp64 everywhere.
-    low, acting = subject.lowered, [group for group in PLACES if group not in NOT_IN_A_BATCH]
-    lowered = dict.fromkeys([*acting, BASE] if subject.in_8_bits else acting, low)
+    # Not of ACTING, which a short audit replaces by fewer places: the reference is in fp64 everywhere.
+    low = subject.lowered
+    lowered = dict.fromkeys([*_IN_FP64, BASE] if subject.in_8_bits else _IN_FP64, low)
     # Alone shows the error that a place adds; all but one shows what raising only this place would gain.
-    everywhere = dict.fromkeys(acting, _TRUTH)
     cases: dict[str, Mapping[str, torch.dtype] | None] = {"own": None, "all lowered": lowered}
-    cases |= {f"alone {group}": {**everywhere, group: low} for group in _op_groups(subject)}
+    cases |= {f"alone {group}": {**_IN_FP64, group: low} for group in _op_groups(subject)}
     cases |= {f"all but {group}": {**lowered, group: _TRUTH} for group in _op_groups(subject)}
     squares_by_case: dict[str, list[_Squares]] = {name: [] for name in cases}
     with _eval_mode(subject.model, subject.precision):
         for index in range(len(EDGES) - 1):
             batch = _Batch.sampled(subject, index)
-            truth = _measure(subject, batch, everywhere, None)
+            truth = _measure(subject, batch, _IN_FP64, None)
             advance()
             for name, dtypes in cases.items():
                 squares_by_case[name].append(_measure(subject, batch, dtypes, truth).squares)
@@ -363,14 +362,10 @@ def _priced(subject: Subject) -> list[str]:
 
 def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:
     """One forward and backward with the run's engine."""
-    # The velocities stay alive in the backward, as a run's do: the peak counts them.
-    _velocities, loss = _own_forward(subject, batch, precision)
-    loss.backward()
-
-
-def _own_forward(subject: Subject, batch: _Batch, precision: Precision) -> tuple[list[Tensor], Tensor]:
     engine = replace(subject.run, backend=_backend(subject, precision))
-    return _forward(subject, batch, precision, as_stored, engine, lambda name, gradient: None)
+    # The velocities stay alive in the backward, as a run's do: the peak counts them.
+    _velocities, loss = _forward(subject, batch, precision, as_stored, engine, lambda name, gradient: None)
+    loss.backward()
 
 
 def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[torch.device, int]:
@@ -386,16 +381,12 @@ def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[tor
 
 
 def _seconds(subject: Subject, batch: _Batch, precision: Precision) -> float:
-    devices = _devices(subject)
+    devices = {parameter.device for parameter in subject.model.parameters()}
     _wait(devices)
     began = time.perf_counter()
     _step(subject, batch, precision)
     _wait(devices)
     return time.perf_counter() - began
-
-
-def _devices(subject: Subject) -> set[torch.device]:
-    return {parameter.device for parameter in subject.model.parameters()}
 
 
 def _wait(devices: Iterable[torch.device]) -> None:
@@ -408,25 +399,10 @@ def _wait(devices: Iterable[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-@torch.no_grad()
 def estimated_seconds(subject: Subject) -> float:
-    """An upper estimate of an audit's duration, from the FLOPs of a forward and the fp64 rate of the slowest device."""
-    # torch counts no products of int8; memory_tracker has it count attention on CPUs
-    counter = FlopCounterMode(display=False)
-    with _eval_mode(subject.model, subject.precision), products_in_dtype(subject.model), counter as count:
-        _own_forward(subject, _Batch.sampled(subject, 0), subject.precision)
-    rate = min(map(_fp64_rate, _devices(subject)))
-    # Forward, recomputation, and a backward of twice the forward's FLOPs.
-    return num_passes(subject) * 4 * count.get_total_flops() / rate
-
-
-def _fp64_rate(device: torch.device) -> float:
-    """Measured FLOP/s of an fp64 matrix product."""
-    size = 512 if device.type == "cpu" else 4096
-    a = torch.ones(size, size, dtype=_TRUTH, device=device)
-    a @ a  # the first product loads the library
-    _wait([device])
-    began = time.perf_counter()
-    a @ a
-    _wait([device])
-    return 2 * size**3 / (time.perf_counter() - began)
+    """An upper estimate of an audit's duration: the time of a pass in fp64, which is the slowest kind, for all passes."""
+    devices, began = {parameter.device for parameter in subject.model.parameters()}, time.perf_counter()
+    with _eval_mode(subject.model, subject.precision):
+        _measure(subject, _Batch.sampled(subject, 0), _IN_FP64, None)
+    _wait(devices)
+    return num_passes(subject) * (time.perf_counter() - began)

@@ -20,10 +20,6 @@ def plan_memory(
 
     A plan that does not fit is only a warning: it is an estimate, and the trial of the largest micro-batch decides.
 
-    Args:
-        samples: All samples that it trains on, at least one.
-        class_images: Its class images for prior preservation; may be empty.
-
     Returns:
         The plan, and a finding for each device, encoder or sample that does not fit.
     """

@@ -183,7 +183,6 @@ def watch(folder: Path, *, bind: str, port: int, log: str = "") -> None:
     """Serve the page of a run until the process is interrupted; this reads the run's files, and changes none.
 
     Args:
-        folder: The run's folder.
         bind: Address to listen at.
         port: Port to listen at; 0 for a free one.
         log: File with the output of the run's command; empty for none.

@@ -33,7 +33,6 @@ def verify_waiting(run: RunContext, folder: RunFolder, skipped: Collection[str] 
     Another model is built on the host for it. The one that trains, and the random numbers of this process, stay as they are.
 
     Args:
-        run: The run, of one transformer.
         skipped: Names of exports to leave alone.
     """
     adapted: Model | None = None

@@ -33,11 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def verify_in(spec: ModelSpec, path: Path, skipped: Collection[str] = ()) -> None:
-    """Verify what is left in a run's folder.
-
-    Args:
-        skipped: Names of exports to leave alone.
-    """
+    """Verify what is left in a run's folder."""
     # The stored configuration: the parent has written what it resolved, flags included.
     config = resolve(RunConfig, stored=path).on_device("cpu")
     # Half of the cores at most: training starts its kernels from the others.
