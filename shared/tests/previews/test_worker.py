@@ -230,13 +230,12 @@ def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, caps
         Previews(run_jobs.jobs_of(run), folder, 2, lambda path: None) as previews,
     ):
         put(folder.pending, Preview(step=3), {})
-        take = previews.taker()
-        take(7, {})
+        previews.take(Preview(step=7), {})
         assert (
             f"preview {names[5]} was not generated (status 1): error: no room on this device" in capsys.readouterr().err
         )
         folder.previews_log.unlink()
-        take(8, {})
+        previews.take(Preview(step=8), {})
         said = capsys.readouterr().err
     assert "previews not generated: 2 (status 1): its log cannot be read; they stay in" in said
     left_out = [child.command[len(started[0].command) :] for child in started]

@@ -8,6 +8,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.loading.model import Model
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.manager import Previews
+from ditkit_core.previews.queue import Preview
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.jobs import TrainingJob
@@ -80,12 +81,13 @@ class QueuedPreviews(Callback):
 
     def __init__(self, job: TrainingJob, prepared: Model, previews: Previews):
         self._job, self._prepared, self._previews = job, prepared, previews
-        self._take = previews.taker(job.name)
+        # Read once: the saves of other experts do not change while this one trains.
+        self._others = previews.saves_of_others(job.name)
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         # After a signal too: it only copies the weights, and the next start generates what is left in the queue.
         every_steps = self._previews.every_steps
-        return bool(every_steps) and step % every_steps == 0
+        return self._others is not None and bool(every_steps) and step % every_steps == 0
 
     def resumed(self, step: int) -> None:
         is_due = self.wants_preview(step, stopping=False) and step < self._job.run.config.train.steps
@@ -98,6 +100,7 @@ class QueuedPreviews(Callback):
 
     def _put(self, step: int) -> None:
         # Training waits here for the copy alone, not for the samples. Of divided weights, only the trained ones are gathered.
+        preview = Preview(step=step, expert=self._job.name, others=self._others or {})
         with self._prepared.readable():
             # Inside `readable`: of streamed blocks these are the values in host memory.
-            self._take(step, trainable_parameters(self._prepared.module))
+            self._previews.take(preview, trainable_parameters(self._prepared.module))

@@ -111,36 +111,23 @@ class Previews:
         """The file that a preview has in the queue; arguments as of `Preview`."""
         return self._folder.pending / Preview(step=step, expert=expert).file_name
 
-    def taker(self, expert: str = "") -> Callable[[int, Mapping[str, Tensor]], None]:
-        """A function that queues previews while one transformer trains. Its failures are warnings and never stop the run.
+    def saves_of_others(self, expert: str) -> dict[str, int] | None:
+        """The step of the latest save of each expert but one, which trains; None, after a warning, if a save cannot be read."""
+        try:
+            trained = trained_weights_in(self._jobs, without=expert)[0] if expert and self.every_steps else {}
+        except UserError as error:
+            warn(f"no previews of the {expert} expert: {error}")
+            return None
+        return {name: weights.step for name, weights in trained.items() if weights.step is not None}
 
-        The saves of the other experts are read here, once: they do not change while this expert trains.
-
-        Args:
-            expert: Name of the expert that trains; empty if the model has one transformer.
-
-        Returns:
-            A function of the optimizer step and the trained parameters by canonical name. It returns after they are written.
-        """
-        saved: dict[str, int] = {}
-        if expert and self.every_steps:
-            try:
-                trained = trained_weights_in(self._jobs, without=expert)[0]
-            except UserError as error:
-                warn(f"no previews of the {expert} expert: {error}")
-                return lambda step, weights: None
-            saved = {name: weights.step for name, weights in trained.items() if weights.step is not None}
-
-        def take(step: int, weights: Mapping[str, Tensor]) -> None:
-            self._look()
-            try:
-                asked = Preview(step=step, expert=expert, others=saved)
-                put(self._folder.pending, asked, weights)
-            except UserError as error:
-                warn(f"no preview of step {step}: {error}")
-            self._start()
-
-        return take
+    def take(self, preview: Preview, weights: Mapping[str, Tensor]) -> None:
+        """Queue a preview of trained parameters by canonical name; they are written before this returns. A failure is only a warning."""
+        self._look()
+        try:
+            put(self._folder.pending, preview, weights)
+        except UserError as error:
+            warn(f"no preview of step {preview.step}: {error}")
+        self._start()
 
     def wait(self) -> None:
         """Wait until all previews are generated, except those that failed.
@@ -194,28 +181,19 @@ class Previews:
             warn(f"previews wait: the process that generates them could not be started ({error.strerror or error})")
 
     def _look(self) -> None:
-        """Check whether the worker has ended, and note its failure."""
-        status = None if self._child is None else self._child.status()
-        if status is None:
+        """Check whether the worker has ended. The file that it failed at is skipped from then on; if it began none, all of them."""
+        if self._child is None or (status := self._child.status()) is None:
             return
         child, self._child = self._child, None
-        assert child is not None
-        if status:
-            self._note_failure(child, status)
-
-    def _note_failure(self, child: WorkerProcess, status: int) -> None:
-        """Skip the file that the worker failed at, so that the next worker goes on with others; if it began none, skip all of them."""
-        begun = _last_begun(child)
-        waiting = [path.name for path in self._left()]
-        if begun in waiting:
-            self._failed.add(begun)
-            failure, stays = f"preview {begun} was not generated", "it stays"
-        else:
-            self._failed.update(waiting)
-            failure, stays = f"previews not generated: {len(waiting)}", "they stay"
+        if not status:
+            return
+        begun, waiting = _last_begun(child), [path.name for path in self._left()]
+        is_one = begun in waiting
+        self._failed.update([begun] if is_one else waiting)
+        failure = f"preview {begun} was not generated" if is_one else f"previews not generated: {len(waiting)}"
         warn(
-            f"{failure} (status {status}): {child.last_words()}; {stays} in {self._folder.pending}, and the output of the process is in "
-            f"{self._folder.previews_log}"
+            f"{failure} (status {status}): {child.last_words()}; {'it stays' if is_one else 'they stay'} in {self._folder.pending}, and the "
+            f"output of the process is in {self._folder.previews_log}"
         )
 
 
