@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -51,7 +51,6 @@ VERIFIED_LATER = "loaded in diffusers after it was written; the result is in ver
 """Its value where something does, so that the file need not change after it was verified."""
 
 _Tensors = Mapping[str, About]
-"""Shape and dtype of the tensors of a file, by name."""
 
 
 def _dtype_of(config: ExportConfig) -> torch.dtype:
@@ -266,7 +265,9 @@ def _transformer_in_form(
         pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
         # One fp32 part makes the tensor fp32: rounding it would lose what the model keeps.
         wide = any(spec.precision.keep_fp32(part.name) for part in parts)
-        return _stacked_shape(pieces), torch.float32 if wide else _dtype_of(config)
+        first, *others = pieces
+        shape = (sum(map(len, pieces)), *first.shape[1:]) if others else tuple(first.shape)
+        return shape, torch.float32 if wide else _dtype_of(config)
 
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     source_of: dict[str, str] = {}  # of what the file has for a tensor, its name: constants stand next to some
@@ -302,8 +303,8 @@ def _transformer_in_form(
     if not config.scaled:
         return shapes, tensor_of
     # Only the blocks' matrices: embedding and head keep 16 bits, as under base.quantize.
-    matrices = _matrices_of_blocks(model)
-    scaled = {key for key, parts in natives.items() if _can_scale(parts, matrices, spec)}
+    matrices = {name for name in _matrices_of_blocks(model) if not spec.precision.keep_fp32(name)}
+    scaled = {key for key, parts in natives.items() if all(part.name in matrices for part in parts)}
     return in_scaled_8_bits(shapes, tensor_of, scaled)
 
 
@@ -314,19 +315,23 @@ def _write_shards(
     metadata: Mapping[str, str],
     shard_bytes: int,
 ) -> None:
-    """Write files of at most `shard_bytes`, and an index if there are several."""
-    shards, stem = list(_shards(shapes, shard_bytes)), "diffusion_pytorch_model"
+    """Write files of at most `shard_bytes` (more for a larger tensor), and an index if there are several."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    stem = "diffusion_pytorch_model"
     # Names contain the number of files, so files of an earlier export with another number would stay among the new ones.
     for old in folder.glob(f"{stem}*.safetensors*"):
         old.unlink()
-    where: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, shard, tensor_of, metadata)
-        where |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        total = sum(_num_bytes(*about) for about in shapes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    split = split_state_dict_into_shards_factory(
+        dict(shapes),
+        get_storage_size=lambda about: torch.Size(about[0]).numel() * about[1].itemsize,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for name, keys in split.filename_to_tensors.items():
+        write_safetensors(folder / name, {key: shapes[key] for key in keys}, tensor_of, metadata)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         # The index comes last: a folder with several files and no index was never finished.
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
@@ -342,20 +347,10 @@ def _matrices_of_blocks(model: StagedModel) -> set[str]:
     return {canonical_name(name) for name in weights if not is_adapter_name(name)}
 
 
-def _can_scale(parts: Sequence[TensorSlice], matrices: Collection[str], spec: ModelSpec) -> bool:
-    """Whether a tensor consists only of the blocks' matrices, and none of them stays in fp32."""
-    return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
-
-
 def base_tensors(model: StagedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers of the model without its adapter, by canonical name. Quantized weights have only their shape."""
     state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
     return without_scales(state, model)
-
-
-def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
-    first, *others = pieces
-    return (sum(len(piece) for piece in pieces), *first.shape[1:]) if others else tuple(first.shape)
 
 
 def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
@@ -375,20 +370,3 @@ def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tens
         magnitude = rows_of(layer.lora_magnitude_vector["default"].weight.detach(), index, of)
         merged *= (magnitude.to(norm.device) / norm)[:, None]
     return merged
-
-
-def _shards(shapes: _Tensors, shard_bytes: int) -> Iterator[dict[str, About]]:
-    """Split tensors, in their order, into files of at most `shard_bytes`. A larger tensor gets a file of its own."""
-    shard: dict[str, About] = {}
-    size = 0
-    for name, about in shapes.items():
-        if shard and size + _num_bytes(*about) > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = about
-        size += _num_bytes(*about)
-    yield shard
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
