@@ -27,7 +27,7 @@ class Times:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self, device: torch.device) -> Any:
+    def __call__(self, device: torch.device, *, in_graph: bool = False) -> Any:
         return Event(self.now) if device.type == "cuda" else self.now
 
     def after(self, seconds: float) -> None:

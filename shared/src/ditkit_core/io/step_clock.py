@@ -50,7 +50,7 @@ class StepClock:
         marks = None if device is None else self._marks.get(device)
         if device is None or marks is None or (marks and marks[-1][0] == part):
             return
-        marks.append((part, _in_graph(device) if self._in_graph else _now(device)))
+        marks.append((part, _now(device, in_graph=self._in_graph)))
 
     def replayed(self, device: torch.device, clock: "StepClock") -> None:
         """A replay begins at the last mark, and ends here. Its parts come from a clock whose marks are in the graph."""
@@ -125,19 +125,11 @@ class StepClock:
         }
 
 
-def _now(device: torch.device) -> Any:
+def _now(device: torch.device, *, in_graph: bool = False) -> Any:
+    """The time, or on a GPU an event; with `in_graph` it is a node of the graph that is being recorded."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _in_graph(device: torch.device) -> Any:
-    """An event that is a node of the graph that is being recorded."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True, external=True)
+    event = torch.cuda.Event(enable_timing=True, external=in_graph)
     event.record(torch.cuda.current_stream(device))
     return event
 

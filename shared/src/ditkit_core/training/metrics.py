@@ -142,27 +142,6 @@ class MetricsLog:
         return UserError(f"cannot write {self.path}: {error.strerror or error}; free some space")
 
 
-class NoMetrics:
-    """Takes the metrics of a rank that writes none, in place of `MetricsLog`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write nothing."""
-
-    def saved(self) -> str:
-        """No digest."""
-        return ""
-
-    def due(self, step: int) -> bool:
-        """No step gets a line."""
-        return False
-
-
 def log_left_samples(
     folder: Path, config: LogConfig, tracked: TrackedRun, warn: Callable[[str], None], *, is_said: bool = False
 ) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ditkit_core.training.checkpoint import latest, load_state, prune_saves, sav
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.flow_matching import PreparedBatch
 from ditkit_core.training.losses import NonFiniteLoss, write_failure
-from ditkit_core.training.metrics import LogConfig, MetricsLog, NoMetrics
+from ditkit_core.training.metrics import LogConfig, MetricsLog
 from ditkit_core.training.optim.fused_checks import check_fused_backward
 from ditkit_core.training.optim.optimizer import learning_rate
 from ditkit_core.training.optim.optimizers import OptimConfig
@@ -254,9 +254,9 @@ class Trainer:
             save=self._last_save,
         )
 
-    def _log(self) -> MetricsLog | NoMetrics:
+    def _log(self) -> AbstractContextManager[MetricsLog | None]:
         if not self._ranks.is_first:
-            return NoMetrics()
+            return nullcontext()
         return MetricsLog(
             self._folder,
             self._config.log,
@@ -302,7 +302,7 @@ class Trainer:
         batch = self._context(step).prepare(self._model.spec, batches, micro)
         return batch.pinned() if any(runtime_of(device) is not None for device in self._devices) else batch
 
-    def _train_step(self, metrics: MetricsLog | NoMetrics, *, count_attention: bool) -> None:
+    def _train_step(self, metrics: MetricsLog | None, *, count_attention: bool) -> None:
         """Run one optimizer step, and report it."""
         began = time.perf_counter()
         self._clock.begin()
@@ -330,7 +330,9 @@ class Trainer:
         # A validation loss belongs to the step that it was measured at.
         state.step, state.held_out, state.last_norm = state.step + 1, None, result.grad_norm
         if watch is not None and watch.reading is not None:
-            metrics.write(state.step, self._drift.take(state.step, watch.reading))
+            drift = self._drift.take(state.step, watch.reading)
+            if metrics is not None:
+                metrics.write(state.step, drift)
         state.average.update(state.step)
         items = [item for micro in self._ranks.share(len(batches)) for item in batches[micro].items]
         tokens = self._ranks.total(map(self._model.spec.training.num_tokens, items))
@@ -356,10 +358,10 @@ class Trainer:
             numbers["sent_bytes"] = self._ranks.bytes_sent - sent
         for callback in self._callbacks:
             callback.after_step(state.step, numbers)
-        if metrics.due(state.step):
+        if metrics is not None and metrics.due(state.step):
             metrics.write(state.step, numbers)
 
-    def _validate(self, metrics: MetricsLog | NoMetrics) -> None:
+    def _validate(self, metrics: MetricsLog | None) -> None:
         """Measure the validation loss, if there is a validator."""
         validator, state = self._validator, self._state
         if validator is None:
@@ -367,27 +369,29 @@ class Trainer:
         with state.used():
             loss = validator.measure(self._model, state.step, self._last_save, self._ranks)
         state.held_out = loss.mean
-        metrics.write(state.step, state.history.take(loss, first=state.step == 0, files=validator.files))
+        held_out = state.history.take(loss, first=state.step == 0, files=validator.files)
+        if metrics is not None:
+            metrics.write(state.step, held_out)
         for callback in self._callbacks:
             callback.after_validation(state.step, loss)
 
-    def _save(self, metrics: MetricsLog | NoMetrics) -> None:
-        shards, folder = self._model.shards, self._folder / "state"
+    def _save(self, metrics: MetricsLog | None) -> None:
+        shards, folder, digest = self._model.shards, self._folder / "state", metrics.saved() if metrics else ""
         self._last_save = RunFolder(self._folder).save(self._state.step)
         if self._writer is not None:  # too much to be gathered on one rank
             assert shards is not None
             self._writer.finish()  # before another copy of the state is made
-            state = replace(self._state.state_dict(), metrics=metrics.saved())
+            state = replace(self._state.state_dict(), metrics=digest)
             self._writer.start(save_sharded(folder, state, self._config.save, shards))
         elif shards is not None or self._ranks.is_first:
-            state = replace(self._state.state_dict(), metrics=metrics.saved())
+            state = replace(self._state.state_dict(), metrics=digest)
             if shards is not None:
                 state = replace(state, tensors=shards.unsharded(state.tensors))
             if self._ranks.is_first:
                 save_state(folder, state, self._config.save)
         self._call(lambda callback: callback.on_save(self._state.step))
 
-    def _stops(self, interrupts: Interrupts, metrics: MetricsLog | NoMetrics, *, saved: bool) -> bool:
+    def _stops(self, interrupts: Interrupts, metrics: MetricsLog | None, *, saved: bool) -> bool:
         """Whether a signal came, on any rank, before a preview or in it, which it ends; then the step is saved."""
         if (stopping := self._ranks.any(interrupts.requested)) and not saved:
             self._save(metrics)
