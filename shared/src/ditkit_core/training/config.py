@@ -121,9 +121,6 @@ class TrainConfig:
     one of the last two: it updates before the norm of the step is known."""
     seed: int = setting(0, resume="refused")
     """Seed of initial adapters, data order, noise and dropout."""
-    noise_device: Literal["cpu", "device"] = setting("cpu", resume="stated")
-    """Where noise is sampled: `cpu` gives the same noise whatever device trains; `device` samples other noise on the first training
-    device, which saves the time of one CPU thread and a copy. Both are a function of seed, step, place in the step and sample."""
     caption_dropout: float = setting(0.0, resume="stated")
     """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
     control_dropout: float = setting(-1.0, resume="stated")

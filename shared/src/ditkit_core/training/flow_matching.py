@@ -9,7 +9,7 @@ levels then truncates the distribution; clamping the samples instead would pile 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ditkit_core.encoding.encoded_sample import with_empty_caption
 from ditkit_core.encoding.loss_masks import LOSS_WEIGHTS
-from ditkit_core.io.rng import generator, seed_of
+from ditkit_core.io.rng import generator
 from ditkit_core.io.runtimes import sent_to
 from ditkit_core.loading.model import Model
 from ditkit_core.models.spec import ModelSpec
@@ -93,12 +93,8 @@ def sample_noise(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "..."]]:
     """Noise level and float32 noise of one sample, as a function of names (seed, purpose, step, sample) and the level's stratum."""
     random = generator(*names)
-    return _sample_sigma(random, config, shift, stratum), torch.randn(latents.shape, generator=random)
-
-
-def _sample_sigma(random: torch.Generator, config: FlowConfig, shift: float, stratum: Stratum) -> Float[Tensor, ""]:
     probability = (stratum.number + torch.rand((), dtype=torch.float64, generator=random)) / stratum.total
-    return sigma_at(probability, config, shift).float()
+    return sigma_at(probability, config, shift).float(), torch.randn(latents.shape, generator=random)
 
 
 def loss_weight(sigma: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
@@ -163,8 +159,8 @@ class NoisedBatch(NamedTuple):
 
     @classmethod
     def of(cls, spec: ModelSpec, items: Sequence[Mapping[str, Tensor]], sigma: Tensor, noise: Sequence[Tensor]) -> Self:
-        """The batch with its targets and masks; without the targets if `noise` is empty, because it is sampled later."""
-        targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)] if noise else []
+        """The batch with its targets and masks."""
+        targets = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
         masks = [LossMask.of(spec, item) for item in items]
         return cls(items=items, sigma=sigma, noise=noise, targets=targets, masks=masks)
 
@@ -200,22 +196,12 @@ class PreparedBatch(NamedTuple):
     noised: NoisedBatch
     weights: Float[Tensor, " batch"]
     """Weights of the samples' losses."""
-    noise_seeds: Sequence[int] = ()
-    """Seeds of the noise that is sampled on the first device; empty if it was sampled on the host."""
     matches_base: bool = False
     """Whether `matching_base` makes the targets instead."""
 
     def to(self, first: torch.device, last: torch.device) -> Self:
         """The batch with its inputs on the first device of a model, and targets, masks and weights on the last, which makes the predictions."""
-        noised = self.noised.to(first, last)
-        if self.noise_seeds:
-            noise = [
-                torch.randn(item["latents"].shape, generator=torch.Generator(first).manual_seed(seed), device=first)
-                for item, seed in zip(noised.items, self.noise_seeds, strict=True)
-            ]
-            targets = [velocity_target(item, eps) for item, eps in zip(noised.items, noise, strict=True)]
-            noised = noised._replace(noise=noise, targets=[sent_to(target, last) for target in targets])
-        return self._replace(noised=noised, weights=sent_to(self.weights, last))
+        return self._replace(noised=self.noised.to(first, last), weights=sent_to(self.weights, last))
 
     def pinned(self) -> Self:
         """The batch in page-locked memory, from which copies to a GPU do not hold up the host; unchanged if the system refuses to lock it.
@@ -236,9 +222,8 @@ def prepare(
     *,
     seed: int,
     step: int,
-    noise_device: Literal["cpu", "device"] = "cpu",
 ) -> PreparedBatch:
-    """Read one of a step's micro-batches, and sample its noise, all on the host but noise for `noise_device = "device"`.
+    """Read one of a step's micro-batches, and sample its noise, all on the host.
 
     Noise level and noise of a sample are a function of the run's seed, the step (counted from 0), the sample's place in the step and its id.
     """
@@ -246,27 +231,18 @@ def prepare(
     shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
     names = [(seed, "noise", step, first_index + i, name) for i, name in enumerate(batch.ids)]
     strata = strata_of(flow, micro_batches, micro, seed=seed, step=step)
-    if noise_device == "device":
-        levels = [
-            _sample_sigma(generator(*name), flow, shift, stratum)
-            for name, shift, stratum in zip(names, shifts, strata, strict=True)
-        ]
-        noise, seeds = [], [seed_of(*name, "on the device") for name in names]
-    else:
-        sampled = [
-            sample_noise(item["latents"], flow, shift, *name, stratum=stratum)
-            for item, shift, name, stratum in zip(batch.items, shifts, names, strata, strict=True)
-        ]
-        levels, noise, seeds = [level for level, _ in sampled], [eps for _, eps in sampled], []
+    sampled = [
+        sample_noise(item["latents"], flow, shift, *name, stratum=stratum)
+        for item, shift, name, stratum in zip(batch.items, shifts, names, strata, strict=True)
+    ]
+    levels, noise = [level for level, _ in sampled], [eps for _, eps in sampled]
     factors = batch.weights or [1.0] * len(levels)
     weights = [
         factor * loss_weight(level, flow, shift) for factor, level, shift in zip(factors, levels, shifts, strict=True)
     ]
     sigma = torch.stack(levels)
     noised = NoisedBatch.of(spec, list(batch.items), sigma, noise)  # a list, which `pinned` looks into
-    return PreparedBatch(
-        sigma=sigma, noised=noised, weights=torch.stack(weights), noise_seeds=seeds, matches_base=batch.matches_base
-    )
+    return PreparedBatch(sigma=sigma, noised=noised, weights=torch.stack(weights), matches_base=batch.matches_base)
 
 
 def velocity_errors(model: Model, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,6 @@ class StepContext:
     backwards of different devices in parallel, so the devices of a split model work at the same time. The activations of all
     micro-batches are alive at once. Gradients are summed in another order, which is bitwise identical for two micro-batches if a
     forward uses each parameter once."""
-    noise_device: Literal["cpu", "device"] = "cpu"
-    """`train.noise_device`."""
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that share the step's micro-batches. How many there are changes no bit of an adapter's training."""
     prepared: Callable[[int], PreparedBatch] | None = None
@@ -79,9 +77,7 @@ class StepContext:
 
     def prepare(self, spec: ModelSpec, micro_batches: Sequence[MicroBatch], micro: int) -> PreparedBatch:
         """Read one of the step's micro-batches, and sample its noise."""
-        return prepare(
-            spec, self.flow, micro_batches, micro, seed=self.seed, step=self.step, noise_device=self.noise_device
-        )
+        return prepare(spec, self.flow, micro_batches, micro, seed=self.seed, step=self.step)
 
     def clipping(self, model: Model, optimizer: NamedOptimizer, clip_norm: float) -> Clipping:
         """How the gradients of this step are clipped."""

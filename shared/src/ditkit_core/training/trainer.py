@@ -289,7 +289,6 @@ class Trainer:
             seed=config.seed,
             flow=self._config.flow,
             pipelined=config.pipelined,
-            noise_device=config.noise_device,
             ranks=self._ranks,
             clock=self._clock,
             clip_by=config.clip_by,
