@@ -268,7 +268,7 @@ class Speed:
             devices=tuple(int(0 < self.cut <= index) for index in blocks),
             streamed=frozenset(blocks if self.streamed else ()),
         )
-        work = Workload(kernels=self.job.kernels, quantize=self.job.quantize, compute=self.job.compute)
+        work = Workload(kernels=self.job.kernels, quantize=self.job.quantize, compute=self.job.execution.compute)
         work_done = sum(stage.flops_forward + stage.flops_backward for stage in made.stages)
         return step_seconds(made, division, gpus, work), work_done / 1e12, gpus[0].bf16_flops / 1e12
 
@@ -277,7 +277,7 @@ class Speed:
         seconds, done, peak = self.planned()
         published = self.seconds or done / self.rate
         implied = done / published
-        share = f" ({implied / peak:.0%})" if self.job.compute == "dtype" else ""
+        share = f" ({implied / peak:.0%})" if self.job.execution.compute == "dtype" else ""
         figure = f"{self.seconds:g} s" if self.seconds else f"{self.rate:g} TFLOP/s"
         return (
             f"| {self.setting} | {self.source} | {figure} | {done:,.0f} | {implied:,.0f}{share} | {seconds:.3g} s | "

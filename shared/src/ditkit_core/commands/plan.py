@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 
 from ditkit_core.commands.options import TYPED, TrainOptions, command_line
@@ -44,10 +44,6 @@ def fit_command(program: str, typed: Sequence[str]) -> str:
         if text.partition("=")[0] != "--plan" and (before, text) != ("--plan", "true")
     ]
     # --write overwrites nothing.
-    out = next(path for path in _names() if not path.exists())
+    numbered = (FITTED.with_stem(f"{FITTED.stem}-{number}") for number in count(2))
+    out = next(path for path in chain((FITTED,), numbered) if not path.exists())
     return command_line(program, *arguments, "--fit", "--write", str(out))
-
-
-def _names() -> Iterator[Path]:
-    yield FITTED
-    yield from (FITTED.with_stem(f"{FITTED.stem}-{number}") for number in count(2))

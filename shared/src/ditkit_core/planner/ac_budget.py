@@ -54,12 +54,6 @@ class BudgetTask:
         profile = mixed([self.profile_of(policy) for policy in policies])
         return compose(profile, self.division, self.budgets, self.work)
 
-    def price_on(self, device: int) -> Callable[[StageCost], int]:
-        """What the backward of a stage costs there, recompute included."""
-        if not self.gpus:
-            return lambda stage: stage.flops_backward
-        return partial(compute_time, gpu=self.gpus[device], work=self.work, backward=True)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -186,7 +180,11 @@ class _Device:
         self._blocks = range(int(start == 0), int(start == 0) + end - start)
         spans = [DeviceSpan(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
         self._before = max(span.receives + span.targets for span in spans)
-        by_policy = [_variants(span, task.work, task.budgets[device], task.price_on(device)) for span in spans]
+        # What the backward of a stage costs there, recompute included.
+        price: Callable[[StageCost], int] = lambda stage: stage.flops_backward
+        if task.gpus:
+            price = partial(compute_time, gpu=task.gpus[device], work=task.work, backward=True)
+        by_policy = [_variants(span, task.work, task.budgets[device], price) for span in spans]
         self._stages: list[list[_Variant]] = []
         for stage in zip(*by_policy, strict=True):
             # Priced are only the recompute above the cheapest policy, and the bytes on the host.

@@ -91,6 +91,9 @@ Fitted to ten steps of klein 4B and FLUX.2 dev on three machines with an H100 (c
 slow in one minute as in another: a call to `mm` alone took 52 to 100 µs. Other hosts take less."""
 
 
+_LAUNCHED_AS = {"matmul": "matmul", "attention": "matmul", "fused": "fused", "conversion": "fused", "scales": "fused"}
+
+
 def rate_of_codes(gpu: Rates, compute: str) -> float:
     """A GPU's published rate of products of `int8` or `fp8` codes; 0 if it has none."""
     return {"int8": gpu.int8_flops, "fp8": gpu.fp8_flops}.get(compute, 0.0)
@@ -123,13 +126,8 @@ def gpu_seconds(kernels: KernelCounts, gpu: Rates, attention: str = "sdpa") -> f
 @cache
 def host_seconds(kernels: KernelCounts) -> float:
     """Seconds that the host takes to launch them, operation by operation."""
-    return sum(count * LAUNCHED[_launched_as(kernel.kind)] for kernel, count in kernels)
-
-
-def _launched_as(kind: str) -> str:
-    if kind.startswith(("matmul", "attention")):
-        return "matmul"
-    return "fused" if kind in ("fused", "conversion", "scales") else "other"
+    kinds = [(kernel.kind.partition("_")[0], count) for kernel, count in kernels]
+    return sum(count * LAUNCHED[_LAUNCHED_AS.get(kind, "other")] for kind, count in kinds)
 
 
 def is_launched_slowly(every: Collection[KernelCounts], gpu: Rates, attention: str = "sdpa") -> bool:

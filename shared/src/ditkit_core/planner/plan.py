@@ -181,7 +181,11 @@ def targets_of(execution: Execution, gpus: str = "", host: str = "", layout: Ran
     check_formats(execution.compute, hardware)
     if layout is not None:
         hardware = (weakest(hardware),)
-    devices = _names_for(execution, len(hardware)) if gpus else execution.torch_devices
+    devices, named = execution.torch_devices, execution.devices
+    if gpus:  # which need not exist; they have the configured names, because policies can be set per device name
+        if len(named) != len(hardware) or not all(name.startswith("cuda:") for name in named):
+            named = tuple(f"cuda:{index}" for index in range(len(hardware)))
+        devices = tuple(map(torch.device, named))
     hardware = keeping_reserves(hardware, reserve)
     limit, budgets = host_limit(host, here=not gpus), budgets_of(hardware)
     if layout is not None:
@@ -199,14 +203,14 @@ def notes_on_codes(
     job: StepJob, costs: Profile, division: Partition, gpus: Sequence[GPU], work: Workload
 ) -> Iterator[str]:
     """What `base.compute` gains of a step's time, which it pays for with accuracy; nothing without it, or without rates."""
-    if job.compute == "dtype" or not gpus:
+    if job.execution.compute == "dtype" or not gpus:
         return
     exact = profile(job.with_execution(compute="dtype"), like=costs)
     gain = step_seconds(exact, division, gpus, replace(work, compute="dtype")) / step_seconds(
         costs, division, gpus, work
     )
     advice = "" if gain >= WORTH_CODES else ": too little for the accuracy that it costs, so leave it out here"
-    yield f"base.compute = {job.compute} makes a step {gain:.2f} times as fast by this estimate{advice}"
+    yield f"base.compute = {job.execution.compute} makes a step {gain:.2f} times as fast by this estimate{advice}"
 
 
 def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
@@ -216,11 +220,3 @@ def check_formats(compute: str, gpus: Sequence[GPU]) -> None:
             raise UserError(
                 f"base.compute = {compute}: {gpu.name} has no products of this format; leave base.compute out"
             )
-
-
-def _names_for(execution: Execution, count: int) -> tuple[torch.device, ...]:
-    """Devices for GPUs that need not exist, with the configured names, because policies can be set per device name."""
-    names = execution.devices
-    if len(names) != count or not all(name.startswith("cuda:") for name in names):
-        names = tuple(f"cuda:{index}" for index in range(count))
-    return tuple(map(torch.device, names))

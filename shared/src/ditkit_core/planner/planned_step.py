@@ -79,16 +79,6 @@ class StepJob:
         return Counter(self.stored.values()).most_common(1)[0][0]
 
     @property
-    def compute(self) -> str:
-        """Format in which they are multiplied."""
-        return self.execution.compute
-
-    @property
-    def context(self) -> int:
-        """Ranks that share the tokens of each sample: the step is one rank's part."""
-        return self.execution.ranks.context
-
-    @property
     def trains_all(self) -> bool:
         """Whether all weights are trained, and not adapters."""
         return self.adapter.method == "full"

@@ -182,7 +182,7 @@ class _Measuring:
     ):
         self.job, self.model, self.meter, self.updates, self.backward = job, model, meter, updates, backward
         self.devices = [torch.device("cpu", 1 + index) for index in range(max(stage_devices) + 1)]
-        self.ranks = RecordedRanks(0, job.context, context=job.context)
+        self.ranks = RecordedRanks(0, job.execution.ranks.context, context=job.execution.ranks.context)
         self.measured = MeasuredStep(stage_devices)
         self.open: StageMoment | None = None
         self.in_backward: OptimizerInBackward | None = None
@@ -246,7 +246,7 @@ class _Measuring:
         """Run a forward and a backward, and record their boundaries. Returns the last one."""
         job = self.job
         calls = AttentionCalls()
-        streams = job.spec.architecture.token_streams(job.arch) if job.context > 1 else None
+        streams = job.spec.architecture.token_streams(job.arch) if job.execution.ranks.context > 1 else None
         engine = _Watched(
             policy=job.schedule,
             kernels=job.kernels,

@@ -90,8 +90,8 @@ def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
         convert(model, job.execution.quantize, spec.precision.keep_fp32)
     else:
         hold_as_stored(model, job.stored)
-    if job.compute != "dtype":
-        compute_in_8_bits(model, job.compute)
+    if job.execution.compute != "dtype":
+        compute_in_8_bits(model, job.execution.compute)
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     check_rates(job.optim, targets or list(map(module_of, trainable_parameters(model))))
     ranks = {target: (adapter.rank_of(target), job.assistant.get(target, 0)) for target in targets}

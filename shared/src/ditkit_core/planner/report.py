@@ -156,8 +156,17 @@ def print_plan(report: PlanReport, remedy: str = "") -> None:
         head = ["GiB", "on", "weights", "training", "peak", "available", ""]
         Table(head=head, rows=[_auxiliary_cells(row, report.previews) for row in report.auxiliary], num_left=2).show()
         say("")
-    if report.ranks is not None:
-        _show_exchanges(report.ranks)
+    if (ranks := report.ranks) is not None:
+        head = ["a rank sends in a step", "GiB", *(f"{time.name}, s" for time in ranks.times)]
+        rows = [
+            [name, gib(num_bytes), *(_seconds(time.exchanges[index]) for time in ranks.times)]
+            for index, (name, num_bytes) in enumerate(ranks.sent.items())
+        ]
+        rows.append(["not hidden by arithmetic", "", *(_seconds(time.exposed) for time in ranks.times)])
+        if all(time.step is not None for time in ranks.times):
+            rows.append(["step", "", *(_seconds(time.step or 0.0) for time in ranks.times)])
+            rows.append(["efficiency", "", *(f"{time.efficiency or 0.0:.0%}" for time in ranks.times)])
+        Table(head=head, rows=rows, num_left=1).show()
         say("")
     *lines, last = _lines(report)
     for line in lines:
@@ -176,20 +185,6 @@ def _headline(report: PlanReport) -> None:
 
 def _show_devices(report: PlanReport, rows: Sequence[Sequence[str]]) -> None:
     Table(head=["GiB", *(plan.budget.name for plan in report.devices)], rows=rows, num_left=1).show()
-
-
-def _show_exchanges(ranks: RanksPlan) -> None:
-    """The exchanges of a rank in a step, with their times by link."""
-    head = ["a rank sends in a step", "GiB", *(f"{time.name}, s" for time in ranks.times)]
-    rows = [
-        [name, gib(num_bytes), *(_seconds(time.exchanges[index]) for time in ranks.times)]
-        for index, (name, num_bytes) in enumerate(ranks.sent.items())
-    ]
-    rows.append(["not hidden by arithmetic", "", *(_seconds(time.exposed) for time in ranks.times)])
-    if all(time.step is not None for time in ranks.times):
-        rows.append(["step", "", *(_seconds(time.step or 0.0) for time in ranks.times)])
-        rows.append(["efficiency", "", *(f"{time.efficiency or 0.0:.0%}" for time in ranks.times)])
-    Table(head=head, rows=rows, num_left=1).show()
 
 
 def _seconds(seconds: float) -> str:

@@ -55,19 +55,13 @@ def utilisation_of(job: StepJob, items: Iterable[Mapping[str, Tensor]], gpus: Se
     share the step."""
     rates = [gpu.fp32_flops if job.precision.matmul == torch.float32 else gpu.bf16_flops for gpu in gpus]
     num_tokens = job.spec.training.num_tokens
-    utilisation = Utilisation(_sizes(items, num_tokens), lambda item: flops_of(job, item), num_tokens, sum(rates))
+    by_tokens = {num_tokens(item): item for item in items}
+    tokens = sorted(by_tokens)  # of the data the fewest, the median and the most
+    sizes = {number: by_tokens[number] for number in (tokens[0], tokens[len(tokens) // 2], tokens[-1])}
+    utilisation = Utilisation(sizes, lambda item: flops_of(job, item), num_tokens, sum(rates))
     doing("counting the arithmetic of a step")
     utilisation.flops(next(iter(utilisation.sizes)))  # now, and not in the first step, which would seem to hang
     return utilisation
-
-
-def _sizes(
-    items: Iterable[Mapping[str, Tensor]], num_tokens: Callable[[Mapping[str, Tensor]], int]
-) -> dict[int, Mapping[str, Tensor]]:
-    """The items with the fewest, the median and the most tokens of the data."""
-    by_tokens = {num_tokens(item): item for item in items}
-    sizes = sorted(by_tokens)
-    return {tokens: by_tokens[tokens] for tokens in dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1]))}
 
 
 def flops_of(job: StepJob, item: Mapping[str, Tensor]) -> float:

@@ -146,9 +146,19 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     check_kernels(train.kernels, kinds)
     optim = run.config.optim
-    _check_method(run.config)
-    check_swap(train.swap_blocks, run.config.adapter.method, optim)
-    check_fused_backward(train, optim, adapts=run.config.adapter.method != "full", prior=run.config.prior.wanted)
+    method, ratio = run.config.adapter.method, optim.loraplus_lr_ratio
+    if ratio != 1 and method != "lora":
+        raise UserError(
+            f"optim.loraplus_lr_ratio = {ratio:g} is for the B of a LoRA, and adapter.method = {method} has none; leave it out "
+            "(optim.lr_pattern sets rates by layer)"
+        )
+    if run.config.prior.match_base and method == "full":
+        raise UserError(
+            "prior.match_base compares with the base without its adapter, and adapter.method = full changes the base itself; use "
+            "prior.folder or prior.prompt, or train an adapter"
+        )
+    check_swap(train.swap_blocks, method, optim)
+    check_fused_backward(train, optim, adapts=method != "full", prior=run.config.prior.wanted)
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
     check_compiler(backend_of(train.compile), kinds)
     # Codes that are multiplied as they are stay codes for the backward.
@@ -158,7 +168,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         raise UserError(
             "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
         )
-    if run.config.adapter.method == "full" and run.precision.matmul == torch.float64:
+    if method == "full" and run.precision.matmul == torch.float64:
         raise UserError("adapter.method = full in fp64 is for comparisons only; set model.dtype = fp32")
     if run.trains_bf16 and optim.rounding == "nearest":
         raise UserError(
@@ -174,21 +184,6 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     )
     for line in without_effect(run.request.config, run.devices, trains_bf16=run.trains_bf16) if here else ():
         warn(line)
-
-
-def _check_method(config: RunConfig) -> None:
-    """Refuse settings for another `adapter.method`."""
-    method, ratio = config.adapter.method, config.optim.loraplus_lr_ratio
-    if ratio != 1 and method != "lora":
-        raise UserError(
-            f"optim.loraplus_lr_ratio = {ratio:g} is for the B of a LoRA, and adapter.method = {method} has none; leave it out "
-            "(optim.lr_pattern sets rates by layer)"
-        )
-    if config.prior.match_base and method == "full":
-        raise UserError(
-            "prior.match_base compares with the base without its adapter, and adapter.method = full changes the base itself; use "
-            "prior.folder or prior.prompt, or train an adapter"
-        )
 
 
 def check_ranks(run: RunContext, size: int) -> None:

@@ -101,7 +101,7 @@ class Candidate:
 def formats_of(job: StepJob) -> tuple[str, ...]:
     """The formats of the frozen weights that a search may choose, from exact to coarse; the file's counts as exact."""
     quantize = job.execution.quantize
-    if job.compute != "dtype":  # products in 8 bits need that format
+    if job.execution.compute != "dtype":  # products in 8 bits need that format
         return (quantize,)
     if job.trains_all:
         return ("none",)

@@ -75,11 +75,15 @@ def plan_auxiliary(
     rows = planner.encode_rows(sizes, encoders)
     added = _added_on(replace(run.sample_adapters, arch=step.job.arch), run.precision, blocks)
 
+    def pixels(shape: Shape) -> int:
+        (frames, height, width), references = shape
+        return frames * height * width + sum(h * w for h, w in references)
+
     def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
         if not generated.shapes:
             return []
         more = added if len(on) == len(added) else [sum(added)]  # previews have one device
-        denoising = denoising_bytes(replace(step.job, kind=on[0].kind), *max(generated.shapes, key=_pixels))
+        denoising = denoising_bytes(replace(step.job, kind=on[0].kind), *max(generated.shapes, key=pixels))
         sizes = [size for size, _ in generated.shapes]
         return planner.sample_rows(sizes, on, denoising=denoising, num_samples=generated.num, added=more)
 
@@ -173,8 +177,3 @@ def _with_copy(room: Room, kind: str, devices: Sequence[DevicePlan], *, streamed
         steps = sum(device.host + (device.peak if kind == "cpu" else 0) for device in devices)
         room = room._replace(available=max(0, room.available - streamed - steps))
     return room._replace(in_use=weights + streamed)  # the copy streams nothing
-
-
-def _pixels(shape: Shape) -> int:
-    frames, height, width = shape[0]
-    return frames * height * width + sum(h * w for h, w in shape[1])
