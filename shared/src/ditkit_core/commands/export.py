@@ -156,16 +156,12 @@ def _written(out: Path, spec: ModelSpec, wanted: ExportConfig, *, is_transformer
 class Exporter(Callback):
     """Writes the trained weights next to each save, and the final exports of a finished run."""
 
-    def __init__(
-        self,
-        job: TrainingJob,
-        prepared: Model,
-        encoded: Sequence[EncodedSample],
-        verifier: Verifier,
-    ):
+    def __init__(self, job: TrainingJob, prepared: Model, encoded: Sequence[EncodedSample], verifier: Verifier):
         self._job, self._prepared, self._verifier = job, prepared, verifier
         self._run, self._folder = job.run, job.folder
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
+        self._is_adapter = self._run.config.adapter.method != "full"
+        self._writes_transformer = self._run.config.export.merged or not self._is_adapter
 
     def resumed(self, step: int) -> None:
         """Write what is missing after the save that the run continues from; a kill came between the two."""
@@ -196,7 +192,14 @@ class Exporter(Callback):
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
         self._prepared.module.eval()  # the last samples are generated without dropout
-        self._say_what_has_no_reader()
+        # Nothing verifies these finished exports, as their headers say.
+        spec, config, exports = self._run.spec, self._run.config.export, self._folder.exports
+        names = {form: ExportName(run=self._folder.name, form=form) for form in config.forms if self._is_adapter}
+        files = [(form, name.at(self._folder), False) for form, name in names.items()]
+        forms = whole_forms(spec, config) if self._writes_transformer else ()
+        for form, path, complete in [*files, *((form, exports / f"transformer_{form}", True) for form in forms)]:
+            if limit := why_unverified(spec, config, form, self._prepared.module, complete=complete):
+                say(f"{path} was read back, and is not verified with diffusers, which {limit}")
         self._verifier.wait()
 
     def _exports_of_save(self, step: int) -> tuple[list[Path], list[Path]]:
@@ -222,14 +225,6 @@ class Exporter(Callback):
             with suppress(OSError):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
 
-    @property
-    def _is_adapter(self) -> bool:
-        return self._run.config.adapter.method != "full"
-
-    @property
-    def _writes_transformer(self) -> bool:
-        return self._run.config.export.merged or not self._is_adapter
-
     # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
     def _export_adapter(self, name: ExportName, step: int) -> list[Path]:
         run, prepared, folder = self._run, self._prepared, self._folder.exports
@@ -245,18 +240,6 @@ class Exporter(Callback):
 
     def _metadata(self, step: int) -> dict[str, str]:
         return export_metadata(self._job, self._prepared, step, data=self._data) | {VERIFIED: VERIFIED_LATER}
-
-    def _say_what_has_no_reader(self) -> None:
-        """Name the finished exports that nothing verifies, as their headers do."""
-        run, config, model = self._run, self._run.config.export, self._prepared.module
-        for form in config.forms if self._is_adapter else ():
-            if limit := why_unverified(run.spec, config, form, model):
-                file = ExportName(run=self._folder.name, form=form).at(self._folder)
-                say(f"{file} was read back, and is not verified with diffusers, which {limit}")
-        for form in whole_forms(run.spec, config) if self._writes_transformer else ():
-            if limit := why_unverified(run.spec, config, form, model, complete=True):
-                folder = self._folder.exports / f"transformer_{form}"
-                say(f"{folder} was read back, and is not verified with diffusers, which {limit}")
 
 
 def rename_exports(folder: RunFolder, experts: Sequence[Expert]) -> None:

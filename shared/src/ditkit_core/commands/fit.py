@@ -166,10 +166,7 @@ def _fit_process(run: RunContext, gpus: tuple[GPU, ...], names: tuple[str, ...],
     lines: list[str] = []
     if changed:
         state = state_bytes(task.profile_of(POLICIES[0], "none")) / GIB
-        lines += [
-            f"{_CHANGED_TOO}; weights, gradients and optimizer state are {state:.1f} GiB with them",
-            *changed,
-        ]
+        lines += [f"{_CHANGED_TOO}; weights, gradients and optimizer state are {state:.1f} GiB with them", *changed]
     lines += explained(searched.fit, task, names)
     for later, candidate in searched.later:
         host_gib = f", {candidate.host / GIB:.1f} GiB in host memory" if candidate.host else ""

@@ -23,13 +23,7 @@ _UNUSED = {"train": (), "encode": ("transformer",), "sample": ()}
 
 
 def check_paths(
-    command: str,
-    verb: str,
-    config: RunConfig,
-    options: Any,
-    components: Sequence[str],
-    *,
-    run_file: Path | None = None,
+    command: str, verb: str, config: RunConfig, options: Any, components: Sequence[str], *, run_file: Path | None = None
 ) -> None:
     """Refuse a file or folder that is needed and does not exist. `verb` is the option that selects other work of the command, or empty; `components` are keys
     of `[model]` whose files every architecture of the family reads. People write paths as if they began at the run file's folder."""

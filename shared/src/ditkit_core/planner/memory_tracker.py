@@ -27,10 +27,7 @@ _HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
 """What torch asks of fake tensors twice as often as it computes with them."""
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_COUNTED_AS = {
-    torch.ops.aten.addmm_: torch.ops.aten.addmm,
-    torch.ops.aten._int_mm: torch.ops.aten.mm,
-}
+_COUNTED_AS = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten._int_mm: torch.ops.aten.mm}
 """Operations whose arithmetic torch counts under another name, or not at all."""
 
 # torch 2.11 counts attention on GPUs alone. Registered, it counts for torch's own counter too, which the audit uses.
@@ -350,7 +347,5 @@ def _on_one_device(func: Any, args: Any) -> Any:
     if not elsewhere or len(elsewhere) == len(tensors) or "copy" in func._overloadpacket.__name__:
         return args
     return tree_map_only(
-        Tensor,
-        lambda x: torch.empty_like(x, device=elsewhere[0]) if x.ndim and x.device == _HOST else x,
-        args,
+        Tensor, lambda x: torch.empty_like(x, device=elsewhere[0]) if x.ndim and x.device == _HOST else x, args
     )

@@ -109,13 +109,8 @@ _KEYS = {
         "sample.guidance sample.negative sample.adapter sample.vae_tiling",
         "Model": "model.base train.devices base.quantize",
     },
-    "export": {
-        "Files": "export.forms export.dtype export.merged",
-        "Model": "model.base model.preset",
-    },
-    "watch": {
-        "The run": "run.folder",
-    },
+    "export": {"Files": "export.forms export.dtype export.merged", "Model": "model.base model.preset"},
+    "watch": {"The run": "run.folder"},
 }
 KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
     command: {title: keys.split() for title, keys in titles.items()} for command, titles in _KEYS.items()
