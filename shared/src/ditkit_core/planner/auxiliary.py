@@ -114,13 +114,12 @@ def measure_model(
 
 
 def _passing(module: nn.Module, tracker: MemoryTracker) -> LayerContext:
-    """Buffers for streamed layers, as `PassingMemory` keeps them: one tensor per name and shape, reused by the next layer."""
+    """Buffers for streamed layers, as `LayerStreamer` keeps them: one tensor per name and shape, reused by the next layer."""
     kept: dict[tuple[str, torch.Size], nn.Parameter] = {}
 
     @contextmanager
     def loaded(name: str) -> Iterator[nn.Module]:
-        part = module.get_submodule(name)
-        before = []
+        part, before = module.get_submodule(name), []
         with tracker.purpose("weights"):
             for inner, tensor in list(part.named_parameters(remove_duplicate=False)):
                 key = (inner, tensor.shape)

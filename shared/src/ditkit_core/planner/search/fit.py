@@ -87,17 +87,12 @@ def fit(task: FitTask) -> Fit:
         "fastest": min(fitting, key=lambda candidate: (candidate.seconds, *_rank(candidate))),
     }
     # Others are printed for comparison: one that differs only in its split points is no choice.
-    distinct = {_shown(chosen): ""}
+    shown, distinct = {_shown(chosen)}, dict[str, Candidate]()
     for name, candidate in others.items():
-        distinct.setdefault(_shown(candidate), name)
-    return Fit(
-        chosen=chosen,
-        others={
-            name: candidate
-            for name, candidate in others.items()
-            if distinct[_shown(candidate)] == name and candidate.setting != fastest.setting
-        },
-    )
+        if _shown(candidate) not in shown and candidate.setting != fastest.setting:
+            distinct[name] = candidate
+        shown.add(_shown(candidate))
+    return Fit(chosen=chosen, others=distinct)
 
 
 def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
