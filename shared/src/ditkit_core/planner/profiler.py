@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ditkit_core.distributed.context_parallel import ContextParallel
 from ditkit_core.encoding.loader import Batch
@@ -124,9 +123,9 @@ def measure(
     state; without `backward`, only the boundaries of the first forward are recorded.
     """
     with fake_tensors(job.kind) as meter:
-        measuring = _Measuring(job, model, meter, stage_devices, updates=updates, backward=backward)
+        measuring = _Measuring(job, model, meter, stage_devices)
         with suppress(_ForwardDone):
-            measuring.run()
+            measuring.run(updates=updates, backward=backward)
         return measuring.measured
 
 
@@ -170,26 +169,15 @@ class _Watched(BlockEngine):
 class _Measuring:
     """The state of one measured step."""
 
-    def __init__(
-        self,
-        job: StepJob,
-        model: ReducedModel,
-        meter: Meter,
-        stage_devices: Sequence[int],
-        *,
-        updates: bool,
-        backward: bool,
-    ):
-        self.job, self.model, self.meter, self.updates, self.backward = job, model, meter, updates, backward
+    def __init__(self, job: StepJob, model: ReducedModel, meter: Meter, stage_devices: Sequence[int]):
+        self.job, self.model, self.meter = job, model, meter
         self.devices = [torch.device("cpu", 1 + index) for index in range(max(stage_devices) + 1)]
         self.ranks = RecordedRanks(0, job.execution.ranks.context, context=job.execution.ranks.context)
         self.measured = MeasuredStep(stage_devices)
         self.open: StageMoment | None = None
         self.in_backward: OptimizerInBackward | None = None
-        # Sums of gradients are the optimizer's where it applies them in the last backward.
-        self.sums = job.optim.fused_backward and job.micro_batches > 1
 
-    def run(self) -> None:
+    def run(self, *, updates: bool, backward: bool) -> None:
         job, meter, measured = self.job, self.meter, self.measured
         names = {id(module): name for name, module in self.model.full_model.named_modules()}
         stages = self.model.stages()
@@ -206,46 +194,48 @@ class _Measuring:
         with meter.purpose("average"):
             # Only some of a model's stages are run; TrainState looks at the embedding and the blocks alone.
             staged: Any = self.model
-            trained = TrainState(staged, parameters, job.optim, job.ema, kernels=job.kernels)
+            self.trained = trained = TrainState(staged, parameters, job.optim, job.ema, kernels=job.kernels)
         self.gradients = trained.optimizer.parameters.values()
         stage_of = stages_of(self.model.full_model, trained.optimizer.parameters)
         self.clipping = Clipping(max_norm=job.clip_norm, by=job.clip_by, last_norm=2 * job.clip_norm, stage_of=stage_of)
-        if self.updates:
+        if updates:
             # The second step is measured, because the optimizer's state only exists after its first update.
             with meter.purpose("optimizer"):
                 for parameter in self.gradients:
                     parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
-                self._update(trained)
-            trained.optimizer.zero_grad()
-            if self.sums:
-                with meter.purpose("optimizer"):
-                    for name, parameter in trained.optimizer.parameters.items():
-                        trained.optimizer.add_gradient(name, torch.empty_like(parameter), first=True)
-        measured.static = [self._static(stage, trained) for stage in stages]
+                self._update()
+                trained.optimizer.zero_grad()
+                # Sums of gradients are the optimizer's where it applies them in the last backward.
+                summed = trained.optimizer.parameters if job.optim.fused_backward and job.micro_batches > 1 else {}
+                for name, parameter in summed.items():
+                    trained.optimizer.add_gradient(name, torch.empty_like(parameter), first=True)
+        measured.static = [self._static(stage) for stage in stages]
         if job.optim.fused_backward:
             options: Any = {"readable": False, "clipping": self.clipping, "micro_batches": min(2, job.micro_batches)}
             self.in_backward = OptimizerInBackward(trained.optimizer, job.optim.lr, **options)
         with self.in_backward or nullcontext():
-            measured.end = self._micro_batch(trained, batch, measured.forward, measured.backward)
+            measured.end = self._micro_batch(batch, measured.forward, measured.backward, only_forward=not backward)
             if job.micro_batches > 1:
-                self._micro_batch(trained, batch, [], measured.again)
-        if self.updates:
+                self._micro_batch(batch, [], measured.again)
+        if updates:
             measured.update = self._boundary()
             if not job.optim.fused_backward:
-                self._update(trained)
+                self._update()
             trained.average.update(2)
             self._boundary()
 
     def _micro_batch(
-        self,
-        trained: TrainState,
-        batch: list[dict[str, Tensor]],
-        forward: list[StageMoment],
-        backward: dict[int, StageMoment],
+        self, batch: list[Any], forward: list[StageMoment], backward: dict[int, StageMoment], only_forward: bool = False
     ) -> StageMoment:
         """Run a forward and a backward, and record their boundaries. Returns the last one."""
-        job = self.job
-        calls = AttentionCalls()
+        job, calls = self.job, AttentionCalls()
+
+        def entered(stage: int) -> None:
+            assert stage == len(forward)
+            forward.append(self._boundary())
+            if only_forward and stage == len(self.model.stages()):
+                raise _ForwardDone
+
         streams = job.spec.architecture.token_streams(job.arch) if job.execution.ranks.context > 1 else None
         engine = _Watched(
             policy=job.schedule,
@@ -253,7 +243,7 @@ class _Measuring:
             context=None if streams is None else ContextParallel(self.ranks, streams),
             router=self.model.router,
             model=self.model,
-            entered=partial(self._entered, forward),
+            entered=entered,
             entered_backward=lambda stage: backward.update({stage: self._boundary()}),
         )
         forward.append(self._boundary())
@@ -269,21 +259,15 @@ class _Measuring:
         self.measured.attention = tuple(sorted(calls.counts))
         return self._boundary()
 
-    def _entered(self, forward: list[StageMoment], stage: int) -> None:
-        assert stage == len(forward)
-        forward.append(self._boundary())
-        if not self.backward and stage == len(self.model.stages()):
-            raise _ForwardDone
-
-    def _update(self, trained: TrainState) -> None:
+    def _update(self) -> None:
         # On GPUs torch's optimizers default to foreach, which works on all parameters at once; fake devices are CPUs.
         if self.job.kind == "cuda":
-            for group in (group for part in trained.optimizer.parts for group in part.param_groups):
+            for group in (group for part in self.trained.optimizer.parts for group in part.param_groups):
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
         self.meter.is_updating = True
-        norm = total_norm(list(trained.optimizer.gradients().values()))
-        update(trained.optimizer, norm, lr=self.job.optim.lr, clipping=self.clipping)
+        norm = total_norm(list(self.trained.optimizer.gradients().values()))
+        update(self.trained.optimizer, norm, lr=self.job.optim.lr, clipping=self.clipping)
         self.meter.is_updating = False
 
     def _boundary(self) -> StageMoment:
@@ -306,9 +290,9 @@ class _Measuring:
         )
         return self.open
 
-    def _static(self, stage: nn.Module, trained: TrainState) -> StageCost:
+    def _static(self, stage: nn.Module) -> StageCost:
         """The static memory of a stage."""
-        size = self.meter.bytes_of
+        size, trained = self.meter.bytes_of, self.trained
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
         parameter_ids = {id(parameter) for parameter in stage.parameters()}
         named = {name: p for name, p in trained.parameters.items() if id(p) in parameter_ids}
