@@ -49,23 +49,16 @@ def _described(field: ConfigField, values: Sequence[str]) -> dict[str, Any]:
 
 def _accepted(hint: Any) -> dict[str, Any]:
     """What a type accepts."""
-    arguments = [argument for argument in get_args(hint) if argument is not NoneType]
-    if get_origin(hint) is Literal:
+    kind, arguments = get_origin(hint), [argument for argument in get_args(hint) if argument is not NoneType]
+    if kind is Literal:
         return {"enum": arguments}
-    if get_origin(hint) in (Union, UnionType):
-        return (
-            _accepted(arguments[0])
-            if len(arguments) == 1
-            else {"anyOf": [_accepted(argument) for argument in arguments]}
-        )
-    if get_origin(hint) is tuple and Ellipsis in arguments:
+    if kind in (Union, UnionType):
+        accepted = list(map(_accepted, arguments))
+        return {"anyOf": accepted} if len(accepted) > 1 else accepted[0]
+    if kind is tuple and Ellipsis in arguments:
         item = _accepted(arguments[0])
         return {"anyOf": [{"type": "array", "items": item}, item]}  # a list of one may be written as its item
-    if get_origin(hint) is tuple:
-        return {
-            "type": "array",
-            "prefixItems": [_accepted(argument) for argument in arguments],
-            "minItems": len(arguments),
-            "items": False,
-        }
+    if kind is tuple:
+        items = list(map(_accepted, arguments))
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
     return {"type": _NAMES[hint]}
