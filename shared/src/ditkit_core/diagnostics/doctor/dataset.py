@@ -86,10 +86,17 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
         run_data: The data of the run. All bad files are listed; `data.on_bad` decides whether they are errors.
     """
     config, spec = run_data.config, run_data.spec
-    data, prior = _examine(run_data, config.data, "data"), _examine(run_data, run_data.prior_data, "prior")
-    if data.error is not None:
-        return _unusable(run_data, data.error, data.excluded)
-    samples, class_images, examinations = data.good, prior.good, (data, prior)
+    examination = _Examination(data=run_data)
+    examination.scan(config.data, "data")
+    fps = examination.fps["data"]
+    if (error := examination.errors.get("data")) is not None:
+        findings = [*rules.check_excluded(examination.excluded), Finding("D01", "", str(error))]
+        excluded = tuple(examination.excluded)
+        checkup = CheckReport(model=spec.name, samples=0, fps=fps, excluded=excluded, findings=tuple(findings))
+        return ExaminedDataset(checkup=checkup, samples=[])
+    if run_data.prior_data is not None:
+        examination.scan(run_data.prior_data, "prior")
+    samples, class_images = examination.good["data"], examination.good["prior"]
     all_samples = [*samples, *class_images]
     captions = count_captions(all_samples, cut_captions(run_data.auxiliary, all_samples))
     data_batches = _buckets(run_data, samples)
@@ -99,30 +106,24 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
     largest = max(data_batches, prior_batches, key=lambda batches: batches.cost).largest
     copy_groups = rules.same_content(_hashes(run_data, all_samples))
     copies = {id for group in copy_groups for id in group[1:]}  # exact copies are not reported as near-duplicates again
-    prints = {**data.prints, **prior.prints}
-    near_copy_groups = near_duplicates({id: print for id, print in prints.items() if id not in copies})
-    files = [file for examination in examinations for file in examination.files()]
-    excluded = [exclusion for examination in examinations for exclusion in examination.excluded]
-    undecoded = [exclusion for examination in examinations for exclusion in examination.undecoded]
+    near_copy_groups = near_duplicates({id: print for id, print in examination.prints.items() if id not in copies})
+    files = list(examination.files())
     # The order of the printed findings: missing data first, then single files, then comparisons between files.
     findings = [
-        *rules.check_excluded(excluded),
-        *rules.check_excluded(undecoded, "D03"),
+        *rules.check_excluded(examination.excluded),
+        *rules.check_excluded(examination.undecoded, "D03"),
         *_too_few(config.held_out.clips, samples),
-        *_no_class_images(run_data, prior),
+        *_no_class_images(run_data, examination),
         *rules.check_fewest_frames(all_samples, spec.training.fewest_frames),
-        *rules.check_shortened(samples, config.data, data.fps),
+        *rules.check_shortened(samples, config.data, fps),
         *rules.check_crops(all_samples, config.data, spec.data.size_step),
         *rules.check_buckets(data_batches.rows),
         *(finding for row, hdr in files for finding in rules.check_file(row, is_hdr=hdr)),
         *rules.check_coverage([row for row, _ in files]),
         *rules.check_colours(_stored_colours(run_data.auxiliary.columns, all_samples)),
         *rules.check_matrices(without_matrix([row for row, _ in files]), len(files)),
-        *(finding for examination in examinations for finding in examination.findings),
-        *map(
-            refusal,
-            dict.fromkeys([*data.missing_libraries, *prior.missing_libraries, *_prompt_errors(run_data, samples)]),
-        ),
+        *examination.findings,
+        *map(refusal, dict.fromkeys([*examination.missing_libraries, *_prompt_errors(run_data, samples)])),
         *rules.check_duplicates(copy_groups, near_copy_groups),
         *check_captions(samples, captions, config, class_images),
     ]
@@ -130,14 +131,14 @@ def examine_dataset(run_data: RunData) -> ExaminedDataset:
         model=spec.name,
         samples=len(samples),
         class_images=len(class_images),
-        fps=data.fps,
+        fps=fps,
         buckets=(*data_batches.rows, *prior_batches.rows),
         files=tuple(row for row, _ in files),
-        excluded=(*excluded, *undecoded),
+        excluded=(*examination.excluded, *examination.undecoded),
         captions=captions,
         same=tuple(copy_groups),
         alike=tuple(near_copy_groups),
-        masks=(*data.masks, *prior.masks),
+        masks=tuple(examination.masks),
         findings=tuple(findings),
     )
     return ExaminedDataset(checkup=checkup, samples=samples, class_images=class_images, largest=largest)
@@ -173,23 +174,13 @@ def summarize_data(data: RunData, encoded: Sequence[EncodedSample]) -> None:
         warn(f"and {more} more; add --check to the command to see them")
 
 
-def _unusable(data: RunData, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
-    """The report about a dataset without any usable sample."""
-    findings = (*rules.check_excluded(excluded), Finding("D01", "", str(why)))
-    checkup = CheckReport(model=data.spec.name, samples=0, fps=data.fps, excluded=tuple(excluded), findings=findings)
-    return ExaminedDataset(checkup=checkup, samples=[])
-
-
 @dataclass(kw_only=True)
 class _Examination:
-    """The state of examining a dataset, sample by sample."""
+    """The state of examining the datasets, sample by sample."""
 
     data: RunData
-    dataset: DatasetName
-    fps: float
-    stops: bool
-    """Whether a sample that cannot be decoded stops training."""
-    good: list[Sample] = field(default_factory=list)
+    fps: dict[DatasetName, float] = field(default_factory=dict)
+    good: dict[DatasetName, list[Sample]] = field(default_factory=lambda: {"data": [], "prior": []})
     excluded: list[Excluded] = field(default_factory=list)
     """Files that did not become a sample."""
     undecoded: list[Excluded] = field(default_factory=list)
@@ -199,28 +190,60 @@ class _Examination:
     """White share of each sample's loss mask."""
     missing_libraries: dict[str, None] = field(default_factory=dict)
     """Messages about missing libraries, in order: the run's fault and not a sample's. A dict without values is an ordered set."""
-    error: UserError | None = None
-    """The reason if the dataset cannot be used at all."""
+    errors: dict[DatasetName, UserError] = field(default_factory=dict)
+    """The reason if a dataset cannot be used at all."""
 
-    def examine(self, sample: Sample) -> None:
+    @property
+    def stops(self) -> bool:
+        """Whether a sample that cannot be decoded stops training."""
+        return self.data.config.data.on_bad == "error"
+
+    def scan(self, section: DataConfig, dataset: DatasetName) -> None:
+        """Scan a dataset and examine each of its samples."""
+        self.fps[dataset] = self.data.fps
+        stopping = {"bad": self.stops, "short": section.short_clips == "error", "unused": False}
+        # Scanned leniently, so that all problems are listed and not only the first one.
+        lenient = replace(section, on_bad="skip", short_clips="skip" if stopping["short"] else section.short_clips)
+        try:
+            scan: Dataset | NothingToTrain = self.data.scanned(lenient, f"{dataset}.folder")
+        except NothingToTrain as error:
+            scan = self.errors[dataset] = error
+        except UserError as error:
+            self.errors[dataset] = error
+            return
+        self.excluded += [
+            Excluded(name=name, reason=reason, stops=stopping[kind])
+            for (name, reason), kind in zip(scan.excluded, scan.kinds, strict=True)
+        ]
+        if isinstance(scan, NothingToTrain):
+            return
+        self.fps[dataset] = scan.fps
+        with progress("check clips" if dataset == "data" else "check class images", len(scan.samples)) as bar:
+            for sample in scan.samples:
+                # Marked as encoding does: a class image may have the same id as a clip.
+                self._examine(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id), dataset)
+                bar.advance()
+
+    def _examine(self, sample: Sample, dataset: DatasetName) -> None:
         """Read what training would read of a sample: the clip, decoded at low size, and its conditions as they are encoded."""
         look: WindowLook | None = None
         masked: float | None = None
         of_conditions: list[Finding] = []
-        fps = self.fps if media_kind(sample.media) == "video" else 0.0
+        good, columns = self.good[dataset], self.data.auxiliary.columns
+        fps = self.fps[dataset] if media_kind(sample.media) == "video" else 0.0
         try:
             look = look_at_window(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
             for reference in sample.references:
                 for _ in stored_images(reference, frames=1, fps=0.0):
                     pass  # decoding is the check
             if self.data.auxiliary.readers is not None:
-                self.data.auxiliary.readers.check(clip_inputs_of(sample, self.fps))
+                self.data.auxiliary.readers.check(clip_inputs_of(sample, self.fps[dataset]))
             masked = self._masked(sample, fps)
-            of_conditions = list(rules.check_boundary_images(sample, self.data.auxiliary.columns, fps))
+            of_conditions = list(rules.check_boundary_images(sample, columns, fps))
             # Once per file: its windows follow each other, so only the last sample needs comparing.
-            if all(sample.media != other.media for other in self.good[-1:]):
-                of_conditions += rules.check_control_videos(sample, self.data.auxiliary.columns)
-                of_conditions += rules.check_sounds(sample, self.data.auxiliary.columns)
+            if all(sample.media != other.media for other in good[-1:]):
+                of_conditions += rules.check_control_videos(sample, columns)
+                of_conditions += rules.check_sounds(sample, columns)
         except MissingDependency as error:
             self.missing_libraries[str(error)] = None
         except EnvironmentFault:
@@ -228,7 +251,7 @@ class _Examination:
         except UserError as error:
             self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
             return
-        self.good.append(sample)
+        good.append(sample)
         if masked is not None:
             self.masks.append(masked)
             of_conditions += rules.check_mask(sample, masked, self.data.config.train.mask_weight)
@@ -245,55 +268,24 @@ class _Examination:
 
     def files(self) -> Iterator[tuple[FileRow, bool]]:
         """Each file with its trained part, and whether it is HDR; damage after that part becomes a finding."""
-        windows: dict[Path, list[Sample]] = defaultdict(list)
-        for sample in self.good:
-            windows[sample.media].append(sample)
-        for path, samples in windows.items():
+        windows: dict[tuple[DatasetName, Path], list[Sample]] = defaultdict(list)
+        for dataset, good in self.good.items():
+            for sample in good:
+                windows[dataset, sample.media].append(sample)
+        for (dataset, path), samples in windows.items():
+            fps = self.fps[dataset]
             try:
                 info = probe(path)
             except UserError as error:  # damaged after its windows, which were decoded without an error
-                info = self._read_of(path, samples)
+                end, extent = max(s.start_seconds + s.frames / fps for s in samples), available(path, fps, at_most=1)
+                info = MediaInfo(
+                    kind="video", width=extent.width, height=extent.height, seconds=end, fps=fps, rotation=0
+                )
                 self.findings += rules.check_damaged_rest(str(path), info, error)
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
-                info = replace(info, seconds=available(path, self.fps).frames / self.fps, fps=self.fps)
+                info = replace(info, seconds=available(path, fps).frames / fps, fps=fps)
             hdr = info.kind == "video" and path.is_file() and is_hdr(path)
-            yield rules.file_row(str(path), info, samples, self.fps, self.dataset), hdr
-
-    def _read_of(self, path: Path, samples: Sequence[Sample]) -> MediaInfo:
-        """The known properties of a video that is damaged after its windows."""
-        end = max(sample.start_seconds + sample.frames / self.fps for sample in samples)
-        extent = available(path, self.fps, at_most=1)
-        return MediaInfo(kind="video", width=extent.width, height=extent.height, seconds=end, fps=self.fps, rotation=0)
-
-
-def _examine(data: RunData, section: DataConfig | None, dataset: DatasetName) -> _Examination:
-    """Scan a dataset and examine each of its samples; without a dataset (`section` is None) the result is empty."""
-    examination = _Examination(data=data, dataset=dataset, fps=data.fps, stops=data.config.data.on_bad == "error")
-    if section is None:
-        return examination
-    stopping = {"bad": examination.stops, "short": section.short_clips == "error", "unused": False}
-    # Scanned leniently, so that all problems are listed and not only the first one.
-    lenient = replace(section, on_bad="skip", short_clips="skip" if stopping["short"] else section.short_clips)
-    try:
-        scan: Dataset | NothingToTrain = data.scanned(lenient, f"{dataset}.folder")
-    except NothingToTrain as error:
-        scan = examination.error = error
-    except UserError as error:
-        examination.error = error
-        return examination
-    examination.excluded += [
-        Excluded(name=name, reason=reason, stops=stopping[kind])
-        for (name, reason), kind in zip(scan.excluded, scan.kinds, strict=True)
-    ]
-    if isinstance(scan, NothingToTrain):
-        return examination
-    examination.fps = scan.fps
-    with progress("check clips" if dataset == "data" else "check class images", len(scan.samples)) as bar:
-        for sample in scan.samples:
-            # Marked as encoding does: a class image may have the same id as a clip.
-            examination.examine(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id))
-            bar.advance()
-    return examination
+            yield rules.file_row(str(path), info, samples, fps, dataset), hdr
 
 
 def _hashes(data: RunData, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
@@ -397,11 +389,11 @@ def refusal(why: UserError | str) -> Finding:
     return Finding("D21", "", str(why))
 
 
-def _no_class_images(data: RunData, prior: _Examination) -> Iterator[Finding]:
+def _no_class_images(data: RunData, examination: _Examination) -> Iterator[Finding]:
     """The finding that no class image can be used, if the run has a folder of them."""
-    if prior.error is not None:
-        yield Finding("D01", "", str(prior.error))
-    elif data.prior_data is not None and not prior.good:
+    if (error := examination.errors.get("prior")) is not None:
+        yield Finding("D01", "", str(error))
+    elif data.prior_data is not None and not examination.good["prior"]:
         observation = "no class image can be read: training would run without prior preservation"
         yield Finding("D01", "prior.folder", observation, "fix the files, or remove [prior]", severity="warning")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from ditkit_core.config.sizes import GIB
+from ditkit_core.config.sizes import gib
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.findings import DeviceRow, Finding, MemoryPlan
 from ditkit_core.errors import UserError
@@ -47,23 +47,19 @@ def _findings(report: PlanReport) -> Iterator[Finding]:
         if not plan.fits:
             yield _shortage(
                 plan.budget.name,
-                f"{report.bucket} needs {_gib(plan.peak)} according to the plan, and {_gib(plan.budget.available)} are available",
+                f"{report.bucket} needs {gib(plan.peak)} GiB according to the plan, and {gib(plan.budget.available)} GiB are available",
             )
     for row in report.lacking:
         observation = (
-            f"{row.stage}: {row.name} needs {_gib(row.peak)} according to the plan, of {_gib(row.available or 0)}"
+            f"{row.stage}: {row.name} needs {gib(row.peak)} GiB according to the plan, of {gib(row.available or 0)} GiB"
         )
         yield _shortage(row.device, observation, row.remedy)
     if report.host_missing:
         yield _shortage(
-            "the host", f"{_gib(report.host_missing)} are missing for streamed weights and offloaded activations"
+            "the host", f"{gib(report.host_missing)} GiB are missing for streamed weights and offloaded activations"
         )
 
 
 def _shortage(where: str, observation: str, remedy: str = "") -> Finding:
     remedy = f"{remedy}; or {_REMEDY}" if remedy else _REMEDY
     return Finding("D26", where, observation, remedy)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

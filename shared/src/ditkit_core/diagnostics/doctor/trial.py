@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,24 +188,25 @@ def _reloads(trained: TrainState) -> bool | None:
         if latest(Path(folder), warn) != save_path:
             return False
         read = load_state(save_path)
-        if not _equal(read.tensors, state.tensors):
+        if not _equal(_flat(read.tensors), _flat(state.tensors)):
             return False
-        values_before = {name: value.detach().cpu().clone() for name, value in trained.values.items()}
+        values_before = {name: value.detach().clone() for name, value in trained.values.items()}
         with torch.no_grad():  # zeroed, so that a value that loading misses cannot look as if it had been loaded
             for value in trained.values.values():
                 value.zero_()
         trained.load_state_dict(read, save_path)
-    return _equal({"": trained.values}, {"": values_before})
+    return _equal({name: value.detach() for name, value in trained.values.items()}, values_before)
 
 
-def _equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> bool:
-    """Whether groups of tensors are bitwise identical; an empty group counts as missing."""
-    a, b = ({name: group for name, group in groups.items() if group} for groups in (a, b))
-    if a.keys() != b.keys() or any(a[name].keys() != b[name].keys() for name in a):
-        return False
-    return all(
-        torch.equal(a[group][name].detach().cpu(), b[group][name].detach().cpu()) for group in a for name in a[group]
-    )
+def _flat(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[tuple[str, str], Tensor]:
+    return {
+        (group, name): tensor.detach().cpu() for group, tensors in groups.items() for name, tensor in tensors.items()
+    }
+
+
+def _equal(a: Mapping[Any, Tensor], b: Mapping[Any, Tensor]) -> bool:
+    """Whether tensors of the same names are bitwise identical."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def _findings(row: StepRow, method: str) -> Iterator[Finding]:
