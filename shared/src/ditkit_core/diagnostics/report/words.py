@@ -59,44 +59,27 @@ def judge_change(
     size = f"{'fell' if fell else 'rose'} by {_percent(abs(now / before - 1))} %"
     change, unseen = f"validation loss {size.replace(' by', '')}", f"loss on unseen {noun}s {size}"
     if interval is None:
-        return Verdict(
-            f"{change} (no confidence interval, which needs held-out clips of two files)",
-            "unclear",
-            f"one held-out file cannot tell: {unseen}",
-            "There is no confidence interval, which needs held-out clips of two files.",
-            _HOLD_OUT_MORE,
-        )
+        why = "no confidence interval, which needs held-out clips of two files"
+        headline = f"one held-out file cannot tell: {unseen}"
+        return Verdict(f"{change} ({why})", "unclear", headline, f"There is {why}.", _HOLD_OUT_MORE)
     # Student's t may reach below a loss of 0, which would be a fall of more than 100 %.
     least, most = sorted(max(end / before, 0.0) - 1 for end in interval)
-    if least <= 0 <= most:
-        chance = f"95 % confidence: {_percent(abs(least))} % lower to {_percent(most)} % higher"
-        certainty = f"This may be chance ({chance})."
-        if 0 < clips < _ENOUGH_CLIPS and now != before:
-            few = f"{clips} held-out clips are too few to tell, hold out 4 to 8 (held_out.clips)"
-            number = (f"one held-out {noun}", f"two held-out {noun}s", f"three held-out {noun}s")[clips - 1]
-            return Verdict(
-                f"{change}, which may be chance ({chance}): {few}",
-                "unclear",
-                f"{number} cannot tell: {unseen}",
-                certainty,
-                _HOLD_OUT_MORE,
-            )
-        return Verdict(
-            f"validation loss did not change beyond chance ({chance})",
-            "unclear",
-            f"it cannot be told yet: {unseen}",
-            certainty,
-            "Compare the samples. If they do not change, train longer or with a higher learning rate (optim.lr).",
-        )
-    nearest, farthest = sorted((abs(least), abs(most)))
-    confidence = f"95 % confidence {_percent(nearest)}–{_percent(farthest)} %"
-    return Verdict(
-        f"{change} ({confidence})",
-        "fell" if fell else "rose",
-        f"{'it works' if fell else 'it got worse'}: {unseen}",
-        f"This is more than chance ({confidence}).",
-        "" if fell else "The run overfits, or the learning rate is too high (optim.lr).",
-    )
+    if not least <= 0 <= most:
+        confidence = "95 % confidence {}–{} %".format(*map(_percent, sorted((abs(least), abs(most)))))
+        headline = f"{'it works' if fell else 'it got worse'}: {unseen}"
+        advice = "" if fell else "The run overfits, or the learning rate is too high (optim.lr)."
+        sure = f"This is more than chance ({confidence})."
+        return Verdict(f"{change} ({confidence})", "fell" if fell else "rose", headline, sure, advice)
+    chance = f"95 % confidence: {_percent(abs(least))} % lower to {_percent(most)} % higher"
+    unsure = f"This may be chance ({chance})."
+    if 0 < clips < _ENOUGH_CLIPS and now != before:
+        few = f"{clips} held-out clips are too few to tell, hold out 4 to 8 (held_out.clips)"
+        number = ("one", "two", "three")[clips - 1]
+        headline = f"{number} held-out {noun}{'s' * (clips > 1)} cannot tell: {unseen}"
+        return Verdict(f"{change}, which may be chance ({chance}): {few}", "unclear", headline, unsure, _HOLD_OUT_MORE)
+    words, headline = f"validation loss did not change beyond chance ({chance})", f"it cannot be told yet: {unseen}"
+    advice = "Compare the samples. If they do not change, train longer or with a higher learning rate (optim.lr)."
+    return Verdict(words, "unclear", headline, unsure, advice)
 
 
 def _percent(share: float) -> str:
